@@ -16,6 +16,8 @@ RUN python -m venv /opt/cohabit
 ENV PATH=/opt/cohabit/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN pip install -c constraints.txt ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch
+# `cohabit` links to the other four.
+COPY cohabit cohabit
 COPY planner planner
 COPY runtime runtime
 COPY server server
@@ -23,7 +25,7 @@ COPY loadgen loadgen
 RUN pip install -c constraints.txt ".${EXTRAS:+[${EXTRAS}]}"
 # The planner's inner loops are compiled at first use; doing it here spares every container's first start.
 ENV NUMBA_CACHE_DIR=/opt/numba
-RUN python -c "from planner.warm import warm; warm()"
+RUN python -c "from cohabit.planner.warm import warm; warm()"
 
 FROM python:${PYTHON}-slim
 RUN useradd --system --uid 10001 --home-dir /cache --create-home cohabit

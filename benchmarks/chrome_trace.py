@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from planner.graph import Graph
-from planner.plan import Compute, Plan, SwapIn, SwapOut
-from planner.timeline import Timeline
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
+from cohabit.planner.timeline import Timeline
 
 _LANES = {"compute": 1, "swap_in": 2, "swap_out": 3}
 

@@ -22,14 +22,14 @@ from rich.table import Table
 
 from benchmarks.record import parser_of, record
 from benchmarks.scrape import Running, by_model, get, serving
-from loadgen.client import address_of
-from loadgen.inputs import random_inputs
-from loadgen.load import Load
-from loadgen.report import Report
-from loadgen.repository import prepare_visibly, recipes
-from loadgen.run import SentLoad, send_load
-from loadgen.sentences import EXAMPLES, embed, print_similarities
-from loadgen.server_process import server_command
+from cohabit.loadgen.client import address_of
+from cohabit.loadgen.inputs import random_inputs
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.report import Report
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.run import SentLoad, send_load
+from cohabit.loadgen.sentences import EXAMPLES, embed, print_similarities
+from cohabit.loadgen.server_process import server_command
 
 LAYOUTS = (("resident", "100%"), ("time_shared", "25%"), ("partitioned", "25%"))
 TURNS = 4

@@ -28,10 +28,10 @@ from tritonclient.http import InferenceServerClient
 
 from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import get, serving
-from loadgen.client import address_of
-from loadgen.inputs import random_inputs
-from loadgen.repository import prepare_visibly, recipes
-from loadgen.server_process import server_command
+from cohabit.loadgen.client import address_of
+from cohabit.loadgen.inputs import random_inputs
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.server_process import server_command
 
 MODELS, ENTRIES, MEMORY = 4, ("ranker", "minilm"), "74MiB"
 HANGING = "hanging"
@@ -165,7 +165,7 @@ async def until_ok(session: aiohttp.ClientSession, method: str, url: str) -> Non
 
 def engine_of(front_end: int) -> int | None:
     for child in psutil.Process(front_end).children():
-        if "server.engine_process" in child.cmdline():
+        if "cohabit.server.engine_process" in child.cmdline():
             return child.pid
     return None
 

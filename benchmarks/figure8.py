@@ -28,13 +28,13 @@ from rich.progress import track
 from benchmarks.ratio import LIKELY, Ratio
 from benchmarks.record import RESULTS, markdown_table, parser_of, record
 from benchmarks.scrape import serving
-from loadgen.errors import ServerFailed
-from loadgen.load import Load
-from loadgen.report import Report
-from loadgen.repository import prepare_visibly, recipes
-from loadgen.run import run_load
-from loadgen.server_process import server_command
-from planner.sizing.deployment import ONE_REGION, LayoutName
+from cohabit.loadgen.errors import ServerFailed
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.report import Report
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.run import run_load
+from cohabit.loadgen.server_process import server_command
+from cohabit.planner.sizing.deployment import ONE_REGION, LayoutName
 
 GENETIC = "partitioned, genetic planner"
 ALL_CORES = "partitioned, all cores"

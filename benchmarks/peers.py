@@ -26,25 +26,25 @@ import torch
 from rich.console import Console
 
 from benchmarks.record import RESULTS, markdown_table, record
-from loadgen.repository import prepare_visibly, recipes
-from loadgen.zoo import ZOO
-from planner.errors import InfeasibleBudget
-from planner.plan import Plan
-from planner.problem import Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.shapes import Bucket
-from planner.sizing.fitting import split_budget
-from runtime.binding.program import Bases
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.backend import CpuBackend
-from runtime.cpu.executor import CpuExecutor
-from runtime.host.store import open_store
-from runtime.lowering import packing
-from runtime.lowering.lower import lower
-from runtime.memory import StoreKind
-from runtime.options import Options
-from runtime.profiling.profile import resident_plan
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.zoo import ZOO
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.host.store import open_store
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.lower import lower
+from cohabit.runtime.memory import StoreKind
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
 
 MODELS = ("resnet152", "resnet50", "mobilenet_v2", "vit_small", "bert_base", "bert_small", "lstm", "ranker")
 SHARE = 0.25

@@ -12,19 +12,19 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.record import markdown_table, parser_of, record
-from loadgen.repository import prepare_visibly, recipes
-from loadgen.zoo import ZOO, Inputs
-from planner.shapes import Bucket
-from runtime.binding.program import Bases
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.backend import CpuBackend
-from runtime.cpu.executor import CpuExecutor
-from runtime.host.store import open_store
-from runtime.lowering import packing
-from runtime.lowering.lower import Lowered, lower
-from runtime.lowering.model import Port
-from runtime.options import Dtype, Options
-from runtime.profiling.profile import resident_plan
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.zoo import ZOO, Inputs
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.host.store import open_store
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.model import Port
+from cohabit.runtime.options import Dtype, Options
+from cohabit.runtime.profiling.profile import resident_plan
 
 MODELS = (
     "resnet50",

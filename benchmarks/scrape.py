@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadgen.server_process import running_server
+from cohabit.loadgen.server_process import running_server
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from benchmarks.record import markdown_table, parser_of, record
-from loadgen.client import address_of
-from loadgen.server_process import running_server, server_command
-from loadgen.zoo import ZOO
-from loadgen.zoo.exporting import export_model, save_model
-from loadgen.zoo.seeded import seeded
+from cohabit.loadgen.client import address_of
+from cohabit.loadgen.server_process import running_server, server_command
+from cohabit.loadgen.zoo import ZOO
+from cohabit.loadgen.zoo.exporting import export_model, save_model
+from cohabit.loadgen.zoo.seeded import seeded
 
 LIMIT_S = 3e-4
 """What the server may take longer than eager PyTorch."""

@@ -18,28 +18,28 @@ from rich.console import Console
 
 from benchmarks.chrome_trace import chrome_trace
 from benchmarks.record import markdown_table, record
-from loadgen.repository import prepare_visibly, recipes
-from planner.graph import aligned
-from planner.plan import Plan
-from planner.problem import Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.shapes import Bucket
-from planner.simulate import simulate
-from planner.sizing.fitting import split_budget
-from runtime.binding.calls import Call
-from runtime.binding.draft import ComputeStep, SwapStep
-from runtime.binding.program import Bases, Program
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.backend import CpuBackend
-from runtime.cpu.executor import CpuExecutor
-from runtime.host.store import Store, open_store
-from runtime.lowering import packing
-from runtime.lowering.lower import Lowered, lower
-from runtime.lowering.weights import BLOCK_BYTES
-from runtime.memory import StoreKind
-from runtime.options import Options
-from runtime.profiling.profile import resident_plan
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.planner.graph import aligned
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.simulate import simulate
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.runtime.binding.calls import Call
+from cohabit.runtime.binding.draft import ComputeStep, SwapStep
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.host.store import Store, open_store
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.weights import BLOCK_BYTES
+from cohabit.runtime.memory import StoreKind
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
 
 MODELS = ("resnet152", "bert_base", "minilm")
 SHARES = (0.25, 0.5)

@@ -12,10 +12,10 @@ import tritonclient.http
 from tritonclient.http import InferenceServerClient
 
 from benchmarks.wire import Connections, post
-from loadgen.arrivals import draw_arrivals
-from loadgen.client import address_of
-from loadgen.inputs import random_inputs
-from loadgen.openloop import RequestFailed, run_open_loop
+from cohabit.loadgen.arrivals import draw_arrivals
+from cohabit.loadgen.client import address_of
+from cohabit.loadgen.inputs import random_inputs
+from cohabit.loadgen.openloop import RequestFailed, run_open_loop
 
 MOST_IN_FLIGHT = 20_000
 UNANSWERED_S = 30.0

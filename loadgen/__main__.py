@@ -1,7 +1,7 @@
-"""`python -m loadgen`."""
+"""`python -m cohabit.loadgen`."""
 
 import sys
 
-from loadgen.cli import main
+from cohabit.loadgen.cli import main
 
 sys.exit(main())

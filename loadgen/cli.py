@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from loadgen.errors import LoadgenError, UsageError
-from loadgen.load import Load
+from cohabit.loadgen.errors import LoadgenError, UsageError
+from cohabit.loadgen.load import Load
 
 if TYPE_CHECKING:
-    from loadgen.report import Report
+    from cohabit.loadgen.report import Report
 
 _T = TypeVar("_T")
 
@@ -64,7 +64,7 @@ def _run(argv: Sequence[str]) -> int:
 
     import msgspec
 
-    from loadgen.report import print_report
+    from cohabit.loadgen.report import print_report
 
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
     print_report(report, Console(width=None if is_sized else WIDTH))
@@ -87,12 +87,12 @@ def _load_of(options: argparse.Namespace) -> Load:
 
 
 async def _measure(options: argparse.Namespace, load: Load, repository: Path | None) -> "Report":
-    from loadgen.run import run_load
+    from cohabit.loadgen.run import run_load
 
     if repository is None:
         return await run_load(options.url, load)
 
-    from loadgen.server_process import running_server, server_command
+    from cohabit.loadgen.server_process import running_server, server_command
 
     memory = options.memory or DEFAULT_MEMORY
     console = Console(stderr=True)
@@ -110,7 +110,7 @@ def _repository(options: argparse.Namespace, console: Console) -> Path:
         if not any(options.repository.glob("*/*/model.pt2")):
             raise UsageError(f"--repository {options.repository}: no NAME/VERSION/model.pt2 in it")
         return Path(options.repository)
-    from loadgen.repository import prepare_visibly, recipes
+    from cohabit.loadgen.repository import prepare_visibly, recipes
 
     count = options.model_count or DEFAULT_MODELS
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -120,7 +120,7 @@ def _repository(options: argparse.Namespace, console: Console) -> Path:
 
 
 def _prepare(argv: Sequence[str]) -> int:
-    from loadgen.repository import prepare_visibly, print_repository, print_zoo, recipes
+    from cohabit.loadgen.repository import prepare_visibly, print_repository, print_zoo, recipes
 
     parser = _prepare_parser()
     options = parser.parse_args(argv)
@@ -136,7 +136,7 @@ def _prepare(argv: Sequence[str]) -> int:
 
 
 def _sentences(argv: Sequence[str]) -> int:
-    from loadgen.sentences import EXAMPLES, embed, print_similarities
+    from cohabit.loadgen.sentences import EXAMPLES, embed, print_similarities
 
     options = _sentences_parser().parse_args(argv)
     sentences = options.sentence or EXAMPLES

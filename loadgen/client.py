@@ -11,9 +11,9 @@ from tritonclient.http import InferInput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from loadgen.errors import ServerFailed, UsageError
-from loadgen.inputs import random_inputs
-from loadgen.openloop import RequestFailed, Send
+from cohabit.loadgen.errors import ServerFailed, UsageError
+from cohabit.loadgen.inputs import random_inputs
+from cohabit.loadgen.openloop import RequestFailed, Send
 
 _UNREACHABLE = (aiohttp.ClientError, OSError)
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tritonclient.http import InferInput
 from tritonclient.utils import triton_to_np_dtype
 
-from loadgen.errors import ModelRefused
+from cohabit.loadgen.errors import ModelRefused
 
 MAX_ID = 100
 """Integers are drawn below this, so that they are ids in any vocabulary."""

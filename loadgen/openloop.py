@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from loadgen.arrivals import RequestArrival
+from cohabit.loadgen.arrivals import RequestArrival
 
 NOT_SENT = "not sent"
 """Kind of failure of requests that were due while too many others were unanswered."""

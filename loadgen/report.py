@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.load import Load
-from loadgen.openloop import NOT_SENT, Outcome
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.openloop import NOT_SENT, Outcome
 
 FORMAT_VERSION = 2
 

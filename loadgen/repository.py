@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from loadgen.errors import UsageError
-from loadgen.zoo import ZOO
+from cohabit.loadgen.errors import UsageError
+from cohabit.loadgen.zoo import ZOO
 
 _NOTE = "recipe.json"
 """File inside each archive that says how it was built."""
@@ -131,7 +131,7 @@ def print_zoo(console: Console) -> None:
 
 
 def _build(recipe: Recipe, path: Path) -> None:
-    from loadgen.zoo.exporting import export_model, save_model  # torch takes seconds to import
+    from cohabit.loadgen.zoo.exporting import export_model, save_model  # torch takes seconds to import
 
     model, inputs = ZOO[recipe.entry].build(recipe.seed)
     save_model(export_model(model, inputs), path, {_NOTE: msgspec.json.encode(recipe).decode()})

@@ -14,12 +14,12 @@ from importlib.metadata import version
 
 import msgspec
 
-from loadgen.arrivals import draw_arrivals, zipf_weights
-from loadgen.client import connected, prepare_requests, ready_models, sender
-from loadgen.errors import UsageError
-from loadgen.load import Load
-from loadgen.openloop import Outcome, Tally, run_open_loop
-from loadgen.report import Report, RunDescription, make_report
+from cohabit.loadgen.arrivals import draw_arrivals, zipf_weights
+from cohabit.loadgen.client import connected, prepare_requests, ready_models, sender
+from cohabit.loadgen.errors import UsageError
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.openloop import Outcome, Tally, run_open_loop
+from cohabit.loadgen.report import Report, RunDescription, make_report
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from rich.table import Table
 from tritonclient.http import InferInput
 from tritonclient.utils import InferenceServerException
 
-from loadgen.client import connected, model_metadata
-from loadgen.errors import ModelRefused, ServerFailed
-from loadgen.zoo import not_installed
+from cohabit.loadgen.client import connected, model_metadata
+from cohabit.loadgen.errors import ModelRefused, ServerFailed
+from cohabit.loadgen.zoo import not_installed
 
 EXAMPLES = (
     "A cat is sleeping on the sofa.",
@@ -25,7 +25,7 @@ EXAMPLES = (
 async def embed(url: str, model: str, sentences: Sequence[str], timeout_s: float = 30.0) -> NDArray[np.float32]:
     """Return the model's embeddings, [len(sentences), width], cut or padded to the length that it takes."""
     try:
-        from loadgen.zoo.tokens import tokenize
+        from cohabit.loadgen.zoo.tokens import tokenize
     except ModuleNotFoundError as error:
         raise not_installed("loadgen sentences", error) from error
     async with connected(url, max_in_flight=1, timeout_s=timeout_s) as client:

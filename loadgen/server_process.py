@@ -15,8 +15,8 @@ from typing import IO
 import aiohttp
 from tritonclient.http.aio import InferenceServerClient
 
-from loadgen.client import address_of
-from loadgen.errors import ServerFailed
+from cohabit.loadgen.client import address_of
+from cohabit.loadgen.errors import ServerFailed
 
 ANNOUNCEMENT = "http: "
 """A line on the server's stdout that starts like this ends in its address."""

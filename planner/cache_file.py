@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from planner.errors import FormatError
+from cohabit.planner.errors import FormatError
 
 _HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'","content":', b"}"
 _DIGEST_CHARACTERS = 64

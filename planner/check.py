@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from planner.errors import FingerprintMismatch, InvalidPlan
-from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Plan, Region, SwapIn, SwapOut, lane_of
-from planner.profile import Profile
+from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Address, Compute, Drop, Plan, Region, SwapIn, SwapOut, lane_of
+from cohabit.planner.profile import Profile
 
 Clock = tuple[int, ...]
 _LANES = ("compute", "swap_in", "swap_out")

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from planner.errors import FormatError, InvalidGraph
-from planner.shapes import Bucket
+from cohabit.planner.errors import FormatError, InvalidGraph
+from cohabit.planner.shapes import Bucket
 
 FORMAT_VERSION = 1
 

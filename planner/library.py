@@ -11,15 +11,15 @@ from typing import TypeVar
 
 import msgspec
 
-import planner.plan
-from planner import cache_file
-from planner.check import check
-from planner.errors import FormatError, InvalidPlan
-from planner.graph import fingerprint
-from planner.plan import Placement, Plan
-from planner.problem import Problem
-from planner.shapes import Bucket
-from planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
+import cohabit.planner.plan
+from cohabit.planner import cache_file
+from cohabit.planner.check import check
+from cohabit.planner.errors import FormatError, InvalidPlan
+from cohabit.planner.graph import fingerprint
+from cohabit.planner.plan import Placement, Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
 
 T = TypeVar("T")
 _DIVISION_VERSION = 3
@@ -39,7 +39,7 @@ class Library:
         return self._read(self.plan_path(problem, searcher), lambda raw: _usable_plan(raw, problem))
 
     def store(self, problem: Problem, searcher: str, plan: Plan) -> None:
-        self._store(self.plan_path(problem, searcher), planner.plan.encode(plan))
+        self._store(self.plan_path(problem, searcher), cohabit.planner.plan.encode(plan))
 
     def plans(self, model: ModelDemand, room: Room, searcher: str) -> dict[Bucket, Plan] | None:
         """Return a searcher's plans of all a model's buckets, if they are stored."""
@@ -75,7 +75,7 @@ class Library:
         self._store(_division_path(self.root, models, memory_bytes, layout, lanes), msgspec.json.encode(division))
 
     def plan_path(self, problem: Problem, searcher: str) -> Path:
-        key = (planner.plan.FORMAT_VERSION, searcher, *problem.key)
+        key = (cohabit.planner.plan.FORMAT_VERSION, searcher, *problem.key)
         return self.root / "plans" / f"{fingerprint(key)}.json"
 
     def _read(self, path: Path, decode: Callable[[bytes], T]) -> T | None:
@@ -106,7 +106,7 @@ def _division_path(
 
 
 def _usable_plan(raw: bytes, problem: Problem) -> Plan:
-    plan = planner.plan.decode(raw)
+    plan = cohabit.planner.plan.decode(raw)
     check(problem.graph, problem.profile, plan)
     if (plan.partition_bytes, plan.workspace_bytes) != (problem.partition_bytes, problem.workspace_bytes):
         raise FormatError(

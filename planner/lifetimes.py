@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 
 START: Final = -1
 """In place of a step's index: before the first step."""

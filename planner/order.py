@@ -7,9 +7,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from planner.graph import Graph
-from planner.plan import Compute, Plan
-from planner.profile import Profile
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Compute, Plan
+from cohabit.planner.profile import Profile
 
 MUCH_AGAIN: Final = 0.25
 """Bytes read again, as a share of the weights, from which orders by weights are planned: an unrolled recurrent network

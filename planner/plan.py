@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from planner.graph import decode_as, fingerprint
+from cohabit.planner.graph import decode_as, fingerprint
 
 FORMAT_VERSION = 1
 

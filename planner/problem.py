@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from planner.graph import Graph
-from planner.plan import Placement
-from planner.profile import Profile
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Placement
+from cohabit.planner.profile import Profile
 
 TIE: Final = 1.001
 """Latencies (and periods) within this factor count as equal."""
@@ -44,7 +44,7 @@ class Problem:
     @cached_property
     def bound_s(self) -> float:
         """Lower bound of every plan's latency. Computed once, in a fraction of a second."""
-        from planner.bounds.bound import latency_bound  # scipy, which reading stored plans does not need
+        from cohabit.planner.bounds.bound import latency_bound  # scipy, which reading stored plans does not need
 
         return latency_bound(self.graph, self.profile, self.partition_bytes, self.workspace_bytes)
 

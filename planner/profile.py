@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from planner.graph import decode_as, fingerprint
+from cohabit.planner.graph import decode_as, fingerprint
 
 FORMAT_VERSION = 4
 """Version 1 had a cost per script segment, and measured op times differently; 2 had no noise, 3 no window."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from planner.errors import CohabitError
+from cohabit.planner.errors import CohabitError
 
 LEAST_BUCKET = 16
 """The smallest bucket by default: smaller sizes save little time."""

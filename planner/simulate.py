@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Floats, Ints
-from planner.compiled import compiled
-from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
-from planner.profile import Profile
-from planner.timeline import Span, Timeline
+from cohabit.planner.arrays import Floats, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
+from cohabit.planner.profile import Profile
+from cohabit.planner.timeline import Span, Timeline
 
 COMPUTE: Final = 0
 SWAP_IN: Final = 1

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from planner.plan import Lane
+from cohabit.planner.plan import Lane
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,11 +1,11 @@
 """Compiles the planner's inner loops ahead of time, when a container image is built."""
 
-from planner.graph import Graph, Op, Tensor
-from planner.problem import Limit, Problem
-from planner.profile import Link, Profile
-from planner.search.driver import search
-from planner.search.registry import SEARCHERS
-from planner.sizing.fitting import split_budget
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Link, Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.search.registry import SEARCHERS
+from cohabit.planner.sizing.fitting import split_budget
 
 
 def warm() -> None:

@@ -11,16 +11,16 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from planner.plan import Plan
-from planner.profile import Profile
-from planner.shapes import Bucket
-from planner.timeline import Timeline
-from runtime.binding.program import Bases, Program
-from runtime.lowering.lower import Lowered
-from runtime.lowering.weights import Manifest
-from runtime.memory import DeviceArena, HostStore, PinnedUse, StoreKind
-from runtime.recording import Follow
-from runtime.shared_region.relocatable import RelocatableModel
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.timeline import Timeline
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.memory import DeviceArena, HostStore, PinnedUse, StoreKind
+from cohabit.runtime.recording import Follow
+from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 OnProgress = Callable[[str], None]
 P = TypeVar("P", bound=Program)

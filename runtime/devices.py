@@ -1,8 +1,8 @@
 """Opens a device by its name: `cpu`, `cuda`, or `cuda:1`."""
 
-from runtime.backend import Backend
-from runtime.cpu.backend import CpuBackend
-from runtime.errors import DeviceError
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.errors import DeviceError
 
 
 def open_device(
@@ -24,7 +24,7 @@ def open_device(
         raise DeviceError(f"there is no device '{name}': devices are cpu, cuda, and cuda:N")
     if link_bandwidth_bytes_per_s is not None:
         raise DeviceError(f"the link of {name} is as fast as it is; --link-bandwidth is for the CPU")
-    from runtime.cuda.backend import CudaBackend
-    from runtime.cuda.driver import CudaDriver
+    from cohabit.runtime.cuda.backend import CudaBackend
+    from cohabit.runtime.cuda.driver import CudaDriver
 
     return CudaBackend(CudaDriver.open(int(index or 0)), verify_reads=verify_reads)

@@ -11,7 +11,7 @@ CohabitError
 └── MemoryExceeded       an allocation would leave its region
 """
 
-from planner.errors import CohabitError
+from cohabit.planner.errors import CohabitError
 
 
 class ArchiveError(CohabitError):

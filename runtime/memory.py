@@ -5,8 +5,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from planner.errors import format_bytes
-from runtime.errors import MemoryExceeded
+from cohabit.planner.errors import format_bytes
+from cohabit.runtime.errors import MemoryExceeded
 
 StoreKind = Literal["ram", "file"]
 Copy = Callable[[], None]

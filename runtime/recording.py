@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from planner.plan import Compute, Lane
-from planner.timeline import Span
-from runtime.binding.draft import ComputeStep, SwapStep
-from runtime.binding.program import Program
+from cohabit.planner.plan import Compute, Lane
+from cohabit.planner.timeline import Span
+from cohabit.runtime.binding.draft import ComputeStep, SwapStep
+from cohabit.runtime.binding.program import Program
 
 Step = ComputeStep[Any] | SwapStep
 

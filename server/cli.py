@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from planner.errors import CohabitError
-from server.config.config import ServeConfig
-from server.config.sources import add_flags, as_toml, read_settings
-from server.errors import ConfigError, RepositoryError
-from server.process_rights import allow_connections, no_new_privileges
-from server.tools import flags
-from server.tools.remote.commands import COMMANDS, RemoteCommand
+from cohabit.planner.errors import CohabitError
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sources import add_flags, as_toml, read_settings
+from cohabit.server.errors import ConfigError, RepositoryError
+from cohabit.server.process_rights import allow_connections, no_new_privileges
+from cohabit.server.tools import flags
+from cohabit.server.tools.remote.commands import COMMANDS, RemoteCommand
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from server.engine_host import OnProgress
-    from server.serve import Server
+    from cohabit.server.engine_host import OnProgress
+    from cohabit.server.serve import Server
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     errors = Console(file=sys.stderr, highlight=False)
+    os.environ["PYTHONSAFEPATH"] = "1"  # no process of ours imports what lies in the folder that it is started in
     try:
         return int(options.run(options, errors))
     except CohabitError as error:
@@ -80,7 +81,7 @@ def _run_serve(options: argparse.Namespace, errors: Console) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log has bytes of clients in it as they came
     import uvloop
 
-    from server.log import configure_logging
+    from cohabit.server.log import configure_logging
 
     no_new_privileges()
     allow_connections()
@@ -93,7 +94,7 @@ def _run_tool(module: str) -> Callable[[argparse.Namespace, Console], int]:
     """Return a command that imports its module, and with it the planner, when it runs."""
 
     def run(options: argparse.Namespace, errors: Console) -> int:
-        return int(import_module(f"server.tools.{module}").run(options, _stdout(), errors))
+        return int(import_module(f"cohabit.server.tools.{module}").run(options, _stdout(), errors))
 
     return run
 
@@ -105,7 +106,7 @@ def _stdout() -> Console:
 
 async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
     """Listen, load, and serve until SIGTERM or SIGINT; returns the exit status."""
-    from server.serve import Server
+    from cohabit.server.serve import Server
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -247,7 +248,7 @@ _TOOLS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str, str
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from server.protocol.descriptions import product_version
+        from cohabit.server.protocol.descriptions import product_version
 
         print(f"cohabit {product_version()}")
         parser.exit()

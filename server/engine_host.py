@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from server.config.config import ServeConfig, cache_of
-from server.engine.compute_lanes import ComputeLanes
-from server.errors import ConfigError, RepositoryError, RequestError, StartFailed
-from server.ipc.catalog import ModelEntry, ModelState
-from server.ipc.execution import InferResult
-from server.ipc.messages import RestoredModel
-from server.ipc.model import DeviceUse
-from server.ipc.statistics import EngineReport, ModelCounters
-from server.models.registry import Registry
-from server.models.repository import Found, ModelSource, Unloadable, by_name, scan, versions_of
-from server.models.worker_process import MOST_AT_START, PREPARING, preparing_workers
-from server.placement.lifecycle import Lifecycle
-from server.placement.polling import Poller
-from server.placement.warmup import warm_up
-from server.protocol.model_config import ModelConfig
-from server.protocol.request import InferRequest
+from cohabit.server.config.config import ServeConfig, cache_of
+from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed
+from cohabit.server.ipc.catalog import ModelEntry, ModelState
+from cohabit.server.ipc.execution import InferResult
+from cohabit.server.ipc.messages import RestoredModel
+from cohabit.server.ipc.model import DeviceUse
+from cohabit.server.ipc.statistics import EngineReport, ModelCounters
+from cohabit.server.models.registry import Registry
+from cohabit.server.models.repository import Found, ModelSource, Unloadable, by_name, scan, versions_of
+from cohabit.server.models.worker_process import MOST_AT_START, PREPARING, preparing_workers
+from cohabit.server.placement.lifecycle import Lifecycle
+from cohabit.server.placement.polling import Poller
+from cohabit.server.placement.warmup import warm_up
+from cohabit.server.protocol.model_config import ModelConfig
+from cohabit.server.protocol.request import InferRequest
 
 if TYPE_CHECKING:
-    from server.placement.loader import Loaded
+    from cohabit.server.placement.loader import Loaded
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.engine")
@@ -58,7 +58,7 @@ def load_repository(sources: Sequence[ModelSource], config: ServeConfig, on_prog
     if config.prepares_in_workers and (missing := _not_prepared(sources, config)):
         workers = preparing_workers(config)
         workers.start(PREPARING, min(missing, MOST_AT_START))
-    from server.placement.loader import load
+    from cohabit.server.placement.loader import load
 
     loaded = load(sources, config, on_progress, workers)
     gc.collect()
@@ -120,7 +120,7 @@ class Engine:
             poller = Poller(config.repository, self.lifecycle, self.registry, found | chosen)
             self._periodic.append(asyncio.create_task(poller.run(config.poll_interval_s)))
         if config.plans_later and config.device == "cpu" and loaded.placement is not None:
-            from server.placement.profile_watch import ProfileWatch  # imports torch, as the loader has
+            from cohabit.server.placement.profile_watch import ProfileWatch  # imports torch, as the loader has
 
             self._periodic.append(asyncio.create_task(ProfileWatch(loaded.placement, self.lanes).run()))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]

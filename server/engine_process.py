@@ -1,7 +1,7 @@
 """The engine's process: it listens for front ends on a Unix socket and executes their requests.
 
-Started by the supervisor as `python -m server.engine_process DESCRIPTOR`, with an inherited listening socket. It ends
-with the front end that supervises it.
+Started by the supervisor as `python -m cohabit.server.engine_process DESCRIPTOR`, with an inherited listening socket.
+It ends with the front end that supervises it.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ import msgspec
 import numpy as np
 import uvloop
 
-from planner.errors import CohabitError
-from server import log
-from server.config.config import decode_config
-from server.engine_host import Engine, LoadCancelled
-from server.errors import ExecutionFailed, StartFailed, to_wire
-from server.ipc import messages
-from server.ipc.catalog import ModelEntry
-from server.ipc.channel import MessageChannel
-from server.ipc.execution import DeviceSpan, InferResult, OnSpans
-from server.ipc.shared_layout import HEARTBEAT, MARK, round_up
-from server.ipc.statistics import EngineReport
-from server.observe.settings import LogSettings
-from server.process_rights import end_with_parent, no_new_privileges
-from server.protocol.request import InferRequest
+from cohabit.planner.errors import CohabitError
+from cohabit.server import log
+from cohabit.server.config.config import decode_config
+from cohabit.server.engine_host import Engine, LoadCancelled
+from cohabit.server.errors import ExecutionFailed, StartFailed, to_wire
+from cohabit.server.ipc import messages
+from cohabit.server.ipc.catalog import ModelEntry
+from cohabit.server.ipc.channel import MessageChannel
+from cohabit.server.ipc.execution import DeviceSpan, InferResult, OnSpans
+from cohabit.server.ipc.shared_layout import HEARTBEAT, MARK, round_up
+from cohabit.server.ipc.statistics import EngineReport
+from cohabit.server.observe.settings import LogSettings
+from cohabit.server.process_rights import end_with_parent, no_new_privileges
+from cohabit.server.protocol.request import InferRequest
 
 EXIT_DEVICE_LOST = 70
 _HEARTBEAT_S = 0.25

@@ -39,8 +39,8 @@ from typing import ClassVar
 
 import msgspec
 
-from planner import errors as planner_errors
-from planner.errors import CohabitError, format_bytes
+from cohabit.planner import errors as planner_errors
+from cohabit.planner.errors import CohabitError, format_bytes
 
 
 class ConfigError(CohabitError):

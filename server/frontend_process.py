@@ -1,6 +1,6 @@
 """One of several front ends (`--frontends`): it shares the ports and the engine of the one that started it.
 
-Started as `python -m server.frontend_process ENGINE_SOCKET`, with an encoded `ServeConfig` on standard input.
+Started as `python -m cohabit.server.frontend_process ENGINE_SOCKET`, with an encoded `ServeConfig` on standard input.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import uvloop
 
-from server.config.config import decode_config
-from server.log import configure_logging
-from server.process_rights import allow_connections, end_with_parent, no_new_privileges
-from server.serve import Server
+from cohabit.server.config.config import decode_config
+from cohabit.server.log import configure_logging
+from cohabit.server.process_rights import allow_connections, end_with_parent, no_new_privileges
+from cohabit.server.serve import Server
 
 
 async def _run(raw_config: bytes, engine_path: Path) -> None:

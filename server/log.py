@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from server.config.config import LogFormat
-from server.observe.request_trace import CURRENT
-from server.observe.settings import LogSettings
+from cohabit.server.config.config import LogFormat
+from cohabit.server.observe.request_trace import CURRENT
+from cohabit.server.observe.settings import LogSettings
 
 _ROOT = "cohabit"
 _MOST_PER_SECOND = 10

@@ -10,28 +10,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server.config.config import ServeConfig, encode_config
-from server.frontend.dataplane import DataPlane
-from server.frontend.engine_client import EngineClient
-from server.frontend.engine_connection import EngineConnection
-from server.frontend.listening import TlsFiles
-from server.frontend.memory import RequestMemory
-from server.frontend.supervisor import COMMAND, Supervisor
-from server.grpc.server import GrpcServer
-from server.http.app import make_app, make_metrics_app
-from server.http.server import HttpServer
-from server.in_process import InProcessEngine
-from server.ipc.catalog import Catalog
-from server.observe.access import Access, TokenFiles, open_access
-from server.observe.machine import Machine
-from server.observe.settings import TraceControl, TraceSettings
-from server.observe.trace_file import TraceFile
-from server.observe.tracing import Tracer
-from server.protocol.shared_memory import Regions, no_system, open_region
-from server.resources import resident_bytes
+from cohabit.server.config.config import ServeConfig, encode_config
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.engine_client import EngineClient
+from cohabit.server.frontend.engine_connection import EngineConnection
+from cohabit.server.frontend.listening import TlsFiles
+from cohabit.server.frontend.memory import RequestMemory
+from cohabit.server.frontend.supervisor import COMMAND, Supervisor
+from cohabit.server.grpc.server import GrpcServer
+from cohabit.server.http.app import make_app, make_metrics_app
+from cohabit.server.http.server import HttpServer
+from cohabit.server.in_process import InProcessEngine
+from cohabit.server.ipc.catalog import Catalog
+from cohabit.server.observe.access import Access, TokenFiles, open_access
+from cohabit.server.observe.machine import Machine
+from cohabit.server.observe.settings import TraceControl, TraceSettings
+from cohabit.server.observe.trace_file import TraceFile
+from cohabit.server.observe.tracing import Tracer
+from cohabit.server.protocol.shared_memory import Regions, no_system, open_region
+from cohabit.server.resources import resident_bytes
 
 if TYPE_CHECKING:
-    from server.engine_host import Engine, Load, OnProgress
+    from cohabit.server.engine_host import Engine, Load, OnProgress
 
 _log = logging.getLogger("cohabit.serve")
 _ANSWERS_WRITTEN_S = 2.0
@@ -76,7 +76,7 @@ class Server:
         config = self._config
         if config.engine == "process" and load is None:
             return EngineConnection(self._memory, config.strict_readiness)
-        from server.engine_host import Engine, load_repository
+        from cohabit.server.engine_host import Engine, load_repository
 
         catalog = Catalog(config.strict_readiness)
         self._local = Engine(config, catalog.update, load=load or load_repository)
@@ -178,7 +178,7 @@ class Server:
     async def _keep_frontend(self, engine_path: Path) -> None:
         """Start a further front end, again after it has ended."""
         while True:
-            command = (sys.executable, "-m", "server.frontend_process", str(engine_path))
+            command = (sys.executable, "-m", "cohabit.server.frontend_process", str(engine_path))
             process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
             assert process.stdin is not None
             process.stdin.write(encode_config(self._config))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from runtime.lowering.lower import Lowered, lower
-from server import log
-from server.observe.settings import LogSettings
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.server import log
+from cohabit.server.observe.settings import LogSettings
 from tests.runtime import models
 
 

@@ -10,10 +10,10 @@ import pytest
 from benchmarks import figure8, record, scrape
 from benchmarks.figure8 import Point
 from benchmarks.scrape import Running
-from loadgen.errors import ServerFailed
-from loadgen.report import ModelReport, Report, Spread
-from loadgen.run import Load
-from planner.sizing.deployment import LayoutName
+from cohabit.loadgen.errors import ServerFailed
+from cohabit.loadgen.report import ModelReport, Report, Spread
+from cohabit.loadgen.run import Load
+from cohabit.planner.sizing.deployment import LayoutName
 
 
 def point(layout: LayoutName, rate_per_s: float, p99_s: float | None) -> Point:

@@ -121,7 +121,7 @@ def modules() -> list[Path]:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Every module that a file imports, as written; names imported from a package count as its modules."""
+    """Every module that a file imports, ours without `cohabit.`; names imported from a package count as its modules."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -132,7 +132,9 @@ def imports_of(path: Path) -> set[str]:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             submodules = {n for n in names if (ROOT / Path(*n.split("."))).with_suffix(".py").exists()}
             found.update(submodules or {node.module})
-    return found
+    outside = {name for name in found if name.partition(".")[0] in PACKAGES}
+    assert not outside, f"{path} imports {outside}: the one top-level name is `cohabit`"
+    return {name.removeprefix("cohabit.") for name in found}
 
 
 def module_of(path: Path) -> str:

@@ -26,9 +26,9 @@ import tritonclient.http
 from numpy.typing import NDArray
 from rich.console import Console
 
-from loadgen.client import address_of
-from loadgen.inputs import random_inputs
-from loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.client import address_of
+from cohabit.loadgen.inputs import random_inputs
+from cohabit.loadgen.repository import prepare_visibly, recipes
 
 PATIENCE_S = 120.0
 EXIT_UNAVAILABLE = 77
@@ -190,4 +190,4 @@ def equal(one: Outcome, other: Outcome) -> bool:
 
 
 def cohabit() -> list[str]:
-    return [sys.executable, "-m", "server.cli"]
+    return [sys.executable, "-m", "cohabit.server.cli"]

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from benchmarks.edge.cgroup import MIB, bundle_of, cohabit
 from benchmarks.record import markdown_table, parser_of, record
-from loadgen.load import Load
-from loadgen.report import Report, Spread
-from loadgen.repository import prepare_visibly, recipes
-from loadgen.run import run_load
-from loadgen.server_process import running_server
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.report import Report, Spread
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.run import run_load
+from cohabit.loadgen.server_process import running_server
 
 MODELS, MEMORY = 24, "64MiB"
 ENTRIES = ("ranker", "ranker", "ranker", "ranker", "mobilenet_v2", "bert_small")

@@ -23,28 +23,28 @@ import torch
 from rich.console import Console
 
 from benchmarks.record import markdown_table, record
-from loadgen.repository import prepare_visibly, recipes
-from planner.bounds.bound import latency_bound
-from planner.graph import aligned
-from planner.layout.feasible import Footprint, page_aligned
-from planner.plan import Plan
-from planner.problem import Problem
-from planner.profile import Link, Profile
-from planner.search.driver import search
-from planner.shapes import Bucket
-from planner.sizing.fitting import split_budget
-from runtime.binding.program import Bases, Program
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.backend import CpuBackend
-from runtime.cpu.executor import CpuExecutor
-from runtime.host.direct import open_direct, read_fully
-from runtime.host.pages import anonymous_memory, use_huge_pages
-from runtime.lowering import packing
-from runtime.lowering.lower import Lowered, lower
-from runtime.lowering.weights import BLOCK_BYTES
-from runtime.memory import StoreKind
-from runtime.options import Options
-from runtime.profiling.profile import resident_plan
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.planner.bounds.bound import latency_bound
+from cohabit.planner.graph import aligned
+from cohabit.planner.layout.feasible import Footprint, page_aligned
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Link, Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.host.direct import open_direct, read_fully
+from cohabit.runtime.host.pages import anonymous_memory, use_huge_pages
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.weights import BLOCK_BYTES
+from cohabit.runtime.memory import StoreKind
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
 
 MODEL = "resnet152"
 MEMORY_MIB = (192, 128, 96, 64, 32, 20)

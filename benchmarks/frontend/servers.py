@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.scrape import free_port
-from loadgen.server_process import server_command
+from cohabit.loadgen.server_process import server_command
 
 BARE = "bare handlers"
 _PATIENCE_S = 300.0

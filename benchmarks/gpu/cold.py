@@ -17,8 +17,8 @@ from benchmarks.gpu import steps
 from benchmarks.gpu.common import RUNS, Measured, latencies_s, loaded, open_gpu, planned, resident, resnet
 from benchmarks.gpu.resnet import INPUT, resnet152
 from benchmarks.record import markdown_table
-from planner.lifetimes import peak_activation_bytes
-from runtime.cuda.backend import CudaBackend
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.runtime.cuda.backend import CudaBackend
 
 OURS = "ours"
 

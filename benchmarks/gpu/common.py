@@ -9,21 +9,21 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.resnet import export_resnet152
-from planner.graph import Graph
-from planner.plan import Plan
-from planner.problem import Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.shapes import Bucket
-from runtime.binding.program import Bases
-from runtime.cuda.api import AllocatorPool
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.driver import CudaDriver
-from runtime.cuda.profiling.measure import ample_plan
-from runtime.cuda.program import CudaProgram
-from runtime.lowering.lower import Lowered, lower
-from runtime.memory import HostStore
-from runtime.options import DEFAULTS, Options
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda.api import AllocatorPool
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.driver import CudaDriver
+from cohabit.runtime.cuda.profiling.measure import ample_plan
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.memory import HostStore
+from cohabit.runtime.options import DEFAULTS, Options
 
 FOLDER = Path(".gpu")
 PLAN_S = 3.0

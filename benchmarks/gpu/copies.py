@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu import steps
 from benchmarks.gpu.common import REPLAYS, open_gpu, replay_s
 from benchmarks.record import markdown_table
-from runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.backend import CudaBackend
 
 WHOLE_BYTES = 256 << 20
 SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 64 << 20, WHOLE_BYTES)

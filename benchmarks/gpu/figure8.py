@@ -21,18 +21,18 @@ import torch
 from benchmarks.gpu import steps
 from benchmarks.gpu.common import Measured, open_gpu, resnet
 from benchmarks.record import markdown_table
-from planner.errors import InfeasibleBudget
-from planner.library import Library
-from planner.shapes import Bucket
-from planner.sizing.deployment import Deployment, LayoutName, ModelDemand
-from planner.sizing.division import deploy
-from runtime.backend import Runner
-from runtime.binding.program import Bases, Program
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.program import CudaProgram
-from runtime.errors import MemoryExceeded
-from runtime.memory import DeviceArena
-from runtime.shared_region.sharing import SHARINGS, SharedRegion
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.library import Library
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import Deployment, LayoutName, ModelDemand
+from cohabit.planner.sizing.division import deploy
+from cohabit.runtime.backend import Runner
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.memory import DeviceArena
+from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
 
 MODELS = 16
 SHARES = (0.25, 0.5, 1.0)

@@ -10,9 +10,9 @@ import torch
 from benchmarks.gpu import steps
 from benchmarks.gpu.common import open_gpu, planned, resnet
 from benchmarks.record import markdown_table
-from planner.shapes import Bucket
-from planner.sizing.fitting import split_budget
-from runtime.binding.program import Bases
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.runtime.binding.program import Bases
 
 SHARES = (0.25, 0.5)
 INFERENCES = 10_000

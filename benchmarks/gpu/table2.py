@@ -15,14 +15,14 @@ import torch
 from benchmarks.gpu import steps
 from benchmarks.gpu.common import Measured, latencies_s, loaded, open_gpu, planned, replay_s, resident, resnet
 from benchmarks.record import markdown_table
-from planner.errors import InfeasibleBudget
-from planner.shapes import Bucket
-from planner.sizing.fitting import split_budget
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.program import CudaProgram
-from runtime.cuda.schedule import Copy
-from runtime.errors import MemoryExceeded
-from runtime.options import DEFAULTS, Options
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.schedule import Copy
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.options import DEFAULTS, Options
 
 BUDGETS_MB = {1: (64, 128, 192, 256), 16: (128, 192, 256, 320), 32: (256, 320, 512), 64: (512, 640, 1024)}
 PRECISIONS = (

@@ -20,9 +20,9 @@ from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, training_graph
 from benchmarks.record import RESULTS, markdown_table, record
-from planner.papers.swapadvisor.genetic import Genetic
-from planner.problem import Problem
-from planner.warm import warm
+from cohabit.planner.papers.swapadvisor.genetic import Genetic
+from cohabit.planner.problem import Problem
+from cohabit.planner.warm import warm
 
 WAYS: Mapping[str, Mapping[str, object]] = {
     "both": {},

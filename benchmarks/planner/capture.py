@@ -11,9 +11,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.graph import Graph, Op, Tensor, TensorKind
-from runtime.lowering import weights
-from runtime.lowering.model import table_of
+from cohabit.planner.graph import Graph, Op, Tensor, TensorKind
+from cohabit.runtime.lowering import weights
+from cohabit.runtime.lowering.model import table_of
 
 aten = torch.ops.aten
 

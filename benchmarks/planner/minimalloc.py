@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import markdown_table, record
-from planner.layout.placement import Block, most_live_bytes, place
-from planner.lifetimes import Lifespan
+from cohabit.planner.layout.placement import Block, most_live_bytes, place
+from cohabit.planner.lifetimes import Lifespan
 
 GENERATED = tuple((blocks, seed) for blocks in (30, 100, 300) for seed in (0, 1))
 HEIGHT, LENGTH = 1 << 20, 1000

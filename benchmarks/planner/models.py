@@ -36,14 +36,14 @@ from benchmarks.planner.inception import inception_v4
 from benchmarks.planner.nasnet import NasNetA
 from benchmarks.planner.recurrent import Lstm
 from benchmarks.record import markdown_table
-from loadgen.zoo.text import Encoder, Prefill
-from loadgen.zoo.vision import ImageClassifier
-from planner.lifetimes import peak_activation_bytes
-from planner.sequence.serial import least_bytes
-from runtime.lowering.exported import from_program
-from runtime.lowering.model import FxModel
-from runtime.lowering.rewrite import rewrite
-from runtime.options import DEFAULTS
+from cohabit.loadgen.zoo.text import Encoder, Prefill
+from cohabit.loadgen.zoo.vision import ImageClassifier
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.sequence.serial import least_bytes
+from cohabit.runtime.lowering.exported import from_program
+from cohabit.runtime.lowering.model import FxModel
+from cohabit.runtime.lowering.rewrite import rewrite
+from cohabit.runtime.options import DEFAULTS
 
 SEQUENCE = 128
 LSTM_LAYERS, LSTM_WIDTH, LSTM_STEPS = 8, 1024, 25

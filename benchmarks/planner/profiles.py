@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.planner.capture import Work
-from planner.graph import Graph
-from planner.profile import Link, Profile
+from cohabit.planner.graph import Graph
+from cohabit.planner.profile import Link, Profile
 
 RESNET152_S: Final = {1: 0.017, 16: 0.040, 32: 0.067, 64: 0.121}
 """ResNet-152 with everything resident on a V100, by batch size (SwapAdvisor, Table 2, its full-memory row)."""

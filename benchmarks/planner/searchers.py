@@ -22,15 +22,15 @@ from benchmarks.planner.cache import DEFAULT_CACHE
 from benchmarks.planner.models import NETWORKS, inference_graph
 from benchmarks.planner.profiles import cpu_file, h100_pcie5, v100_pcie3
 from benchmarks.record import markdown_table, record
-from planner.errors import CohabitError
-from planner.layout.feasible import page_aligned
-from planner.plan import SwapIn, SwapOut
-from planner.problem import Limit, Problem
-from planner.search.driver import search
-from planner.search.registry import SEARCHERS
-from planner.shapes import Bucket
-from planner.sizing.fitting import split_budget
-from planner.warm import warm
+from cohabit.planner.errors import CohabitError
+from cohabit.planner.layout.feasible import page_aligned
+from cohabit.planner.plan import SwapIn, SwapOut
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.search.registry import SEARCHERS
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.planner.warm import warm
 
 SERVING = ("best", "genetic", "streaming")
 DEVICES = {"V100, PCIe 3": v100_pcie3, "H100, PCIe 5": h100_pcie5, "one CPU core, file": cpu_file}

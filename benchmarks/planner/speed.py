@@ -13,17 +13,17 @@ from benchmarks.planner.cache import DEFAULT_CACHE
 from benchmarks.planner.models import NETWORKS
 from benchmarks.planner.searchers import DEVICES, Case
 from benchmarks.record import markdown_table, record
-from loadgen.repository import prepare_visibly, recipes
-from planner.errors import format_bytes
-from planner.graph import Graph, Op, Tensor
-from planner.layout.feasible import page_aligned
-from planner.problem import Limit, Problem
-from planner.profile import Link, Profile
-from planner.search.driver import search
-from planner.shapes import Bucket
-from planner.simulate import prepare, run, simulate
-from planner.sizing.fitting import split_budget
-from runtime.lowering.lower import lower
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.layout.feasible import page_aligned
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Link, Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.simulate import prepare, run, simulate
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.runtime.lowering.lower import lower
 
 SHARES = (0.125, 0.25, 0.5, 0.75)
 STAGES = ((64, 3, 56), (128, 8, 28), (256, 36, 14), (512, 3, 7))  # width, blocks, side of the output

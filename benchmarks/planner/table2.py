@@ -20,14 +20,14 @@ from benchmarks.planner.cache import DEFAULT_CACHE
 from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import RESNET152_S, v100_pcie3
 from benchmarks.record import markdown_table, record
-from planner.errors import InfeasibleBudget
-from planner.plan import Plan, SwapIn, SwapOut
-from planner.problem import Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.shapes import Bucket
-from planner.sizing.fitting import split_budget
-from planner.warm import warm
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.plan import Plan, SwapIn, SwapOut
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.planner.warm import warm
 
 MB = 10**6
 PAPER_S = {

@@ -21,11 +21,11 @@ from benchmarks.planner.cache import DEFAULT_CACHE
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, peak_bytes, training_graph
 from benchmarks.record import markdown_table, record
-from planner.errors import CohabitError
-from planner.problem import Limit, Problem
-from planner.search.driver import search
-from planner.search.registry import SEARCHERS
-from planner.warm import warm
+from cohabit.planner.errors import CohabitError
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.search.registry import SEARCHERS
+from cohabit.planner.warm import warm
 
 GB = 10**9
 NETWORKS = (

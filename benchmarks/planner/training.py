@@ -27,9 +27,9 @@ from benchmarks.planner.models import resnet
 from benchmarks.planner.nasnet import NasNetA
 from benchmarks.planner.recurrent import BidirectionalLstm, Lstm
 from benchmarks.record import markdown_table
-from planner.graph import Graph, TensorKind
-from planner.lifetimes import peak_activation_bytes
-from planner.sequence.serial import least_bytes
+from cohabit.planner.graph import Graph, TensorKind
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.sequence.serial import least_bytes
 
 
 class Training(NamedTuple):

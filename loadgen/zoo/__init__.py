@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from loadgen.errors import UnavailableModel
+from cohabit.loadgen.errors import UnavailableModel
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class ZooModel:
     def build(self, seed: int = 0) -> "tuple[torch.nn.Module, Inputs]":
         """Build the model. Raises UnavailableModel where a package with its code or weights is not installed."""
         try:
-            build: Build = getattr(importlib.import_module(f"loadgen.zoo.{self.module}"), self.name)
+            build: Build = getattr(importlib.import_module(f"cohabit.loadgen.zoo.{self.module}"), self.name)
         except ModuleNotFoundError as error:
             raise not_installed(self.name, error) from error
         return build(seed)

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from loadgen.errors import UnavailableModel
+from cohabit.loadgen.errors import UnavailableModel
 
 
 def package_folder(package: str, distribution: str, model: str) -> Path:

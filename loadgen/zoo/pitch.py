@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
-from loadgen.zoo import Inputs
-from loadgen.zoo.assets import package_folder
-from loadgen.zoo.seeded import EXAMPLE_BATCH
+from cohabit.loadgen.zoo import Inputs
+from cohabit.loadgen.zoo.assets import package_folder
+from cohabit.loadgen.zoo.seeded import EXAMPLE_BATCH
 
 SAMPLE_RATE_HZ = 16_000
 FRAME = 1024

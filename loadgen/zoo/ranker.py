@@ -5,8 +5,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from loadgen.zoo import Inputs
-from loadgen.zoo.seeded import EXAMPLE_BATCH, seeded
+from cohabit.loadgen.zoo import Inputs
+from cohabit.loadgen.zoo.seeded import EXAMPLE_BATCH, seeded
 
 FEATURES = 256
 FIELDS, CATEGORIES, EMBEDDING = 4, 10_240, 64

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from loadgen.zoo import Inputs
-from loadgen.zoo.seeded import seeded, token_ids
+from cohabit.loadgen.zoo import Inputs
+from cohabit.loadgen.zoo.seeded import seeded, token_ids
 
 VOCABULARY = 128
 """Small, so that nearly all parameters belong to the recurrent layers."""

@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from loadgen.zoo import Inputs
-from loadgen.zoo.seeded import EXAMPLE_BATCH
-from loadgen.zoo.tokens import minilm_folder, tokenize
+from cohabit.loadgen.zoo import Inputs
+from cohabit.loadgen.zoo.seeded import EXAMPLE_BATCH
+from cohabit.loadgen.zoo.tokens import minilm_folder, tokenize
 
 _EXAMPLES = ("A man is eating pasta.", "Sixteen models share the memory of one device, and none waits for another.")
 

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
-from loadgen.zoo import Inputs
-from loadgen.zoo.seeded import EXAMPLE_BATCH, seeded, token_ids
+from cohabit.loadgen.zoo import Inputs
+from cohabit.loadgen.zoo.seeded import EXAMPLE_BATCH, seeded, token_ids
 
 
 class Encoder(nn.Module):

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from loadgen.zoo.assets import package_folder
+from cohabit.loadgen.zoo.assets import package_folder
 
 
 def minilm_folder() -> Path:

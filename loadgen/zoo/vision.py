@@ -12,8 +12,8 @@ from transformers import (
 )
 from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer
 
-from loadgen.zoo import Inputs
-from loadgen.zoo.seeded import EXAMPLE_BATCH, calibrate_batch_norms, seeded
+from cohabit.loadgen.zoo import Inputs
+from cohabit.loadgen.zoo.seeded import EXAMPLE_BATCH, calibrate_batch_norms, seeded
 
 _BRANCH_SCALE = 0.2
 

@@ -7,9 +7,9 @@ from typing import Final
 
 import numpy as np
 
-from planner.bounds.relaxation import relax
-from planner.graph import Graph
-from planner.profile import Profile
+from cohabit.planner.bounds.relaxation import relax
+from cohabit.planner.graph import Graph
+from cohabit.planner.profile import Profile
 
 ROUNDING: Final = 1e-12
 """The simulator adds in another order."""

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from planner.graph import Graph
-from planner.order import predecessors
-from planner.profile import Profile
+from cohabit.planner.graph import Graph
+from cohabit.planner.order import predecessors
+from cohabit.planner.profile import Profile
 
 STEEPNESS: Final = 4
 """How much one op that needs much memory counts against several that need less, when a chain is chosen."""

@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Bools, Floats, Ints
+from cohabit.planner.arrays import Bools, Floats, Ints
 
 SAFETY: Final = 1e-9
 """Relative error of adding up the bound in floating point, with room to spare."""

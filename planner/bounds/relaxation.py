@@ -16,12 +16,12 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Floats, Ints
-from planner.bounds.chain import OpChain, UseInterval, exclusions, follow
-from planner.bounds.linear import LinearProgram
-from planner.bounds.subset_sums import largest_sum, last_absence, whole_tensor_room
-from planner.graph import Graph
-from planner.profile import Profile
+from cohabit.planner.arrays import Floats, Ints
+from cohabit.planner.bounds.chain import OpChain, UseInterval, exclusions, follow
+from cohabit.planner.bounds.linear import LinearProgram
+from cohabit.planner.bounds.subset_sums import largest_sum, last_absence, whole_tensor_room
+from cohabit.planner.graph import Graph
+from cohabit.planner.profile import Profile
 
 MOST_OPS: Final = 200
 """Of a longer chain only some ops count; that costs less than a thousandth of the bound."""

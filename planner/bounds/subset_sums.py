@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Final
 
-from planner.bounds.chain import OpChain, UseInterval
+from cohabit.planner.bounds.chain import OpChain, UseInterval
 
 PAGE_BYTES: Final = 4096
 """Most tensors are so many times as large as this that their sums can be enumerated."""

@@ -9,10 +9,10 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from planner.errors import InfeasibleBudget, format_bytes
-from planner.graph import Graph
-from planner.layout.placement import ActivationLayout, ByteRange, joined, place_activations
-from planner.order import by_parameters, has_reuse
+from cohabit.planner.errors import InfeasibleBudget, format_bytes
+from cohabit.planner.graph import Graph
+from cohabit.planner.layout.placement import ActivationLayout, ByteRange, joined, place_activations
+from cohabit.planner.order import by_parameters, has_reuse
 
 PAGE_BYTES = 4096
 

@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Bools, Floats, Ints
-from planner.compiled import compiled
+from cohabit.planner.arrays import Bools, Floats, Ints
+from cohabit.planner.compiled import compiled
 
 MOST_BLOCKS: Final = 1500
 """Larger problems are not searched: memory grows with the square of their number, and nodes become slow."""

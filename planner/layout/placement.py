@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.compiled import compiled
-from planner.graph import SCRATCH_ALIGNMENT, Graph
-from planner.layout.packing import MOST_BLOCKS, improve
-from planner.lifetimes import Lifespan, lifespans, live_bytes
+from cohabit.planner.arrays import Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.graph import SCRATCH_ALIGNMENT, Graph
+from cohabit.planner.layout.packing import MOST_BLOCKS, improve
+from cohabit.planner.lifetimes import Lifespan, lifespans, live_bytes
 
 NOWHERE: Final = -1
 """Offset of a block that is not placed yet."""

@@ -5,13 +5,13 @@ Both share the swap-in lane. Of the copies that may start, the one that is neede
 from collections import deque
 from itertools import accumulate
 
-from planner.offloading.zone import ActivationZone
-from planner.plan import Placement, Plan
-from planner.problem import Problem
-from planner.sequence.sequence import ActionKind
-from planner.streaming.emit import ParameterCopies
-from planner.streaming.stream import Swaps
-from planner.streaming.workload import Workload
+from cohabit.planner.offloading.zone import ActivationZone
+from cohabit.planner.plan import Placement, Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.sequence.sequence import ActionKind
+from cohabit.planner.streaming.emit import ParameterCopies
+from cohabit.planner.streaming.stream import Swaps
+from cohabit.planner.streaming.workload import Workload
 
 
 class OffloadingEmitter:

@@ -11,16 +11,16 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from planner.errors import UnsupportedProblem
-from planner.layout.feasible import Footprint, page_aligned
-from planner.offloading.emit import OffloadingEmitter
-from planner.offloading.zone import RANKS, ActivationZones
-from planner.plan import Plan
-from planner.problem import TIE, UNFIT, Cost, Problem
-from planner.search.searcher import Searcher
-from planner.streaming import searcher as streaming
-from planner.streaming.op_orders import OpOrders
-from planner.streaming.searcher import Streaming
+from cohabit.planner.errors import UnsupportedProblem
+from cohabit.planner.layout.feasible import Footprint, page_aligned
+from cohabit.planner.offloading.emit import OffloadingEmitter
+from cohabit.planner.offloading.zone import RANKS, ActivationZones
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import TIE, UNFIT, Cost, Problem
+from cohabit.planner.search.searcher import Searcher
+from cohabit.planner.streaming import searcher as streaming
+from cohabit.planner.streaming.op_orders import OpOrders
+from cohabit.planner.streaming.searcher import Streaming
 
 SIZES: Final = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 """Zone sizes to try, between the smallest zone (0) and the largest that fits (1)."""

@@ -10,13 +10,13 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from planner.graph import Graph
-from planner.profile import Profile
-from planner.sequence.alap import COMPUTE, SWAP_IN, AlapSequence, alap, codes, tables
-from planner.sequence.delayed_drops import delay_drops
-from planner.sequence.gaps import Fate, Gap, Gaps
-from planner.sequence.no_wait import SHARES, no_wait
-from planner.sequence.sequence import Action, ActionKind, Placed, lay_out
+from cohabit.planner.graph import Graph
+from cohabit.planner.profile import Profile
+from cohabit.planner.sequence.alap import COMPUTE, SWAP_IN, AlapSequence, alap, codes, tables
+from cohabit.planner.sequence.delayed_drops import delay_drops
+from cohabit.planner.sequence.gaps import Fate, Gap, Gaps
+from cohabit.planner.sequence.no_wait import SHARES, no_wait
+from cohabit.planner.sequence.sequence import Action, ActionKind, Placed, lay_out
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from planner.check import check
-from planner.errors import FingerprintMismatch
-from planner.plan import Plan, Provenance
-from planner.problem import TIE, Cost, Limit, Problem
-from planner.search.portfolio import Best
-from planner.search.registry import make
-from planner.simulate import simulate
+from cohabit.planner.check import check
+from cohabit.planner.errors import FingerprintMismatch
+from cohabit.planner.plan import Plan, Provenance
+from cohabit.planner.problem import TIE, Cost, Limit, Problem
+from cohabit.planner.search.portfolio import Best
+from cohabit.planner.search.registry import make
+from cohabit.planner.simulate import simulate
 
 Progress = Callable[[int, float, float], None]
 """Called with the evaluations so far, the best latency and its lower bound (resident latency after the first plan)."""

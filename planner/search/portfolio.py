@@ -18,15 +18,15 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.layout.feasible import PAGE_BYTES, Footprint
-from planner.order import by_parameters, has_reuse, in_original_order, reordered
-from planner.plan import Plan
-from planner.problem import Cost, Problem
-from planner.search.registry import make
-from planner.search.searcher import Searcher
-from planner.sequence.gaps import Gaps
-from planner.sequence.serial import least_bytes, require_single_budget
+from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
+from cohabit.planner.order import by_parameters, has_reuse, in_original_order, reordered
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Cost, Problem
+from cohabit.planner.search.registry import make
+from cohabit.planner.search.searcher import Searcher
+from cohabit.planner.sequence.gaps import Gaps
+from cohabit.planner.sequence.serial import least_bytes, require_single_budget
 
 QUICKEST: Final = "on_demand"
 SAMPLED: Final = ("interval", "particle_swarm")

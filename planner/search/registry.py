@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import Final
 
-from planner.errors import UnknownSearcher
-from planner.problem import Problem
-from planner.search.searcher import AnySearcher
+from cohabit.planner.errors import UnknownSearcher
+from cohabit.planner.problem import Problem
+from cohabit.planner.search.searcher import AnySearcher
 
 _SEARCHERS: Final = {
     "best": "search.portfolio:Best",
@@ -34,5 +34,5 @@ def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
     if searcher not in known:
         raise UnknownSearcher(searcher, SEARCHERS)
     module, _, name = known[searcher].partition(":")
-    made: AnySearcher = getattr(import_module(f"planner.{module}"), name)(problem, seed)
+    made: AnySearcher = getattr(import_module(f"cohabit.planner.{module}"), name)(problem, seed)
     return made

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from planner.plan import Plan
-from planner.problem import UNFIT, Cost, Problem
-from planner.simulate import simulate
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import UNFIT, Cost, Problem
+from cohabit.planner.simulate import simulate
 
 C = TypeVar("C")
 

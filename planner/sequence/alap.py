@@ -11,10 +11,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arrays import Bools, Ints, ints
-from planner.compiled import compiled
-from planner.sequence.gaps import START, Fate, Gaps
-from planner.sequence.sequence import ActionKind
+from cohabit.planner.arrays import Bools, Ints, ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.sequence.gaps import START, Fate, Gaps
+from cohabit.planner.sequence.sequence import ActionKind
 
 Codes = NDArray[np.int8]
 """A fate per gap, as a number."""

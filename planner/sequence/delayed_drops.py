@@ -7,9 +7,9 @@ returns that takes the memory of what is still being copied out (Lemma 3)."""
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from planner.graph import Graph
-from planner.profile import Profile
-from planner.sequence.sequence import Action, ActionKind
+from cohabit.planner.graph import Graph
+from cohabit.planner.profile import Profile
+from cohabit.planner.sequence.sequence import Action, ActionKind
 
 
 def delay_drops(

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
-from planner.graph import Graph
+from cohabit.planner.graph import Graph
 
 START: Final = -1
 """Position of the start of the inference."""

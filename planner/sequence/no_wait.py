@@ -9,15 +9,15 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.compiled import compiled
-from planner.plan import Plan
-from planner.problem import Problem
-from planner.sequence.alap import COMPUTE, DROP, SWAP_IN, AlapSequence, alap, codes, tables
-from planner.sequence.delayed_drops import delay_drops
-from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.sequence import Action, ActionKind, lay_out_within, plan_of
-from planner.sequence.serial import least_bytes, serial
+from cohabit.planner.arrays import Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.sequence.alap import COMPUTE, DROP, SWAP_IN, AlapSequence, alap, codes, tables
+from cohabit.planner.sequence.delayed_drops import delay_drops
+from cohabit.planner.sequence.gaps import Fate, Gaps
+from cohabit.planner.sequence.sequence import Action, ActionKind, lay_out_within, plan_of
+from cohabit.planner.sequence.serial import least_bytes, serial
 
 Decided = tuple[list[Action], frozenset[int]]
 """A sequence, and the residents that it starts and ends with."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Final
 
-from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
-from planner.simulate import COMPUTE, SWAP_IN, SWAP_OUT
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
+from cohabit.planner.simulate import COMPUTE, SWAP_IN, SWAP_OUT
 
 _LANES: Final = (COMPUTE, SWAP_IN, SWAP_OUT)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from planner.graph import SCRATCH_ALIGNMENT, Graph
-from planner.layout.placement import Block, Layout, place, place_within
-from planner.lifetimes import Lifespan
-from planner.plan import Plan
-from planner.problem import Problem
-from planner.sequence.plan_writer import PlanWriter
+from cohabit.planner.graph import SCRATCH_ALIGNMENT, Graph
+from cohabit.planner.layout.placement import Block, Layout, place, place_within
+from cohabit.planner.lifetimes import Lifespan
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.sequence.plan_writer import PlanWriter
 
 
 class ActionKind(IntEnum):

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
-from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.graph import SCRATCH_ALIGNMENT, Graph, aligned
-from planner.plan import Plan
-from planner.problem import Problem
-from planner.sequence.sequence import (
+from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.graph import SCRATCH_ALIGNMENT, Graph, aligned
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.sequence.sequence import (
     Action,
     ActionKind,
     Placed,

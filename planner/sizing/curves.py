@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from planner.errors import InfeasibleBudget
-from planner.layout.feasible import PAGE_BYTES, Footprint
-from planner.offloading import searcher as offloading
-from planner.problem import Problem
-from planner.profile import Profile
-from planner.streaming import searcher as streaming
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
+from cohabit.planner.offloading import searcher as offloading
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.streaming import searcher as streaming
 
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.layout.feasible import Footprint, page_aligned
-from planner.offloading.zone import ActivationZones
-from planner.shapes import Bucket
-from planner.sizing.deployment import ModelDemand
+from cohabit.planner.layout.feasible import Footprint, page_aligned
+from cohabit.planner.offloading.zone import ActivationZones
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import ModelDemand
 
 WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
 """Division of the window to try, in units of the largest op's parameters."""

@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from planner.graph import Graph
-from planner.plan import Plan
-from planner.profile import Profile
-from planner.shapes import Bucket
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
 
 LayoutName = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")

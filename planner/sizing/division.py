@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from planner.errors import InfeasibleBudget
-from planner.layout.feasible import PAGE_BYTES
-from planner.library import Library
-from planner.sizing.curves import Curve, Estimates, latency_curve
-from planner.sizing.demand import Demand, workspaces
-from planner.sizing.deployment import (
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.layout.feasible import PAGE_BYTES
+from cohabit.planner.library import Library
+from cohabit.planner.sizing.curves import Curve, Estimates, latency_curve
+from cohabit.planner.sizing.demand import Demand, workspaces
+from cohabit.planner.sizing.deployment import (
     ONE_REGION,
     WHOLE_MODELS,
     Deployment,
@@ -17,7 +17,7 @@ from planner.sizing.deployment import (
     Room,
     laid_out,
 )
-from planner.sizing.fitting import plan_model
+from cohabit.planner.sizing.fitting import plan_model
 
 
 def deploy(

@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 
-from planner.errors import InfeasibleBudget
-from planner.graph import Graph
-from planner.layout.feasible import PAGE_BYTES
-from planner.library import Library
-from planner.plan import Placement, Plan
-from planner.problem import Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.shapes import Bucket
-from planner.sizing.curves import estimate_latency_s
-from planner.sizing.demand import Demand, workspaces
-from planner.sizing.deployment import ModelDemand, Room
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.graph import Graph
+from cohabit.planner.layout.feasible import PAGE_BYTES
+from cohabit.planner.library import Library
+from cohabit.planner.plan import Placement, Plan
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.curves import estimate_latency_s
+from cohabit.planner.sizing.demand import Demand, workspaces
+from cohabit.planner.sizing.deployment import ModelDemand, Room
 
 
 def split_budget(

@@ -4,12 +4,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Bools, Floats, Ints
-from planner.compiled import compiled
-from planner.simulate import NOTHING
-from planner.streaming.page_map import NO_MORE
-from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, timed
-from planner.streaming.workload import Arrays
+from cohabit.planner.arrays import Bools, Floats, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.simulate import NOTHING
+from cohabit.planner.streaming.page_map import NO_MORE
+from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, timed
+from cohabit.planner.streaming.workload import Arrays
 
 LINK_WEIGHT: Final = 0.002
 """Weight of a second of link time relative to a second of latency: it breaks ties."""

@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Bools, Floats, Ints
-from planner.compiled import compiled
-from planner.graph import Graph
-from planner.profile import Profile
-from planner.streaming.memory_order import OUTSIDE, Uses, first_behind, last_ahead, put, uses_of
-from planner.streaming.workload import Arrays
+from cohabit.planner.arrays import Bools, Floats, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.graph import Graph
+from cohabit.planner.profile import Profile
+from cohabit.planner.streaming.memory_order import OUTSIDE, Uses, first_behind, last_ahead, put, uses_of
+from cohabit.planner.streaming.workload import Arrays
 
 STEPS: Final = 500
 """Changes that are tried: about 25 ms for a thousand ops."""

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.graph import Graph
-from planner.order import in_original_order
-from planner.plan import Address, Placement, Plan
-from planner.problem import Problem
-from planner.sequence.plan_writer import PlanWriter
-from planner.streaming.op_orders import OpOrder
-from planner.streaming.page_map import NOWHERE
-from planner.streaming.stream import Swaps
-from planner.streaming.workload import Workload
+from cohabit.planner.arrays import Ints
+from cohabit.planner.graph import Graph
+from cohabit.planner.order import in_original_order
+from cohabit.planner.plan import Address, Placement, Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.sequence.plan_writer import PlanWriter
+from cohabit.planner.streaming.op_orders import OpOrder
+from cohabit.planner.streaming.page_map import NOWHERE
+from cohabit.planner.streaming.stream import Swaps
+from cohabit.planner.streaming.workload import Workload
 
 
 class ParameterCopies:

@@ -6,10 +6,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Floats, Ints, ints
-from planner.compiled import compiled
-from planner.graph import Graph
-from planner.order import predecessors
+from cohabit.planner.arrays import Floats, Ints, ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.graph import Graph
+from cohabit.planner.order import predecessors
 
 STEPS: Final = 5000
 """Changes that are tried: about 60 ms for a thousand ops."""

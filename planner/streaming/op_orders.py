@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.graph import Graph
-from planner.layout.feasible import Footprint
-from planner.order import by_parameters, has_reuse, reordered
-from planner.problem import Problem
-from planner.profile import Profile
-from planner.streaming.bottleneck import least_latency_s, less_behind
-from planner.streaming.memory_order import by_memory
-from planner.streaming.workload import Workload
+from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.graph import Graph
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.order import by_parameters, has_reuse, reordered
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.streaming.bottleneck import least_latency_s, less_behind
+from cohabit.planner.streaming.memory_order import by_memory
+from cohabit.planner.streaming.workload import Workload
 
 DESCENTS = 4
 """Orders that are made with other seeds: their layouts differ, and with them what they are worth."""

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Floats, Ints
-from planner.compiled import compiled
+from cohabit.planner.arrays import Floats, Ints
+from cohabit.planner.compiled import compiled
 
 NOWHERE: Final = -1
 """Page of a parameter that is not in memory."""

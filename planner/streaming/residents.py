@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.arrays import Floats, Ints
-from planner.compiled import compiled
-from planner.streaming.workload import Workload
+from cohabit.planner.arrays import Floats, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.streaming.workload import Workload
 
 Choice = tuple[int, ...]
 

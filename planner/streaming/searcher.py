@@ -11,23 +11,23 @@ from itertools import chain, repeat
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.bounds.relaxation import relax
-from planner.errors import UnsupportedProblem
-from planner.layout.feasible import PAGE_BYTES, Footprint
-from planner.order import has_reuse
-from planner.plan import Placement, Plan
-from planner.problem import Cost, Problem
-from planner.profile import Profile
-from planner.search.searcher import Searcher
-from planner.streaming import stream
-from planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
-from planner.streaming.emit import emit, residents_of
-from planner.streaming.op_orders import OpOrders
-from planner.streaming.page_map import NOWHERE
-from planner.streaming.residents import by_share, capacities, guesses
-from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, uniform
-from planner.streaming.workload import Workload
+from cohabit.planner.arrays import Ints
+from cohabit.planner.bounds.relaxation import relax
+from cohabit.planner.errors import UnsupportedProblem
+from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
+from cohabit.planner.order import has_reuse
+from cohabit.planner.plan import Placement, Plan
+from cohabit.planner.problem import Cost, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.searcher import Searcher
+from cohabit.planner.streaming import stream
+from cohabit.planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
+from cohabit.planner.streaming.emit import emit, residents_of
+from cohabit.planner.streaming.op_orders import OpOrders
+from cohabit.planner.streaming.page_map import NOWHERE
+from cohabit.planner.streaming.residents import by_share, capacities, guesses
+from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, uniform
+from cohabit.planner.streaming.workload import Workload
 
 WIDENED = 4
 """Quick choices that are tried in every variant."""

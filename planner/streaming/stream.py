@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Bools, Floats, Ints
-from planner.compiled import compiled
-from planner.simulate import COMPUTE, NOTHING, SWAP_IN, LaneArrays, empty_lanes, latency_and_period
-from planner.streaming.page_map import (
+from cohabit.planner.arrays import Bools, Floats, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.simulate import COMPUTE, NOTHING, SWAP_IN, LaneArrays, empty_lanes, latency_and_period
+from cohabit.planner.streaming.page_map import (
     NO_MORE,
     NOWHERE,
     Hole,
@@ -29,7 +29,7 @@ from planner.streaming.page_map import (
     tidy,
     use,
 )
-from planner.streaming.workload import Arrays
+from cohabit.planner.streaming.workload import Arrays
 
 STREAMED: Final = 0
 """Not a resident."""

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.arrays import Floats, Ints, ints
-from planner.errors import InvalidPlan
-from planner.layout.feasible import PAGE_BYTES, Footprint, pages
-from planner.plan import Address, Placement
-from planner.profile import Profile
-from planner.streaming.page_map import NO_MORE, NOWHERE
+from cohabit.planner.arrays import Floats, Ints, ints
+from cohabit.planner.errors import InvalidPlan
+from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint, pages
+from cohabit.planner.plan import Address, Placement
+from cohabit.planner.profile import Profile
+from cohabit.planner.streaming.page_map import NO_MORE, NOWHERE
 
 
 class Arrays(NamedTuple):

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from planner.check import check
-from planner.graph import Graph
-from planner.lifetimes import live_ranges
-from planner.plan import Compute, Plan, Region
-from planner.profile import Profile
-from runtime.binding.calls import Call, bind_with_store, static_value, weight_at
-from runtime.binding.draft import Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
-from runtime.binding.program import Bases, Program
-from runtime.errors import UnsupportedPlan
-from runtime.lowering.lower import Lowered
-from runtime.memory import Destination, DeviceArena, HostStore
-from runtime.offload.activation import OffloadedActivation
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph
+from cohabit.planner.lifetimes import live_ranges
+from cohabit.planner.plan import Compute, Plan, Region
+from cohabit.planner.profile import Profile
+from cohabit.runtime.binding.calls import Call, bind_with_store, static_value, weight_at
+from cohabit.runtime.binding.draft import Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.errors import UnsupportedPlan
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.memory import Destination, DeviceArena, HostStore
+from cohabit.runtime.offload.activation import OffloadedActivation
 
 ByteRange = tuple[Region, int, int]
 """Region, first byte, and the first byte after it."""

@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.errors import UnsupportedModel
-from runtime.lowering.model import table_of
-from runtime.lowering.packing import packed_tensor, stored_bytes
-from runtime.lowering.slots import Frame, Slot, filled, slots_of
-from runtime.lowering.trace import Instruction
-from runtime.lowering.weights import Piece, dtype_of
-from runtime.memory import DeviceArena, HostStore
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering.model import table_of
+from cohabit.runtime.lowering.packing import packed_tensor, stored_bytes
+from cohabit.runtime.lowering.slots import Frame, Slot, filled, slots_of
+from cohabit.runtime.lowering.trace import Instruction
+from cohabit.runtime.lowering.weights import Piece, dtype_of
+from cohabit.runtime.memory import DeviceArena, HostStore
 
 Call = Callable[[Frame], None]
 aten = torch.ops.aten

@@ -9,15 +9,15 @@ from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 
-from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
-from planner.profile import Profile
-from runtime.binding.calls import CallTemplate, template_of
-from runtime.lowering.trace import Instruction, Trace
-from runtime.lowering.weights import Manifest, Piece
-from runtime.memory import Copy
-from runtime.offload.activation import OffloadedActivation
-from runtime.offload.spills import Spill, spills_of
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
+from cohabit.planner.profile import Profile
+from cohabit.runtime.binding.calls import CallTemplate, template_of
+from cohabit.runtime.lowering.trace import Instruction, Trace
+from cohabit.runtime.lowering.weights import Manifest, Piece
+from cohabit.runtime.memory import Copy
+from cohabit.runtime.offload.activation import OffloadedActivation
+from cohabit.runtime.offload.spills import Spill, spills_of
 
 C = TypeVar("C")
 D = TypeVar("D")

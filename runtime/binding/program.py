@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from planner.graph import Graph
-from planner.plan import Address, Plan
-from planner.shapes import Bucket
-from runtime.binding.calls import Call
-from runtime.binding.draft import ComputeStep, Draft, SwapStep
-from runtime.offload.activation import OffloadedActivation
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Address, Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.calls import Call
+from cohabit.runtime.binding.draft import ComputeStep, Draft, SwapStep
+from cohabit.runtime.offload.activation import OffloadedActivation
 
 
 @dataclass(frozen=True, slots=True)

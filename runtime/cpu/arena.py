@@ -7,8 +7,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from runtime.host.pages import Bytes, anonymous_memory
-from runtime.memory import require_inside
+from cohabit.runtime.host.pages import Bytes, anonymous_memory
+from cohabit.runtime.memory import require_inside
 
 
 class CpuArena:

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import torch
 
-from planner.plan import Plan
-from planner.profile import Profile
-from planner.shapes import Bucket
-from runtime.backend import OnProgress
-from runtime.binding.build import build
-from runtime.binding.program import Bases, Program
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.executor import CpuExecutor
-from runtime.host.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_are_off
-from runtime.host.store import LimitedStore, Links, open_store
-from runtime.lowering.lower import Lowered
-from runtime.lowering.packing import processor
-from runtime.lowering.weights import BLOCK_BYTES, Manifest
-from runtime.memory import DeviceArena, HostStore, StoreKind
-from runtime.profiling.profile import cached_profiles, measure, traced_profiles
-from runtime.profiling.stopwatch import last_level_cache_bytes
-from runtime.shared_region.relocatable import RelocatableModel
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import OnProgress
+from cohabit.runtime.binding.build import build
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.host.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_are_off
+from cohabit.runtime.host.store import LimitedStore, Links, open_store
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.packing import processor
+from cohabit.runtime.lowering.weights import BLOCK_BYTES, Manifest
+from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
+from cohabit.runtime.profiling.profile import cached_profiles, measure, traced_profiles
+from cohabit.runtime.profiling.stopwatch import last_level_cache_bytes
+from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 _log = logging.getLogger("cohabit.runtime")
 

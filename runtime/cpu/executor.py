@@ -13,15 +13,15 @@ from types import TracebackType
 
 import torch
 
-from planner.timeline import Timeline
-from runtime.backend import Capture, Result
-from runtime.binding.calls import Call
-from runtime.binding.draft import ComputeStep, SwapStep
-from runtime.binding.program import Program, Stretch
-from runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
-from runtime.errors import DeviceError, StoreChanged
-from runtime.lowering.slots import Frame
-from runtime.recording import Follow, Recording
+from cohabit.planner.timeline import Timeline
+from cohabit.runtime.backend import Capture, Result
+from cohabit.runtime.binding.calls import Call
+from cohabit.runtime.binding.draft import ComputeStep, SwapStep
+from cohabit.runtime.binding.program import Program, Stretch
+from cohabit.runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
+from cohabit.runtime.errors import DeviceError, StoreChanged
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.recording import Follow, Recording
 
 PIECE_BYTES = 4 << 20
 """Size at which a link saturates; at 5 GB/s a piece delays other programs by less than a millisecond."""

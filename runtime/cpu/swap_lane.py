@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from runtime.binding.draft import SwapStep
-from runtime.recording import Recording
+from cohabit.runtime.binding.draft import SwapStep
+from cohabit.runtime.recording import Recording
 
 _log = logging.getLogger("cohabit.runtime")
 

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from runtime.cuda.api import Driver
-from runtime.memory import require_inside
+from cohabit.runtime.cuda.api import Driver
+from cohabit.runtime.memory import require_inside
 
 
 class CudaArena:

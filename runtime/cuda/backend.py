@@ -7,23 +7,23 @@ from pathlib import Path
 
 import torch
 
-from planner.plan import Plan
-from planner.profile import Profile
-from planner.shapes import Bucket
-from runtime.backend import OnProgress
-from runtime.binding.build import build
-from runtime.binding.program import Bases
-from runtime.cuda.api import Driver, HostBytes
-from runtime.cuda.arena import CudaArena
-from runtime.cuda.executor import CudaExecutor, SharedDevice
-from runtime.cuda.issue import Streams
-from runtime.cuda.profiling.measure import measured
-from runtime.cuda.program import CudaProgram, CudaRelocatableModel, prepare
-from runtime.cuda.stores import PinnedMemory, PinnedStore, Ring, StagedStore
-from runtime.host.store import open_store
-from runtime.lowering.lower import Lowered
-from runtime.lowering.weights import Manifest
-from runtime.memory import DeviceArena, HostStore, StoreKind
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import OnProgress
+from cohabit.runtime.binding.build import build
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda.api import Driver, HostBytes
+from cohabit.runtime.cuda.arena import CudaArena
+from cohabit.runtime.cuda.executor import CudaExecutor, SharedDevice
+from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.profiling.measure import measured
+from cohabit.runtime.cuda.program import CudaProgram, CudaRelocatableModel, prepare
+from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, Ring, StagedStore
+from cohabit.runtime.host.store import open_store
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
 
 _log = logging.getLogger("cohabit.cuda")
 PINNED_SHARE = 0.5

@@ -6,12 +6,12 @@ from itertools import accumulate
 
 import torch
 
-from planner.graph import aligned
-from runtime.cuda.api import HostBytes
-from runtime.cuda.stores import PinnedMemory
-from runtime.errors import DeviceError
-from runtime.lowering.model import Port
-from runtime.lowering.slots import Frame
+from cohabit.planner.graph import aligned
+from cohabit.runtime.cuda.api import HostBytes
+from cohabit.runtime.cuda.stores import PinnedMemory
+from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.lowering.model import Port
+from cohabit.runtime.lowering.slots import Frame
 
 _ALIGNMENT_BYTES = 64
 

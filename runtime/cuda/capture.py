@@ -1,9 +1,9 @@
 """Captures programs: kernels, copies and their order become one graph that a single launch replays."""
 
-from runtime.cuda.inference import issue_inference
-from runtime.cuda.issue import Streams
-from runtime.cuda.program import CudaProgram
-from runtime.errors import CaptureFailed
+from cohabit.runtime.cuda.inference import issue_inference
+from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.errors import CaptureFailed
 
 
 def capture(streams: Streams, program: CudaProgram) -> None:

@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from planner.errors import format_bytes
-from runtime.cuda.api import DeviceMemory, HostBytes, Kernels
-from runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
-from runtime.cuda.pools import CarvedPool
-from runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
+from cohabit.planner.errors import format_bytes
+from cohabit.runtime.cuda.api import DeviceMemory, HostBytes, Kernels
+from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
+from cohabit.runtime.cuda.pools import CarvedPool
+from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 
 _cuda: Any = torch.cuda  # in large part without types
 _backends: Any = torch.backends

@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from planner.errors import CohabitError, format_bytes
-from runtime.backend import Capture, Result
-from runtime.cuda.capture import capture
-from runtime.cuda.inference import issue_inference
-from runtime.cuda.issue import Streams
-from runtime.cuda.profiling.dry_run import fitting_pools
-from runtime.cuda.profiling.stopwatch import CudaStopwatch
-from runtime.cuda.program import CudaProgram
-from runtime.cuda.transfers import Feeder, Transfer, Transfers
-from runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
-from runtime.recording import Follow, Recording
+from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.runtime.backend import Capture, Result
+from cohabit.runtime.cuda.capture import capture
+from cohabit.runtime.cuda.inference import issue_inference
+from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.profiling.dry_run import fitting_pools
+from cohabit.runtime.cuda.profiling.stopwatch import CudaStopwatch
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.transfers import Feeder, Transfer, Transfers
+from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
+from cohabit.runtime.recording import Follow, Recording
 
 _log = logging.getLogger("cohabit.cuda")
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.cuda.api import Event
-from runtime.cuda.issue import Perform, Streams, issue
-from runtime.cuda.program import CudaProgram
-from runtime.cuda.schedule import Commands, Work
-from runtime.cuda.transfers import Feeder
-from runtime.errors import DeviceError
-from runtime.lowering.slots import Frame
+from cohabit.runtime.cuda.api import Event
+from cohabit.runtime.cuda.issue import Perform, Streams, issue
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.schedule import Commands, Work
+from cohabit.runtime.cuda.transfers import Feeder
+from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.lowering.slots import Frame
 
 
 def issue_inference(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from planner.plan import Lane
-from runtime.cuda.api import Driver, Event, Stream
-from runtime.cuda.schedule import LANES, Commands, Record, Wait, Work
+from cohabit.planner.plan import Lane
+from cohabit.runtime.cuda.api import Driver, Event, Stream
+from cohabit.runtime.cuda.schedule import LANES, Commands, Record, Wait, Work
 
 Perform = Callable[[Work], None]
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from planner.graph import Graph, aligned
-from planner.plan import Address, Plan
-from runtime.binding.build import byte_ranges
-from runtime.errors import UnsupportedPlan
+from cohabit.planner.graph import Graph, aligned
+from cohabit.planner.plan import Address, Plan
+from cohabit.runtime.binding.build import byte_ranges
+from cohabit.runtime.errors import UnsupportedPlan
 
 ALIGNMENT_BYTES = 512
 """What torch's allocator rounds to."""

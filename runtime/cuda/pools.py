@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from planner.free_list import FreeList
+from cohabit.planner.free_list import FreeList
 
 _cuda: Any = torch.cuda  # in large part without types
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)

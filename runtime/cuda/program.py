@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 
-from planner.plan import Plan
-from planner.profile import Profile
-from runtime.binding.program import Bases, Program
-from runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
-from runtime.cuda.buffers import Buffers
-from runtime.cuda.issue import Perform
-from runtime.cuda.pool_range import pool_range
-from runtime.cuda.schedule import Copy, Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
-from runtime.cuda.stores import PinnedMemory
-from runtime.lowering.lower import Lowered
-from runtime.lowering.slots import Frame
-from runtime.lowering.trace import Trace
-from runtime.memory import DeviceArena, HostStore
-from runtime.offload.activation import OffloadedActivation
-from runtime.shared_region.region import FetchPlan
-from runtime.shared_region.relocatable import RelocatableModel
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
+from cohabit.runtime.cuda.buffers import Buffers
+from cohabit.runtime.cuda.issue import Perform
+from cohabit.runtime.cuda.pool_range import pool_range
+from cohabit.runtime.cuda.schedule import Copy, Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
+from cohabit.runtime.cuda.stores import PinnedMemory
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.lowering.trace import Trace
+from cohabit.runtime.memory import DeviceArena, HostStore
+from cohabit.runtime.offload.activation import OffloadedActivation
+from cohabit.runtime.shared_region.region import FetchPlan
+from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 _READS_ON_HOST = ("item", "_local_scalar_dense")
 _RELOCATED = "its parameters lie elsewhere at every run"

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from planner.plan import Compute, Drop, Lane, SwapIn, SwapOut
-from runtime.binding.draft import SwapStep
-from runtime.binding.program import Program
+from cohabit.planner.plan import Compute, Drop, Lane, SwapIn, SwapOut
+from cohabit.runtime.binding.draft import SwapStep
+from cohabit.runtime.binding.program import Program
 
 ENOUGH_BYTES = 2 << 20
 """Neighbours join a copy until it has this size: smaller ones cost latency."""

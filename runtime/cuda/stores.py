@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from planner.errors import format_bytes
-from runtime.cuda.api import Driver, Event, HostBytes
-from runtime.errors import MemoryExceeded
-from runtime.host.pages import anonymous_memory
-from runtime.host.store import find_table, read_weights, table_view
-from runtime.lowering.weights import Manifest
-from runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
+from cohabit.planner.errors import format_bytes
+from cohabit.runtime.cuda.api import Driver, Event, HostBytes
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.host.pages import anonymous_memory
+from cohabit.runtime.host.store import find_table, read_weights, table_view
+from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
 RING_SLOTS = 3
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from runtime.cuda.api import Event
-from runtime.cuda.issue import Perform, Streams
-from runtime.cuda.program import CudaProgram
-from runtime.cuda.schedule import Copy
+from cohabit.runtime.cuda.api import Event
+from cohabit.runtime.cuda.issue import Perform, Streams
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.schedule import Copy
 
 
 @dataclass(slots=True)

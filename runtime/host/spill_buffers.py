@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from planner.errors import format_bytes
-from planner.graph import aligned
-from runtime.errors import MemoryExceeded
-from runtime.host.direct import open_direct, read_fully, write_fully
-from runtime.host.pages import Bytes, anonymous_memory, release_pages
-from runtime.lowering.weights import BLOCK_BYTES
-from runtime.memory import SpillBuffer
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.graph import aligned
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.host.direct import open_direct, read_fully, write_fully
+from cohabit.runtime.host.pages import Bytes, anonymous_memory, release_pages
+from cohabit.runtime.lowering.weights import BLOCK_BYTES
+from cohabit.runtime.memory import SpillBuffer
 
 BUFFER_BYTES = 1 << 20
 """Size of one read or write; a program has two such aligned buffers, one per direction."""

@@ -16,12 +16,12 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from runtime.errors import StoreChanged
-from runtime.host.direct import open_direct, read_fully
-from runtime.host.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
-from runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
-from runtime.lowering.weights import Manifest, Table, checksum, dtype_of, known_checksums
-from runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
+from cohabit.runtime.errors import StoreChanged
+from cohabit.runtime.host.direct import open_direct, read_fully
+from cohabit.runtime.host.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
+from cohabit.runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
+from cohabit.runtime.lowering.weights import Manifest, Table, checksum, dtype_of, known_checksums
+from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
 Store = HostStore[Bytes]
 """One model's host copy. A copy is done by the call, without holding the GIL."""

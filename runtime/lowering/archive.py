@@ -27,9 +27,9 @@ from torch._export.serde.serialize import (
 )
 from torch.export import ExportedProgram
 
-from runtime.errors import ArchiveError, UnsupportedModel
-from runtime.lowering.allowed_ops import allows_target
-from runtime.lowering.archive_file import open_archive
+from cohabit.runtime.errors import ArchiveError, UnsupportedModel
+from cohabit.runtime.lowering.allowed_ops import allows_target
+from cohabit.runtime.lowering.archive_file import open_archive
 
 _MODEL = "models/model.json"
 _WEIGHTS = "data/weights/model_weights_config.json"

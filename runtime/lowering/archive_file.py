@@ -7,7 +7,7 @@ import struct
 import zipfile
 from pathlib import Path
 
-from runtime.errors import ArchiveError
+from cohabit.runtime.errors import ArchiveError
 
 _MOST_DIRECTORY_BYTES = 4 << 20
 """Size of the list of records, which is read before anything else; torch writes about a hundred bytes per record."""

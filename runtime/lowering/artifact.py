@@ -12,18 +12,18 @@ import msgspec
 import torch
 from torch import fx
 
-from planner.errors import FormatError
-from planner.graph import decode_as
-from planner.shapes import STATIC, Bucket, DynamicShape
-from runtime.errors import UnsupportedModel
-from runtime.lowering import fused_ops
-from runtime.lowering.allowed_ops import NUMBER_FUNCTIONS, allows_lowered
-from runtime.lowering.model import Port
-from runtime.lowering.slots import Slot, filled
-from runtime.lowering.trace import Instruction, Storage, Trace, TracedOp
-from runtime.lowering.weights import dtype_name, dtype_of
+from cohabit.planner.errors import FormatError
+from cohabit.planner.graph import decode_as
+from cohabit.planner.shapes import STATIC, Bucket, DynamicShape
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering import fused_ops
+from cohabit.runtime.lowering.allowed_ops import NUMBER_FUNCTIONS, allows_lowered
+from cohabit.runtime.lowering.model import Port
+from cohabit.runtime.lowering.slots import Slot, filled
+from cohabit.runtime.lowering.trace import Instruction, Storage, Trace, TracedOp
+from cohabit.runtime.lowering.weights import dtype_name, dtype_of
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in fused_ops.FUSED_OPS},

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from planner.shapes import Dimension, DynamicShape, UnknownExpression, evaluate
-from runtime.errors import UnsupportedModel
-from runtime.lowering.model import FxModel, Port
-from runtime.lowering.trace import DYNAMIC, is_unbacked
+from cohabit.planner.shapes import Dimension, DynamicShape, UnknownExpression, evaluate
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering.model import FxModel, Port
+from cohabit.runtime.lowering.trace import DYNAMIC, is_unbacked
 
 _UNLIMITED = 1 << 20
 _TRIED = 5040

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runtime.lowering.packing import LINEAR, LINEAR_SUM
+from cohabit.runtime.lowering.packing import LINEAR, LINEAR_SUM
 
 
 def conv1x1(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *activation: Any) -> torch.Tensor:

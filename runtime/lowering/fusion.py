@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from runtime.lowering import packing
-from runtime.lowering.fused_ops import conv1x1, conv1x1_add, conv_add_relu, conv_relu
-from runtime.lowering.model import FxModel, same_form
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.fused_ops import conv1x1, conv1x1_add, conv_add_relu, conv_relu
+from cohabit.runtime.lowering.model import FxModel, same_form
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from runtime.lowering.model import FxModel, Port
+from cohabit.runtime.lowering.model import FxModel, Port
 
 TOLERANCE = 1e-4
 """Largest difference that counts as rounding, as a share of the output's largest element: that of outputs from eager

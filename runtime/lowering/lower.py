@@ -11,19 +11,19 @@ from pathlib import Path
 import msgspec
 import torch
 
-from planner import cache_file
-from planner.errors import CohabitError, FormatError
-from planner.graph import Graph
-from planner.shapes import STATIC, Bucket, Dimension, DynamicShape
-from runtime.errors import UnsupportedModel
-from runtime.lowering import artifact, packing, weights
-from runtime.lowering.archive_file import fingerprint
-from runtime.lowering.interaction import find_interaction
-from runtime.lowering.model import FxModel, Port
-from runtime.lowering.rewrite import rewrite
-from runtime.lowering.trace import Trace, build_graph, covering, run_model, trace_model
-from runtime.lowering.weights import Manifest
-from runtime.options import DEFAULTS, Options
+from cohabit.planner import cache_file
+from cohabit.planner.errors import CohabitError, FormatError
+from cohabit.planner.graph import Graph
+from cohabit.planner.shapes import STATIC, Bucket, Dimension, DynamicShape
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering import artifact, packing, weights
+from cohabit.runtime.lowering.archive_file import fingerprint
+from cohabit.runtime.lowering.interaction import find_interaction
+from cohabit.runtime.lowering.model import FxModel, Port
+from cohabit.runtime.lowering.rewrite import rewrite
+from cohabit.runtime.lowering.trace import Trace, build_graph, covering, run_model, trace_model
+from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.options import DEFAULTS, Options
 
 MOST_BUCKETS = 64
 """Each has a plan, and programs in memory."""
@@ -123,7 +123,7 @@ def lower(
     model.folder = folder
     buckets = _buckets(model, wanted, shape_buckets)
     rewrite(model, options, [_symbols(model, bucket) for bucket in _without_ones(buckets)])
-    from runtime.lowering.exported import compute_sizes_first  # torch's deserializer, as in `_read`
+    from cohabit.runtime.lowering.exported import compute_sizes_first  # torch's deserializer, as in `_read`
 
     compute_sizes_first(model)
     own = own_storages(model.weights)
@@ -165,8 +165,8 @@ def _folder(cache: Path, archive: str, options: Options) -> Path:
 
 def _read(path: Path, name: str) -> FxModel:
     """Read an archive. Torch's deserializer takes seconds to import, which a server with a full cache need not."""
-    from runtime.lowering.archive import read
-    from runtime.lowering.exported import from_program
+    from cohabit.runtime.lowering.archive import read
+    from cohabit.runtime.lowering.exported import from_program
 
     return from_program(name, *read(path))
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.shapes import STATIC, DynamicShape, evaluate
-from runtime.heap import release_free_memory
-from runtime.lowering import packing
+from cohabit.planner.shapes import STATIC, DynamicShape, evaluate
+from cohabit.runtime.heap import release_free_memory
+from cohabit.runtime.lowering import packing
 
 LEAST_FILE_BYTES = 64 << 10
 """Computed weights of this size and more are kept in file memory."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.errors import UnsupportedModel
+from cohabit.runtime.errors import UnsupportedModel
 
 _onednn: Any = torch.ops.mkldnn
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from runtime.lowering.allowed_ops import is_random
-from runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
-from runtime.lowering.model import TABLE_OPS, FxModel
-from runtime.lowering.rewrites.in_place import undo_own_changes, work_in_place
-from runtime.lowering.rewrites.precision import apply_options
-from runtime.lowering.rewrites.recurrent import pack_lstms, split_directions, split_recurrent_layers
-from runtime.lowering.rewrites.slicing import CONVOLUTIONS, split_large_layers
-from runtime.options import Options
+from cohabit.runtime.lowering.allowed_ops import is_random
+from cohabit.runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
+from cohabit.runtime.lowering.model import TABLE_OPS, FxModel
+from cohabit.runtime.lowering.rewrites.in_place import undo_own_changes, work_in_place
+from cohabit.runtime.lowering.rewrites.precision import apply_options
+from cohabit.runtime.lowering.rewrites.recurrent import pack_lstms, split_directions, split_recurrent_layers
+from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, split_large_layers
+from cohabit.runtime.options import Options
 
 aten = torch.ops.aten
 

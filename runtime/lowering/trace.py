@@ -16,19 +16,25 @@ from msgspec import UNSET
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from planner.graph import Graph, Op, Tensor
-from planner.shapes import Bucket
-from runtime.allocations import measuring_allocations
-from runtime.errors import UnsupportedModel
-from runtime.lowering.allowed_ops import allows_lowered
-from runtime.lowering.model import FxModel, table_of
-from runtime.lowering.packing import storage_key, stored_bytes
-from runtime.lowering.slots import Slot, slots_of
-from runtime.lowering.weights import Manifest
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.allocations import measuring_allocations
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering.allowed_ops import allows_lowered
+from cohabit.runtime.lowering.model import FxModel, table_of
+from cohabit.runtime.lowering.packing import storage_key, stored_bytes
+from cohabit.runtime.lowering.slots import Slot, slots_of
+from cohabit.runtime.lowering.weights import Manifest
 
 DYNAMIC = "dynamic"
 """Key in the `meta` of nodes that read the size of an input's dynamic dimension other than the batch."""
-_FUNCTION_MODULES = ("_operator", "math", "torch", "runtime.lowering.fused_ops", "torch.fx.experimental.sym_node")
+_FUNCTION_MODULES = (
+    "_operator",
+    "math",
+    "torch",
+    "cohabit.runtime.lowering.fused_ops",
+    "torch.fx.experimental.sym_node",
+)
 """Modules whose functions a program may call besides operators."""
 _OP = "cohabit op "
 """Begins the names under which the profiler sees a trace's ops."""

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 import torch
 
-from planner import cache_file
-from planner.errors import FormatError
-from planner.graph import aligned, decode_as, fingerprint
-from runtime.lowering.packing import is_packed, layout_of, raw_bytes, stored_bytes
+from cohabit.planner import cache_file
+from cohabit.planner.errors import FormatError
+from cohabit.planner.graph import aligned, decode_as, fingerprint
+from cohabit.runtime.lowering.packing import is_packed, layout_of, raw_bytes, stored_bytes
 
 BLOCK_BYTES = 4096
 PIECE_ALIGNMENT, PACKED_ALIGNMENT = 256, 64

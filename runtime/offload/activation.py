@@ -9,9 +9,9 @@ import threading
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.lowering.slots import Frame
-from runtime.memory import SpillBuffer
-from runtime.offload.spills import Spill
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.memory import SpillBuffer
+from cohabit.runtime.offload.spills import Spill
 
 
 class OffloadedActivation:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree as pytree
 
-from planner.graph import Graph
-from planner.lifetimes import LiveRange, live_ranges
-from planner.plan import Compute, Plan, SwapIn, SwapOut
-from runtime.errors import UnsupportedPlan
-from runtime.lowering.trace import Trace
+from cohabit.planner.graph import Graph
+from cohabit.planner.lifetimes import LiveRange, live_ranges
+from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
+from cohabit.runtime.errors import UnsupportedPlan
+from cohabit.runtime.lowering.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

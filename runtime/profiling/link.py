@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import torch
 
-from planner.graph import aligned
-from planner.profile import Link
-from runtime.backend import Executor
-from runtime.binding.program import Program
-from runtime.lowering.weights import BLOCK_BYTES, Manifest
-from runtime.memory import Copy, DeviceArena, HostStore
-from runtime.profiling.stopwatch import ColdCaches, followed, repeat, repeating
+from cohabit.planner.graph import aligned
+from cohabit.planner.profile import Link
+from cohabit.runtime.backend import Executor
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.lowering.weights import BLOCK_BYTES, Manifest
+from cohabit.runtime.memory import Copy, DeviceArena, HostStore
+from cohabit.runtime.profiling.stopwatch import ColdCaches, followed, repeat, repeating
 
 ROUNDS = 5
 """Copies of all segments that a link is measured with."""

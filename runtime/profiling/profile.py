@@ -9,19 +9,25 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from planner import cache_file
-from planner import profile as profile_format
-from planner.errors import FormatError
-from planner.graph import Graph, fingerprint
-from planner.plan import Address, Compute, Placement, Plan
-from planner.profile import Profile
-from planner.shapes import Bucket
-from runtime.backend import Executor
-from runtime.binding.program import Bases, Program
-from runtime.lowering.lower import Lowered
-from runtime.memory import DeviceArena, HostStore
-from runtime.profiling.link import leading, measure_contention, measure_swap_in, measure_swap_out, segment_copies
-from runtime.profiling.stopwatch import ColdCaches, measure_ops
+from cohabit.planner import cache_file
+from cohabit.planner import profile as profile_format
+from cohabit.planner.errors import FormatError
+from cohabit.planner.graph import Graph, fingerprint
+from cohabit.planner.plan import Address, Compute, Placement, Plan
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Executor
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.memory import DeviceArena, HostStore
+from cohabit.runtime.profiling.link import (
+    leading,
+    measure_contention,
+    measure_swap_in,
+    measure_swap_out,
+    segment_copies,
+)
+from cohabit.runtime.profiling.stopwatch import ColdCaches, measure_ops
 
 logger = logging.getLogger(__name__)
 

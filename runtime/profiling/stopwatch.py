@@ -11,13 +11,13 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from planner.timeline import Span
-from runtime.backend import Executor
-from runtime.binding.calls import Call
-from runtime.binding.draft import ComputeStep
-from runtime.binding.program import Program
-from runtime.lowering.weights import Manifest
-from runtime.recording import Recording
+from cohabit.planner.timeline import Span
+from cohabit.runtime.backend import Executor
+from cohabit.runtime.binding.calls import Call
+from cohabit.runtime.binding.draft import ComputeStep
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.recording import Recording
 
 _MEASURING_S = 0.3
 """Time for each figure, beyond the fewest runs."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from planner.errors import format_bytes
-from planner.free_list import FreeList
-from runtime.errors import MemoryExceeded
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.free_list import FreeList
+from cohabit.runtime.errors import MemoryExceeded
 
 PLACEMENTS_KEPT = 8
 """Placements remembered per model: a program prepared for one is used again if the model returns to it."""

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from planner.plan import Compute, Plan, SwapIn, SwapOut
-from planner.profile import Profile
-from runtime.binding.build import draft
-from runtime.binding.calls import Call, bind_with_store, static_value, weight_at
-from runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
-from runtime.binding.program import Program
-from runtime.errors import UnsupportedPlan
-from runtime.lowering.lower import Lowered
-from runtime.lowering.slots import Frame
-from runtime.lowering.weights import Manifest
-from runtime.memory import DeviceArena, HostStore
-from runtime.shared_region.region import FetchPlan, ParameterUses
+from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
+from cohabit.planner.profile import Profile
+from cohabit.runtime.binding.build import draft
+from cohabit.runtime.binding.calls import Call, bind_with_store, static_value, weight_at
+from cohabit.runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.errors import UnsupportedPlan
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.memory import DeviceArena, HostStore
+from cohabit.runtime.shared_region.region import FetchPlan, ParameterUses
 
 
 class RelocatableModel:

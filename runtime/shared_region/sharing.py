@@ -13,18 +13,18 @@ from typing import Any, Literal
 
 import torch
 
-from planner.errors import format_bytes
-from planner.plan import Plan
-from planner.profile import Profile
-from planner.shapes import Bucket
-from runtime.backend import Backend, Capture, Result
-from runtime.binding.program import Program
-from runtime.errors import MemoryExceeded
-from runtime.lowering.lower import Lowered
-from runtime.memory import DeviceArena, HostStore
-from runtime.recording import Follow
-from runtime.shared_region.region import PLACEMENTS_KEPT, FetchPlan, Keeps, ParameterRegion
-from runtime.shared_region.relocatable import RelocatableModel
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Backend, Capture, Result
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.memory import DeviceArena, HostStore
+from cohabit.runtime.recording import Follow
+from cohabit.runtime.shared_region.region import PLACEMENTS_KEPT, FetchPlan, Keeps, ParameterRegion
+from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 PROGRAMS_KEPT = PLACEMENTS_KEPT
 """Fetch plans of a model whose programs are kept: on CUDA each has its own graphs."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from server.config.setting import Setting, Value
-from server.errors import ConfigError
+from cohabit.server.config.setting import Setting, Value
+from cohabit.server.errors import ConfigError
 
 FORMAT_VERSION = 1
 MANIFEST, MODELS, CACHE = "bundle.json", "models", "cache"

@@ -12,10 +12,10 @@ from typing import Literal
 
 import msgspec
 
-from server.config.setting import Setting, declared, flag, setting
-from server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, parse_size, write_size
-from server.config.values import batches, integer, model_rate, port, port_or_off, seconds, seconds_or_zero
-from server.errors import ConfigError
+from cohabit.server.config.setting import Setting, declared, flag, setting
+from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, parse_size, write_size
+from cohabit.server.config.values import batches, integer, model_rate, port, port_or_off, seconds, seconds_or_zero
+from cohabit.server.errors import ConfigError
 
 Layout = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 Store = Literal["ram", "file"]

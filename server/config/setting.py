@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from server.errors import ConfigError
+from cohabit.server.errors import ConfigError
 
 PREFIX = "COHABIT_"
 

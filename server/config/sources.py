@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from server.config.bundle import MANIFEST, is_bundle, places_of, read_bundle, refuse_others
-from server.config.config import BY_KEY, SETTINGS, ServeConfig, check_consistent
-from server.config.setting import PREFIX, Setting, Value
-from server.config.sizes import write_size
-from server.errors import ConfigError
+from cohabit.server.config.bundle import MANIFEST, is_bundle, places_of, read_bundle, refuse_others
+from cohabit.server.config.config import BY_KEY, SETTINGS, ServeConfig, check_consistent
+from cohabit.server.config.setting import PREFIX, Setting, Value
+from cohabit.server.config.sizes import write_size
+from cohabit.server.errors import ConfigError
 
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 

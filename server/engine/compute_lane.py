@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from server.engine.device_thread import BackgroundWork, DeviceThread, Executed, LoadedModel, PendingWork
-from server.engine.execution import Servable
-from server.errors import (
+from cohabit.server.engine.device_thread import BackgroundWork, DeviceThread, Executed, LoadedModel, PendingWork
+from cohabit.server.engine.execution import Servable
+from cohabit.server.errors import (
     DeviceUnavailable,
     ExecutionFailed,
     ModelNotFound,
@@ -17,13 +17,13 @@ from server.errors import (
     RequestTimedOut,
     ShuttingDown,
 )
-from server.ipc.execution import InferResult
-from server.ipc.model import ModelKey
-from server.ipc.statistics import FailureReason, ModelStatistics
-from server.protocol.request import InferRequest
-from server.scheduling.policy import Policy
-from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import Scheduler
+from cohabit.server.ipc.execution import InferResult
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.statistics import FailureReason, ModelStatistics
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.scheduling.policy import Policy
+from cohabit.server.scheduling.queues import Ticket
+from cohabit.server.scheduling.scheduler import Scheduler
 
 _T = TypeVar("_T")
 

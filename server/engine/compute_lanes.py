@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from server.engine.compute_lane import ComputeLane
-from server.engine.execution import Servable
-from server.ipc.execution import InferResult
-from server.ipc.model import ModelKey, lane_name
-from server.ipc.statistics import ModelStatistics
-from server.protocol.request import InferRequest
-from server.scheduling.policy import Policy
-from server.scheduling.scheduler import Scheduler
+from cohabit.server.engine.compute_lane import ComputeLane
+from cohabit.server.engine.execution import Servable
+from cohabit.server.ipc.execution import InferResult
+from cohabit.server.ipc.model import ModelKey, lane_name
+from cohabit.server.ipc.statistics import ModelStatistics
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.scheduling.policy import Policy
+from cohabit.server.scheduling.scheduler import Scheduler
 
 
 class ComputeLanes:

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.engine.execution import Execution, Servable
-from server.errors import ExecutionFailed, InvalidRequest, RequestError
-from server.ipc.execution import DeviceSpan, ExecutionTiming, InferResult
-from server.ipc.model import Inputs, ModelKey
-from server.ipc.statistics import ModelStatistics
-from server.protocol.request import InferRequest
-from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import Scheduler, Work
+from cohabit.server.engine.execution import Execution, Servable
+from cohabit.server.errors import ExecutionFailed, InvalidRequest, RequestError
+from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming, InferResult
+from cohabit.server.ipc.model import Inputs, ModelKey
+from cohabit.server.ipc.statistics import ModelStatistics
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.scheduling.queues import Ticket
+from cohabit.server.scheduling.scheduler import Scheduler, Work
 
 if TYPE_CHECKING:
-    from runtime.recording import Follow, Recording
-    from server.engine.compute_lane import ComputeLane
+    from cohabit.runtime.recording import Follow, Recording
+    from cohabit.server.engine.compute_lane import ComputeLane
 
 _log = logging.getLogger("cohabit.engine")
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from planner.shapes import Bucket
-from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo
+from cohabit.planner.shapes import Bucket
+from cohabit.server.ipc.model import Array, GraphCapture, Inputs, ModelInfo
 
 if TYPE_CHECKING:
-    from runtime.recording import Follow
+    from cohabit.runtime.recording import Follow
 
 
 class Execution(msgspec.Struct, frozen=True, eq=False):

@@ -8,16 +8,16 @@ from operator import ge
 import numpy as np
 import torch
 
-from planner.shapes import Bucket
-from runtime.backend import Runner
-from runtime.binding.program import Program
-from runtime.errors import UnsupportedModel
-from runtime.lowering.lower import Lowered
-from runtime.lowering.model import Port
-from runtime.recording import Follow
-from server.engine.execution import Execution
-from server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
-from server.protocol.datatypes import BF16, DTYPES
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Runner
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.model import Port
+from cohabit.runtime.recording import Follow
+from cohabit.server.engine.execution import Execution
+from cohabit.server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
+from cohabit.server.protocol.datatypes import BF16, DTYPES
 
 DATATYPES: Mapping[torch.dtype, str] = {
     torch.bfloat16 if name == BF16 else torch.from_numpy(np.empty(0, dtype)).dtype: name

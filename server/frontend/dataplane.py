@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from server import log
-from server.config.config import ServeConfig
-from server.errors import (
+from cohabit.server import log
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.errors import (
     RETRY_S,
     InvalidRequest,
     LevelFull,
@@ -22,19 +22,19 @@ from server.errors import (
     ShuttingDown,
     Unsupported,
 )
-from server.frontend.engine_client import EngineClient
-from server.frontend.memory import Lease, RequestMemory
-from server.frontend.threads import call
-from server.ipc.execution import InferResult
-from server.ipc.model import Array, ModelInfo, ModelKey
-from server.observe.machine import Machine
-from server.observe.metrics import metrics_page
-from server.observe.settings import LogSettings, TraceControl, log_changes
-from server.observe.tracing import Tracer
-from server.protocol import descriptions
-from server.protocol.model_config import ModelConfig, config_of
-from server.protocol.request import InferRequest, InferResponse, respond
-from server.protocol.shared_memory import Regions
+from cohabit.server.frontend.engine_client import EngineClient
+from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.frontend.threads import call
+from cohabit.server.ipc.execution import InferResult
+from cohabit.server.ipc.model import Array, ModelInfo, ModelKey
+from cohabit.server.observe.machine import Machine
+from cohabit.server.observe.metrics import metrics_page
+from cohabit.server.observe.settings import LogSettings, TraceControl, log_changes
+from cohabit.server.observe.tracing import Tracer
+from cohabit.server.protocol import descriptions
+from cohabit.server.protocol.model_config import ModelConfig, config_of
+from cohabit.server.protocol.request import InferRequest, InferResponse, respond
+from cohabit.server.protocol.shared_memory import Regions
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -2,13 +2,13 @@
 
 from typing import Protocol
 
-from server.frontend.memory import Lease
-from server.ipc.catalog import Catalog
-from server.ipc.execution import InferResult
-from server.ipc.model import ModelInfo, ModelKey
-from server.ipc.statistics import EngineReport
-from server.observe.settings import LogSettings
-from server.protocol.request import InferRequest
+from cohabit.server.frontend.memory import Lease
+from cohabit.server.ipc.catalog import Catalog
+from cohabit.server.ipc.execution import InferResult
+from cohabit.server.ipc.model import ModelInfo, ModelKey
+from cohabit.server.ipc.statistics import EngineReport
+from cohabit.server.observe.settings import LogSettings
+from cohabit.server.protocol.request import InferRequest
 
 
 class EngineClient(Protocol):

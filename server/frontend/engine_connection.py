@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from server.errors import (
+from cohabit.server.errors import (
     EngineFailed,
     EngineUnavailable,
     ModelNotFound,
@@ -22,17 +22,17 @@ from server.errors import (
     ShuttingDown,
     from_wire,
 )
-from server.frontend.memory import Lease, RequestMemory
-from server.ipc import messages
-from server.ipc.catalog import Catalog, ModelEntry, ModelState
-from server.ipc.channel import MessageChannel
-from server.ipc.execution import InferResult, OnSpans
-from server.ipc.model import ModelInfo, ModelKey
-from server.ipc.shared_layout import MARK, round_up
-from server.ipc.statistics import EngineReport
-from server.observe.settings import LogSettings
-from server.protocol.datatypes import DTYPES
-from server.protocol.request import InferRequest
+from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.ipc import messages
+from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
+from cohabit.server.ipc.channel import MessageChannel
+from cohabit.server.ipc.execution import InferResult, OnSpans
+from cohabit.server.ipc.model import ModelInfo, ModelKey
+from cohabit.server.ipc.shared_layout import MARK, round_up
+from cohabit.server.ipc.statistics import EngineReport
+from cohabit.server.observe.settings import LogSettings
+from cohabit.server.protocol.datatypes import DTYPES
+from cohabit.server.protocol.request import InferRequest
 
 _log = logging.getLogger("cohabit.frontend")
 

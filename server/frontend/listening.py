@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from server.errors import ConfigError
+from cohabit.server.errors import ConfigError
 
 UNREAD_S = 75.0
 """TCP_USER_TIMEOUT: the kernel closes a connection whose sent data is not acknowledged for this long."""

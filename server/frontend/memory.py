@@ -9,11 +9,11 @@ import os
 
 import numpy as np
 
-from planner.errors import format_bytes
-from planner.free_list import FreeList
-from server.errors import ConfigError, Overloaded
-from server.ipc.model import Array
-from server.ipc.shared_layout import HEARTBEAT, PAGE_BYTES, round_up
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.free_list import FreeList
+from cohabit.server.errors import ConfigError, Overloaded
+from cohabit.server.ipc.model import Array
+from cohabit.server.ipc.shared_layout import HEARTBEAT, PAGE_BYTES, round_up
 
 _KEPT_BYTES = 64 << 20
 """An idle pool keeps at most these pages and returns the others to the system."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from planner.errors import CohabitError
-from server.frontend.engine_connection import EngineConnection
+from cohabit.planner.errors import CohabitError
+from cohabit.server.frontend.engine_connection import EngineConnection
 
 _log = logging.getLogger("cohabit.supervisor")
 
@@ -27,7 +27,7 @@ _LONGEST_PAUSE_S = 30.0
 _GIVE_UP_AFTER = 3
 """After this many failed starts in a row, requests are refused instead of waiting."""
 
-COMMAND = (sys.executable, "-m", "server.engine_process")
+COMMAND = (sys.executable, "-m", "cohabit.server.engine_process")
 
 
 class Supervisor:

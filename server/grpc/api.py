@@ -9,18 +9,18 @@ from google.protobuf.message import Message
 from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
 
-from server.errors import SEND_LESS_JSON, InvalidRequest, PayloadTooLarge, Unsupported
-from server.frontend.dataplane import DataPlane
-from server.frontend.memory import Lease
-from server.frontend.threads import call
-from server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
-from server.grpc.errors import status_of
-from server.grpc.handlers import metadata_of
-from server.grpc.unsent import CallAnswers, UnsentAnswers
-from server.grpc.wire import described_bytes
-from server.observe.request_trace import HEADER, RequestTrace
-from server.protocol.matching import errors_of
-from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
+from cohabit.server.errors import SEND_LESS_JSON, InvalidRequest, PayloadTooLarge, Unsupported
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.memory import Lease
+from cohabit.server.frontend.threads import call
+from cohabit.server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
+from cohabit.server.grpc.errors import status_of
+from cohabit.server.grpc.handlers import metadata_of
+from cohabit.server.grpc.unsent import CallAnswers, UnsentAnswers
+from cohabit.server.grpc.wire import described_bytes
+from cohabit.server.observe.request_trace import HEADER, RequestTrace
+from cohabit.server.protocol.matching import errors_of
+from cohabit.server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
 _QUICK_BYTES = 64 << 10
 """The event loop converts typed contents up to this size; threads do the rest."""

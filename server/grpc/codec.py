@@ -7,13 +7,21 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 
-from server.errors import InvalidRequest
-from server.ipc.model import Array, ModelInfo
-from server.protocol.datatypes import BINARY_ONLY, DTYPES
-from server.protocol.matching import InputBody, Parameters, RequestBody, WantedBody, errors_of, fit, window_of
-from server.protocol.request import InferRequest, InferResponse
-from server.protocol.shared_memory import RegionUse
-from server.protocol.tensors import check_size, from_binary, from_window, to_binary
+from cohabit.server.errors import InvalidRequest
+from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.protocol.datatypes import BINARY_ONLY, DTYPES
+from cohabit.server.protocol.matching import (
+    InputBody,
+    Parameters,
+    RequestBody,
+    WantedBody,
+    errors_of,
+    fit,
+    window_of,
+)
+from cohabit.server.protocol.request import InferRequest, InferResponse
+from cohabit.server.protocol.shared_memory import RegionUse
+from cohabit.server.protocol.tensors import check_size, from_binary, from_window, to_binary
 
 _CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
-from server import errors
-from server.log import log_internal_error
+from cohabit.server import errors
+from cohabit.server.log import log_internal_error
 
 CODES: Mapping[type[errors.RequestError], StatusCode] = {
     errors.Unauthenticated: StatusCode.UNAUTHENTICATED,

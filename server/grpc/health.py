@@ -7,8 +7,8 @@ from typing import Any
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2 as pb
 
-from server.frontend.dataplane import DataPlane
-from server.grpc.errors import CallRefused
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.grpc.errors import CallRefused
 
 _SERVICES = frozenset({"", "inference.GRPCInferenceService"})
 _WATCH_INTERVAL_S = 0.5

@@ -4,10 +4,10 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from planner.errors import format_bytes
-from server.errors import Overloaded
-from server.frontend import listening
-from server.frontend.memory import Lease
+from cohabit.planner.errors import format_bytes
+from cohabit.server.errors import Overloaded
+from cohabit.server.frontend import listening
+from cohabit.server.frontend.memory import Lease
 
 _CONNECTION_SHARE = 4
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from server.errors import InvalidRequest
+from cohabit.server.errors import InvalidRequest
 
 UNCHECKED_BYTES = 64 << 10
 """A message up to this size cannot become large."""

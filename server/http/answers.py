@@ -7,9 +7,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from server.errors import ONLY_INFERENCE, InvalidRequest
-from server.frontend.memory import Lease
-from server.http.body import Heap, read_body
+from cohabit.server.errors import ONLY_INFERENCE, InvalidRequest
+from cohabit.server.frontend.memory import Lease
+from cohabit.server.http.body import Heap, read_body
 
 JSON = "application/json"
 

@@ -2,19 +2,19 @@
 
 from aiohttp import hdrs, web
 
-from server.errors import SEND_LESS_JSON, PayloadTooLarge
-from server.frontend.dataplane import DataPlane
-from server.frontend.memory import Lease
-from server.frontend.threads import call
-from server.http import generate
-from server.http.answers import JSON, LeasedResponse, json_response, model_of
-from server.http.body import read_body
-from server.http.codec import EncodedResponse, decode_request, encode_response, parse_header_length
-from server.http.compression import chosen_encoding, compress
-from server.http.errors import error_response
-from server.protocol.matching import errors_of
-from server.protocol.model_config import config_as_json
-from server.protocol.request import InferResponse
+from cohabit.server.errors import SEND_LESS_JSON, PayloadTooLarge
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.memory import Lease
+from cohabit.server.frontend.threads import call
+from cohabit.server.http import generate
+from cohabit.server.http.answers import JSON, LeasedResponse, json_response, model_of
+from cohabit.server.http.body import read_body
+from cohabit.server.http.codec import EncodedResponse, decode_request, encode_response, parse_header_length
+from cohabit.server.http.compression import chosen_encoding, compress
+from cohabit.server.http.errors import error_response
+from cohabit.server.protocol.matching import errors_of
+from cohabit.server.protocol.model_config import config_as_json
+from cohabit.server.protocol.request import InferResponse
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 

@@ -7,18 +7,18 @@ from collections.abc import Iterable
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from server.errors import RequestError
-from server.frontend.dataplane import DataPlane
-from server.http.answers import JSON, json_response
-from server.http.endpoints import Endpoint, endpoints
-from server.http.errors import error_response, response_of
-from server.http.openapi import document
-from server.log import log_internal_error
-from server.observe.access import OPEN, Access, Permission
-from server.observe.prometheus import CONTENT_TYPE
-from server.observe.request_trace import HEADER
-from server.observe.tracing import Tracer
-from server.protocol.descriptions import product_version
+from cohabit.server.errors import RequestError
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.http.answers import JSON, json_response
+from cohabit.server.http.endpoints import Endpoint, endpoints
+from cohabit.server.http.errors import error_response, response_of
+from cohabit.server.http.openapi import document
+from cohabit.server.log import log_internal_error
+from cohabit.server.observe.access import OPEN, Access, Permission
+from cohabit.server.observe.prometheus import CONTENT_TYPE
+from cohabit.server.observe.request_trace import HEADER
+from cohabit.server.observe.tracing import Tracer
+from cohabit.server.protocol.descriptions import product_version
 
 _log = logging.getLogger("cohabit.http")
 

@@ -5,9 +5,9 @@ import zlib
 
 from aiohttp import StreamReader, hdrs, web
 
-from server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
-from server.frontend.memory import Lease
-from server.frontend.threads import call
+from cohabit.server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
+from cohabit.server.frontend.memory import Lease
+from cohabit.server.frontend.threads import call
 
 PATIENCE_S = 30.0
 LEAST_BYTES_PER_S = 4096

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from server.errors import InvalidRequest, TensorMismatch
-from server.http.answers import parse_json
-from server.ipc.model import Array, ModelInfo
-from server.protocol.datatypes import DTYPES
-from server.protocol.matching import (
+from cohabit.server.errors import InvalidRequest, TensorMismatch
+from cohabit.server.http.answers import parse_json
+from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.protocol.datatypes import DTYPES
+from cohabit.server.protocol.matching import (
     NO_DATA,
     Dim,
     InputBody,
@@ -23,9 +23,9 @@ from server.protocol.matching import (
     unsigned,
     window_of,
 )
-from server.protocol.request import InferRequest, InferResponse, OutputTensor
-from server.protocol.shared_memory import RegionUse
-from server.protocol.tensors import from_binary, from_json, from_window, to_binary, to_json
+from cohabit.server.protocol.request import InferRequest, InferResponse, OutputTensor
+from cohabit.server.protocol.shared_memory import RegionUse
+from cohabit.server.protocol.tensors import from_binary, from_json, from_window, to_binary, to_json
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EXPLAINED_BYTES = 1 << 20

@@ -6,11 +6,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from server.errors import Unsupported
-from server.frontend.dataplane import DataPlane
-from server.http.answers import json_response, read_json
-from server.protocol.matching import Parameters
-from server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
+from cohabit.server.errors import Unsupported
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.http.answers import json_response, read_json
+from cohabit.server.protocol.matching import Parameters
+from cohabit.server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
 _MOST_CONFIG_BYTES = 1 << 20
 """Size of a load request, which may hold a model's configuration."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from server import errors
+from cohabit.server import errors
 
 STATUS: Mapping[type[errors.RequestError], int] = {
     errors.Unauthenticated: 401,

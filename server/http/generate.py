@@ -5,15 +5,15 @@ from typing import Any
 
 import msgspec
 
-from server.errors import InvalidRequest, Unsupported
-from server.http.answers import parse_json
-from server.ipc.model import Array, ModelInfo, TensorSpec
-from server.protocol.datatypes import BINARY_ONLY
-from server.protocol.json_numbers import VALUES, nesting
-from server.protocol.matching import InputBody, Parameters, RequestBody, errors_of, fit
-from server.protocol.request import InferRequest, InferResponse
-from server.protocol.shared_memory import RegionUse
-from server.protocol.tensors import from_json, to_json
+from cohabit.server.errors import InvalidRequest, Unsupported
+from cohabit.server.http.answers import parse_json
+from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
+from cohabit.server.protocol.datatypes import BINARY_ONLY
+from cohabit.server.protocol.json_numbers import VALUES, nesting
+from cohabit.server.protocol.matching import InputBody, Parameters, RequestBody, errors_of, fit
+from cohabit.server.protocol.request import InferRequest, InferResponse
+from cohabit.server.protocol.shared_memory import RegionUse
+from cohabit.server.protocol.tensors import from_json, to_json
 
 _EMPTY = re.compile(rb"[\s\[]*\]")
 _MOST_DIMENSIONS = 64

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from server.http.endpoints import Endpoint
-from server.observe.access import OPEN, Access, Permission
-from server.protocol.datatypes import BYTES, DTYPES
+from cohabit.server.http.endpoints import Endpoint
+from cohabit.server.observe.access import OPEN, Access, Permission
+from cohabit.server.protocol.datatypes import BYTES, DTYPES
 
 Schema = Mapping[str, Any]
 

@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import RawRequestMessage
 
-from server.errors import ConfigError
-from server.frontend.listening import TlsFiles, address_of, open_sockets
-from server.http.errors import error_response
+from cohabit.server.errors import ConfigError
+from cohabit.server.frontend.listening import TlsFiles, address_of, open_sockets
+from cohabit.server.http.errors import error_response
 
 KEEP_ALIVE_S = 75.0
 _READ_AHEAD_BYTES = 256 << 10

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE, comparable, difference
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize
-from server.engine.servable import ProgramServable, array_of
-from server.errors import ImportFailed
-from server.importing.exporting import export, save
-from server.importing.subject import Subject
-from server.ipc.model import ModelInfo
-from server.models.prepared import random_ops
-from server.models.repository import find, is_model_name
-from server.placement.loader import load
-from server.protocol.datatypes import BF16, float32_of_bf16
-from server.protocol.model_config import config_text
+from cohabit.runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE, comparable, difference
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.engine.servable import ProgramServable, array_of
+from cohabit.server.errors import ImportFailed
+from cohabit.server.importing.exporting import export, save
+from cohabit.server.importing.subject import Subject
+from cohabit.server.ipc.model import ModelInfo
+from cohabit.server.models.prepared import random_ops
+from cohabit.server.models.repository import find, is_model_name
+from cohabit.server.placement.loader import load
+from cohabit.server.protocol.datatypes import BF16, float32_of_bf16
+from cohabit.server.protocol.model_config import config_text
 
 _LABELS = "labels.txt"
 _LOGITS = "logits"

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
-from server.errors import ImportFailed
-from server.importing.subject import Subject, reason_of
+from cohabit.server.errors import ImportFailed
+from cohabit.server.importing.subject import Subject, reason_of
 
 _EXAMPLE_BATCH = 2
 """Above 1, because export would take 1 for a constant."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from server.errors import ImportFailed
-from server.importing.declared_input import DeclaredInput
-from server.importing.subject import Subject, declared, reason_of, with_examples
+from cohabit.server.errors import ImportFailed
+from cohabit.server.importing.declared_input import DeclaredInput
+from cohabit.server.importing.subject import Subject, declared, reason_of, with_examples
 
 _MOST_KEYS = 3
 

@@ -14,9 +14,9 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from server.errors import ImportFailed
-from server.importing.declared_input import DeclaredInput
-from server.importing.subject import Subject, Tensors, declared, reason_of
+from cohabit.server.errors import ImportFailed
+from cohabit.server.importing.declared_input import DeclaredInput
+from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of
 
 _CONFIG = "config.json"
 _IMAGES, _TOKENS, _MASK = "pixel_values", "input_ids", "attention_mask"

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from server.engine.servable import DATATYPES
-from server.errors import ImportFailed
-from server.importing.declared_input import DeclaredInput
+from cohabit.server.engine.servable import DATATYPES
+from cohabit.server.errors import ImportFailed
+from cohabit.server.importing.declared_input import DeclaredInput
 
 Tensors = dict[str, torch.Tensor]
 Examples = Callable[[int, int], Tensors]

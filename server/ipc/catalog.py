@@ -5,8 +5,8 @@ from enum import Enum
 
 import msgspec
 
-from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
-from server.ipc.model import ModelFootprint, ModelInfo, ModelKey
+from cohabit.server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
+from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 
 _LARGEST_VERSION = 2**63 - 1
 

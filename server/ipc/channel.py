@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
-from server.ipc.messages import LENGTH_BYTES, encode
+from cohabit.server.ipc.messages import LENGTH_BYTES, encode
 
 M = TypeVar("M")
 

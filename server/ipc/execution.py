@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from server.ipc.model import Array
+from cohabit.server.ipc.model import Array
 
 
 class ExecutionTiming(msgspec.Struct, frozen=True):

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from server.errors import WireError
-from server.ipc.catalog import ModelEntry
-from server.ipc.execution import DeviceSpan, ExecutionTiming
-from server.ipc.model import ModelKey
-from server.ipc.statistics import EngineReport
+from cohabit.server.errors import WireError
+from cohabit.server.ipc.catalog import ModelEntry
+from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.statistics import EngineReport
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from planner.shapes import STATIC, Bucket, DynamicShape, evaluate
+from cohabit.planner.shapes import STATIC, Bucket, DynamicShape, evaluate
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Inputs = Mapping[str, Array]

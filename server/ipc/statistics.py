@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from planner.shapes import Bucket
-from server import errors
-from server.ipc.execution import ExecutionTiming
-from server.ipc.model import DeviceUse, GraphCapture, ModelKey
+from cohabit.planner.shapes import Bucket
+from cohabit.server import errors
+from cohabit.server.ipc.execution import ExecutionTiming
+from cohabit.server.ipc.model import DeviceUse, GraphCapture, ModelKey
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
 

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import msgspec
 
-from planner.library import Library
-from planner.profile import Profile
-from planner.sizing.deployment import Room
-from runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint
-from runtime.lowering.lower import cached_files
-from server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, BundledModel, described, read_bundle
-from server.config.config import BY_KEY, ServeConfig, cache_of
-from server.config.sizes import write_size
-from server.errors import ConfigError, RepositoryError
-from server.models import planning
-from server.models.known_models import Plans
-from server.models.prepared import (
+from cohabit.planner.library import Library
+from cohabit.planner.profile import Profile
+from cohabit.planner.sizing.deployment import Room
+from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint
+from cohabit.runtime.lowering.lower import cached_files
+from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, BundledModel, described, read_bundle
+from cohabit.server.config.config import BY_KEY, ServeConfig, cache_of
+from cohabit.server.config.sizes import write_size
+from cohabit.server.errors import ConfigError, RepositoryError
+from cohabit.server.models import planning
+from cohabit.server.models.known_models import Plans
+from cohabit.server.models.prepared import (
     OnProgress,
     Prepared,
     machine_of,
@@ -30,7 +30,7 @@ from server.models.prepared import (
     wanted_batches,
     wanted_buckets,
 )
-from server.models.repository import ModelSource, Unloadable, scan
+from cohabit.server.models.repository import ModelSource, Unloadable, scan
 
 RECORDED = (
     *("layout", "search", "device", "store", "model_control", "compute_lanes"),

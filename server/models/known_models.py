@@ -5,12 +5,12 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from planner.plan import Plan
-from planner.profile import Profile
-from planner.shapes import Bucket
-from planner.sizing.deployment import Room
-from runtime.lowering.lower import Lowered
-from server.file_state import FileState
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import Room
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.server.file_state import FileState
 
 Plans = Mapping[Bucket, Plan]
 

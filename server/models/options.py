@@ -2,12 +2,12 @@
 
 import torch
 
-from runtime.lowering import packing
-from runtime.options import Dtype, Options
-from server.errors import RepositoryError
-from server.models.repository import ModelSource
-from server.protocol.config_fields import parameter_of
-from server.protocol.model_config import ModelConfig
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.options import Dtype, Options
+from cohabit.server.errors import RepositoryError
+from cohabit.server.models.repository import ModelSource
+from cohabit.server.protocol.config_fields import parameter_of
+from cohabit.server.protocol.model_config import ModelConfig
 
 PRECISION, CHANNELS_LAST, FUSED = "precision", "channels_last", "fused"
 """Keys of `parameters` in a ModelConfig, for settings that have no field."""

@@ -6,25 +6,25 @@ engine's process only reads stored plans. Nothing here imports torch, which a pr
 
 from collections.abc import Mapping, Sequence
 
-from planner.errors import InfeasibleBudget
-from planner.library import Library
-from planner.plan import Plan
-from planner.shapes import Bucket
-from planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.library import Library
+from cohabit.planner.plan import Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
 
 
 def divide(
     models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int, least_workspace_bytes: int = 0
 ) -> Division:
     """See `planner.sizing.division.divide`."""
-    from planner.sizing import division
+    from cohabit.planner.sizing import division
 
     return division.divide(models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes)
 
 
 def least_memory(models: Sequence[ModelDemand], layout: LayoutName, lanes: int) -> int:
     """Return the least memory in bytes that these models can be divided."""
-    from planner.sizing import division
+    from cohabit.planner.sizing import division
 
     try:
         return division.divide(models, 1, layout, lanes=lanes).memory_bytes
@@ -36,20 +36,20 @@ def plan_model(
     model: ModelDemand, room: Room, library: Library | None, searcher: str, quick: bool = False
 ) -> Mapping[Bucket, Plan]:
     """See `planner.sizing.fitting.plan_model`."""
-    from planner.sizing import fitting
+    from cohabit.planner.sizing import fitting
 
     return fitting.plan_model(model, room, library, searcher, quick=quick)
 
 
 def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
     """See `planner.sizing.fitting.workspaces_for`."""
-    from planner.sizing import fitting
+    from cohabit.planner.sizing import fitting
 
     return fitting.workspaces_for(model, memory_bytes)
 
 
 def fit(model: ModelDemand, rooms: Sequence[Room]) -> Room | None:
     """See `planner.sizing.fitting.fit`."""
-    from planner.sizing import fitting
+    from cohabit.planner.sizing import fitting
 
     return fitting.fit(model, rooms)

@@ -9,33 +9,33 @@ from typing import Any
 
 import torch
 
-from planner.graph import fingerprint
-from planner.profile import Profile
-from planner.shapes import Bucket
-from planner.sizing.deployment import ModelDemand
-from runtime.backend import Backend
-from runtime.devices import open_device
-from runtime.errors import UnsupportedModel
-from runtime.heap import release_free_memory
-from runtime.lowering import packing
-from runtime.lowering.allowed_ops import draws
-from runtime.lowering.archive_file import fingerprint as archive_fingerprint
-from runtime.lowering.lower import Lowered, NotCached, lower
-from runtime.memory import HostStore
-from runtime.options import Options
-from runtime.profiling.profile import cached_profiles
-from runtime.profiling.stopwatch import NOISY
-from server.config.config import ServeConfig, cache_of
-from server.config.values import batches as parse_sizes
-from server.engine.servable import describe
-from server.file_state import FileState
-from server.models.known_models import KnownModel
-from server.models.options import options_of
-from server.models.repository import ModelSource
-from server.models.worker_process import WorkerProcesses
-from server.protocol.config_fields import parameter_of
-from server.protocol.model_config import ModelConfig, config_mismatch, config_names
-from server.resources import available_cpus
+from cohabit.planner.graph import fingerprint
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import ModelDemand
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.devices import open_device
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.heap import release_free_memory
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.allowed_ops import draws
+from cohabit.runtime.lowering.archive_file import fingerprint as archive_fingerprint
+from cohabit.runtime.lowering.lower import Lowered, NotCached, lower
+from cohabit.runtime.memory import HostStore
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import cached_profiles
+from cohabit.runtime.profiling.stopwatch import NOISY
+from cohabit.server.config.config import ServeConfig, cache_of
+from cohabit.server.config.values import batches as parse_sizes
+from cohabit.server.engine.servable import describe
+from cohabit.server.file_state import FileState
+from cohabit.server.models.known_models import KnownModel
+from cohabit.server.models.options import options_of
+from cohabit.server.models.repository import ModelSource
+from cohabit.server.models.worker_process import WorkerProcesses
+from cohabit.server.protocol.config_fields import parameter_of
+from cohabit.server.protocol.model_config import ModelConfig, config_mismatch, config_names
+from cohabit.server.resources import available_cpus
 
 _log = logging.getLogger("cohabit.models")
 

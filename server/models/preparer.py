@@ -5,20 +5,27 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
-from planner.library import Library
-from planner.sizing.deployment import Room
-from runtime.backend import Backend
-from runtime.errors import StoreChanged
-from runtime.lowering.lower import NotCached
-from runtime.profiling.profile import forget
-from server.config.bundle import Bundle
-from server.config.config import ServeConfig, cache_of
-from server.models import planning
-from server.models.bundling import room_in
-from server.models.known_models import MOST_BYTES, MOST_MODELS, KnownModel, LeastRecentlyUsed, Plans
-from server.models.prepared import Prepared, key_of, measure_in_worker, prepare, prepare_in_worker, prepare_known
-from server.models.repository import ModelSource
-from server.models.worker_process import WorkerProcesses, planning_workers, preparing_workers
+from cohabit.planner.library import Library
+from cohabit.planner.sizing.deployment import Room
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.errors import StoreChanged
+from cohabit.runtime.lowering.lower import NotCached
+from cohabit.runtime.profiling.profile import forget
+from cohabit.server.config.bundle import Bundle
+from cohabit.server.config.config import ServeConfig, cache_of
+from cohabit.server.models import planning
+from cohabit.server.models.bundling import room_in
+from cohabit.server.models.known_models import MOST_BYTES, MOST_MODELS, KnownModel, LeastRecentlyUsed, Plans
+from cohabit.server.models.prepared import (
+    Prepared,
+    key_of,
+    measure_in_worker,
+    prepare,
+    prepare_in_worker,
+    prepare_known,
+)
+from cohabit.server.models.repository import ModelSource
+from cohabit.server.models.worker_process import WorkerProcesses, planning_workers, preparing_workers
 
 _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
 """After opening a cached model, the load pauses for this multiple of the time taken: a client that loads small

@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Iterator
 
 from msgspec.structs import replace
 
-from server.engine.execution import Servable
-from server.errors import RequestError
-from server.ipc.catalog import Catalog, ModelEntry, ModelState
-from server.ipc.model import ModelFootprint, ModelKey
-from server.ipc.statistics import REJECTIONS, ModelStatistics
-from server.models.repository import ModelSource
+from cohabit.server.engine.execution import Servable
+from cohabit.server.errors import RequestError
+from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
+from cohabit.server.ipc.model import ModelFootprint, ModelKey
+from cohabit.server.ipc.statistics import REJECTIONS, ModelStatistics
+from cohabit.server.models.repository import ModelSource
 
 
 class Registry:

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import msgspec
 
-from planner.errors import CohabitError, InfeasibleBudget
-from planner.sizing.demand import Demand
-from planner.sizing.deployment import ModelDemand, Room
-from planner.sizing.fitting import plan_model, split_budget
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize, MemorySize, ShareOfWeights
-from server.engine.servable import describe
-from server.errors import load_reason
-from server.ipc.model import ModelInfo
-from server.models.prepared import Prepared, open_backend, prepare
-from server.models.repository import find
-from server.protocol.config_fields import ignored_fields, refused_fields
-from server.protocol.model_config import read_config
+from cohabit.planner.errors import CohabitError, InfeasibleBudget
+from cohabit.planner.sizing.demand import Demand
+from cohabit.planner.sizing.deployment import ModelDemand, Room
+from cohabit.planner.sizing.fitting import plan_model, split_budget
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
+from cohabit.server.engine.servable import describe
+from cohabit.server.errors import load_reason
+from cohabit.server.ipc.model import ModelInfo
+from cohabit.server.models.prepared import Prepared, open_backend, prepare
+from cohabit.server.models.repository import find
+from cohabit.server.protocol.config_fields import ignored_fields, refused_fields
+from cohabit.server.protocol.model_config import read_config
 
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 

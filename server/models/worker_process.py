@@ -10,10 +10,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, TypeVar
 
-from planner.errors import CohabitError, format_bytes
-from server.config.config import ServeConfig
-from server.process_rights import no_new_privileges, yield_memory
-from server.resources import available_cpus
+from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.process_rights import no_new_privileges, yield_memory
+from cohabit.server.resources import available_cpus
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -22,8 +22,8 @@ MOST_PREPARING = 4
 """Models that are prepared at a time: one that never ends delays no other."""
 MOST_AT_START = min(2, available_cpus())
 """The same at the start, when nothing is served: each takes a core, and memory for its weights."""
-PREPARING = ("runtime.lowering.archive", "server.models.prepared")
-PLANNING = ("planner.sizing.division", "planner.sizing.fitting")
+PREPARING = ("cohabit.runtime.lowering.archive", "cohabit.server.models.prepared")
+PLANNING = ("cohabit.planner.sizing.division", "cohabit.planner.sizing.fitting")
 """Modules that preparing and planning need, and take seconds to import."""
 _KILLED_S = 1.0
 """A process that is killed leaves within this time, unless its device hangs."""

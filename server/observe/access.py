@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from server.config.config import ServeConfig
-from server.errors import ConfigError, PermissionMissing, Unauthenticated
-from server.file_state import FileState
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.errors import ConfigError, PermissionMissing, Unauthenticated
+from cohabit.server.file_state import FileState
 
 _log = logging.getLogger("cohabit.access")
 

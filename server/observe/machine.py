@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-from server.ipc.model import DeviceUse
-from server.observe.access import Access
-from server.observe.gpus import Gpu, open_gpus
-from server.observe.prometheus import Family, Kind, Sample, single
+from cohabit.server.ipc.model import DeviceUse
+from cohabit.server.observe.access import Access
+from cohabit.server.observe.gpus import Gpu, open_gpus
+from cohabit.server.observe.prometheus import Family, Kind, Sample, single
 
 
 class Machine:

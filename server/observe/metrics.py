@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.shapes import Bucket
-from server.ipc.catalog import ModelEntry
-from server.ipc.model import ModelFootprint
-from server.ipc.statistics import EngineReport, Histogram, ModelCounters, ModelStatistics
-from server.observe.machine import Machine
-from server.observe.prometheus import Family, Kind, Sample, single, written
+from cohabit.planner.shapes import Bucket
+from cohabit.server.ipc.catalog import ModelEntry
+from cohabit.server.ipc.model import ModelFootprint
+from cohabit.server.ipc.statistics import EngineReport, Histogram, ModelCounters, ModelStatistics
+from cohabit.server.observe.machine import Machine
+from cohabit.server.observe.prometheus import Family, Kind, Sample, single, written
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import re
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from server.ipc.execution import ExecutionTiming
+from cohabit.server.ipc.execution import ExecutionTiming
 
 HEADER = "traceparent"
 

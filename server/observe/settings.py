@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import asdict, replace
 
-from server.errors import InvalidRequest, Unsupported
+from cohabit.server.errors import InvalidRequest, Unsupported
 
 TraceLevel = Literal["OFF", "TIMESTAMPS"]
 LogTimes = Literal["default", "ISO8601"]

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from server.ipc.execution import DeviceSpan
-from server.observe.request_trace import RequestTrace
+from cohabit.server.ipc.execution import DeviceSpan
+from cohabit.server.observe.request_trace import RequestTrace
 
 REQUESTS, DEVICE = 1, 2
 """The trace's processes: one has a track per request, the other the device's lanes."""

@@ -8,8 +8,8 @@ from typing import IO
 
 import msgspec
 
-from server.errors import ConfigError
-from server.observe.spans import Event, header_events
+from cohabit.server.errors import ConfigError
+from cohabit.server.observe.spans import Event, header_events
 
 _log = logging.getLogger("cohabit.trace")
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import msgspec
 
-from server.ipc.execution import DeviceSpan, ExecutionTiming
-from server.observe.request_trace import CURRENT, RequestTrace, new_context
-from server.observe.settings import TraceControl
-from server.observe.spans import events_of, lane_events
-from server.observe.trace_file import TraceFile
-from server.protocol.request import InferRequest
+from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming
+from cohabit.server.observe.request_trace import CURRENT, RequestTrace, new_context
+from cohabit.server.observe.settings import TraceControl
+from cohabit.server.observe.spans import events_of, lane_events
+from cohabit.server.observe.trace_file import TraceFile
+from cohabit.server.protocol.request import InferRequest
 
 _log = logging.getLogger("cohabit.trace")
 

@@ -5,19 +5,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.shapes import Bucket
-from planner.sizing.deployment import Room
-from runtime.backend import Backend
-from runtime.binding.program import Bases, Program
-from runtime.memory import DeviceArena
-from runtime.shared_region.sharing import SharedRegion, Sharing
-from server.engine.device_thread import BackgroundWork
-from server.engine.servable import ProgramServable, describe
-from server.ipc.model import DeviceUse, ModelFootprint, ModelKey, lane_name
-from server.models.known_models import Plans
-from server.models.prepared import Prepared, warn_of_interaction, warn_of_noise, warn_of_random_ops
-from server.placement.partitions import Extent, Partitions
-from server.protocol.model_config import with_defaults
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import Room
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.memory import DeviceArena
+from cohabit.runtime.shared_region.sharing import SharedRegion, Sharing
+from cohabit.server.engine.device_thread import BackgroundWork
+from cohabit.server.engine.servable import ProgramServable, describe
+from cohabit.server.ipc.model import DeviceUse, ModelFootprint, ModelKey, lane_name
+from cohabit.server.models.known_models import Plans
+from cohabit.server.models.prepared import Prepared, warn_of_interaction, warn_of_noise, warn_of_random_ops
+from cohabit.server.placement.partitions import Extent, Partitions
+from cohabit.server.protocol.model_config import with_defaults
 
 Programs = dict[Bucket, Program]
 

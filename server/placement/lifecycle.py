@@ -9,20 +9,27 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from planner.errors import CohabitError
-from server.config.config import ServeConfig
-from server.engine.compute_lanes import ComputeLanes
-from server.errors import ControlOff, LoadFailed, NotInRepository, RepositoryError, ShuttingDown, load_reason
-from server.ipc.model import ModelKey
-from server.models.registry import Registry
-from server.models.repository import Found, ModelSource, Unloadable, versions_of, warn_of_ignored_config
-from server.models.worker_process import MOST_PREPARING
-from server.placement.warmup import warm_up
-from server.protocol.model_config import parse_config
+from cohabit.planner.errors import CohabitError
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.errors import (
+    ControlOff,
+    LoadFailed,
+    NotInRepository,
+    RepositoryError,
+    ShuttingDown,
+    load_reason,
+)
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.models.registry import Registry
+from cohabit.server.models.repository import Found, ModelSource, Unloadable, versions_of, warn_of_ignored_config
+from cohabit.server.models.worker_process import MOST_PREPARING
+from cohabit.server.placement.warmup import warm_up
+from cohabit.server.protocol.model_config import parse_config
 
 if TYPE_CHECKING:
-    from server.placement.device_memory import PlacedModel
-    from server.placement.placement import ModelPlacement
+    from cohabit.server.placement.device_memory import PlacedModel
+    from cohabit.server.placement.placement import ModelPlacement
 
 _log = logging.getLogger("cohabit.lifecycle")
 

@@ -6,29 +6,29 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from planner.errors import CohabitError
-from planner.library import Library
-from planner.sizing.deployment import Deployment, Division, Room, laid_out
-from runtime.backend import Backend
-from runtime.heap import KEPT_BYTES, keep_freed_memory
-from runtime.shared_region.sharing import SHARINGS
-from server.config.bundle import Bundle
-from server.config.config import ServeConfig, cache_of
-from server.config.sizes import FixedSize
-from server.errors import load_reason
-from server.ipc.model import DeviceUse, ModelKey
-from server.models import planning
-from server.models.bundling import fitting_bundle, room_in
-from server.models.prepared import OnProgress, Prepared, open_backend, prepare, warn_without_packing
-from server.models.preparer import ModelPreparer
-from server.models.repository import ModelSource, warn_of_ignored_config
-from server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here
-from server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
-from server.placement.lane_choice import assign_lanes
-from server.placement.memory_map import draw
-from server.placement.partitions import Extent
-from server.placement.placement import ModelPlacement
-from server.placement.process_memory import measure_process_memory
+from cohabit.planner.errors import CohabitError
+from cohabit.planner.library import Library
+from cohabit.planner.sizing.deployment import Deployment, Division, Room, laid_out
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.heap import KEPT_BYTES, keep_freed_memory
+from cohabit.runtime.shared_region.sharing import SHARINGS
+from cohabit.server.config.bundle import Bundle
+from cohabit.server.config.config import ServeConfig, cache_of
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.errors import load_reason
+from cohabit.server.ipc.model import DeviceUse, ModelKey
+from cohabit.server.models import planning
+from cohabit.server.models.bundling import fitting_bundle, room_in
+from cohabit.server.models.prepared import OnProgress, Prepared, open_backend, prepare, warn_without_packing
+from cohabit.server.models.preparer import ModelPreparer
+from cohabit.server.models.repository import ModelSource, warn_of_ignored_config
+from cohabit.server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here
+from cohabit.server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
+from cohabit.server.placement.lane_choice import assign_lanes
+from cohabit.server.placement.memory_map import draw
+from cohabit.server.placement.partitions import Extent
+from cohabit.server.placement.placement import ModelPlacement
+from cohabit.server.placement.process_memory import measure_process_memory
 
 _log = logging.getLogger("cohabit.loader")
 

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from planner.errors import format_bytes
-from planner.sizing.deployment import ONE_REGION, Deployment, DeploymentEntry
-from server.placement.device_memory import PlacedModel
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.sizing.deployment import ONE_REGION, Deployment, DeploymentEntry
+from cohabit.server.placement.device_memory import PlacedModel
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from server.placement.partitions import Extent
+from cohabit.server.placement.partitions import Extent
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from planner.sizing.deployment import Room
+from cohabit.planner.sizing.deployment import Room
 
 
 @dataclass(frozen=True, slots=True, order=True)

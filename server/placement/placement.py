@@ -7,23 +7,23 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from planner.errors import CohabitError, InfeasibleBudget, format_bytes
-from planner.shapes import Bucket
-from planner.sizing.deployment import Room
-from runtime.binding.program import Program
-from runtime.errors import MemoryExceeded
-from server.engine.compute_lanes import ComputeLanes
-from server.errors import RequestError
-from server.models import planning
-from server.models.known_models import Plans
-from server.models.prepared import Prepared, warn_of_noise
-from server.models.preparer import ModelPreparer, is_better
-from server.placement.device_memory import PartitionedMemory, PlacedModel, Programs
-from server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
-from server.placement.partitions import Extent
+from cohabit.planner.errors import CohabitError, InfeasibleBudget, format_bytes
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import Room
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.errors import RequestError
+from cohabit.server.models import planning
+from cohabit.server.models.known_models import Plans
+from cohabit.server.models.prepared import Prepared, warn_of_noise
+from cohabit.server.models.preparer import ModelPreparer, is_better
+from cohabit.server.placement.device_memory import PartitionedMemory, PlacedModel, Programs
+from cohabit.server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
+from cohabit.server.placement.partitions import Extent
 
 if TYPE_CHECKING:
-    from server.placement.lifecycle import Lifecycle
+    from cohabit.server.placement.lifecycle import Lifecycle
 
 _log = logging.getLogger("cohabit.placement")
 

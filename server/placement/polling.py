@@ -5,10 +5,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from server.errors import LoadFailed, RepositoryError
-from server.models.registry import Registry
-from server.models.repository import Found, Unloadable, by_name, scan
-from server.placement.lifecycle import Lifecycle
+from cohabit.server.errors import LoadFailed, RepositoryError
+from cohabit.server.models.registry import Registry
+from cohabit.server.models.repository import Found, Unloadable, by_name, scan
+from cohabit.server.placement.lifecycle import Lifecycle
 
 _log = logging.getLogger("cohabit.poll")
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.errors import format_bytes
-from planner.graph import aligned
-from runtime.heap import release_free_memory
-from server.config.config import ServeConfig
-from server.config.sources import QUEUE_SHARE
-from server.errors import ConfigError
-from server.models.prepared import Prepared
-from server.resources import resident_bytes
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.graph import aligned
+from cohabit.runtime.heap import release_free_memory
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sources import QUEUE_SHARE
+from cohabit.server.errors import ConfigError
+from cohabit.server.models.prepared import Prepared
+from cohabit.server.resources import resident_bytes
 
 SERVING_BYTES = 18 << 20
 """What the first requests add to a process: oneDNN's kernels, stacks of threads, heap."""

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 
-from runtime.profiling.stopwatch import NOISY
-from server.engine.compute_lanes import ComputeLanes
-from server.placement.device_memory import PlacedModel
-from server.placement.placement import ModelPlacement
+from cohabit.runtime.profiling.stopwatch import NOISY
+from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.placement.device_memory import PlacedModel
+from cohabit.server.placement.placement import ModelPlacement
 
 _log = logging.getLogger("cohabit.profiles")
 

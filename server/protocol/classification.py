@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from server.ipc.model import Array, TensorSpec
-from server.protocol.datatypes import BF16, float32_of_bf16
+from cohabit.server.ipc.model import Array, TensorSpec
+from cohabit.server.protocol.datatypes import BF16, float32_of_bf16
 
 
 def classify(array: Array, tensor: TensorSpec, classes: int, batched: bool) -> Array:

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from server.errors import RepositoryError
-from server.protocol.config_messages import ModelConfig, ModelInput, ModelInstanceGroup
+from cohabit.server.errors import RepositoryError
+from cohabit.server.protocol.config_messages import ModelConfig, ModelInput, ModelInstanceGroup
 
 _T = TypeVar("_T")
 

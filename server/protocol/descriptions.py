@@ -4,9 +4,9 @@ from collections.abc import Container, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from server.ipc.catalog import ModelEntry
-from server.ipc.model import ModelInfo, ModelKey, TensorSpec
-from server.ipc.statistics import ModelCounters, ModelStatistics, StageTimes
+from cohabit.server.ipc.catalog import ModelEntry
+from cohabit.server.ipc.model import ModelInfo, ModelKey, TensorSpec
+from cohabit.server.ipc.statistics import ModelCounters, ModelStatistics, StageTimes
 
 _EXTENSIONS = (
     *("classification", "model_repository", "model_repository(unload_dependents)", "schedule_policy"),

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from server.errors import InvalidRequest
-from server.ipc.model import Array
-from server.protocol.datatypes import DTYPES
+from cohabit.server.errors import InvalidRequest
+from cohabit.server.ipc.model import Array
+from cohabit.server.protocol.datatypes import DTYPES
 
 _OPENING = re.compile(rb"[\s\[]*")
 _BRACKETS = b"[]"

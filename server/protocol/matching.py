@@ -7,12 +7,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
-from server.ipc.model import Array, ModelInfo, TensorSpec
-from server.protocol.datatypes import BINARY_ONLY, BYTES
-from server.protocol.request import InferRequest, RequestedOutput
-from server.protocol.shared_memory import RegionUse, Window
-from server.protocol.tensors import filled
+from cohabit.server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
+from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
+from cohabit.server.protocol.datatypes import BINARY_ONLY, BYTES
+from cohabit.server.protocol.request import InferRequest, RequestedOutput
+from cohabit.server.protocol.shared_memory import RegionUse, Window
+from cohabit.server.protocol.tensors import filled
 
 Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

@@ -9,16 +9,16 @@ from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from msgspec.structs import replace
 
-from planner.shapes import Bucket
-from server.errors import RepositoryError
-from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
-from server.protocol.config_fields import defaults_of
-from server.protocol.config_messages import DataType as DataType
-from server.protocol.config_messages import ModelConfig as ModelConfig
-from server.protocol.config_messages import ModelInput, ModelInstanceGroup, ModelOutput
-from server.protocol.config_messages import ModelWarmup as ModelWarmup
-from server.protocol.datatypes import config_type
-from server.protocol.tensors import filled
+from cohabit.planner.shapes import Bucket
+from cohabit.server.errors import RepositoryError
+from cohabit.server.ipc.model import GraphCapture, ModelInfo, TensorSpec
+from cohabit.server.protocol.config_fields import defaults_of
+from cohabit.server.protocol.config_messages import DataType as DataType
+from cohabit.server.protocol.config_messages import ModelConfig as ModelConfig
+from cohabit.server.protocol.config_messages import ModelInput, ModelInstanceGroup, ModelOutput
+from cohabit.server.protocol.config_messages import ModelWarmup as ModelWarmup
+from cohabit.server.protocol.datatypes import config_type
+from cohabit.server.protocol.tensors import filled
 
 _LARGEST_FILE_BYTES = 1 << 20
 _INDEXED = re.compile(r".*__(\d{1,4})", re.ASCII | re.DOTALL)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from server.errors import ExecutionFailed
-from server.ipc.execution import OnSpans
-from server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
-from server.protocol.classification import classify
-from server.protocol.datatypes import BYTES
-from server.protocol.shared_memory import Window
+from cohabit.server.errors import ExecutionFailed
+from cohabit.server.ipc.execution import OnSpans
+from cohabit.server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
+from cohabit.server.protocol.classification import classify
+from cohabit.server.protocol.datatypes import BYTES
+from cohabit.server.protocol.shared_memory import Window
 
 
 class RequestedOutput(msgspec.Struct, frozen=True, eq=False):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from server.errors import AlreadyRegistered, InvalidRequest, RegionNotFound, Unsupported
+from cohabit.server.errors import AlreadyRegistered, InvalidRequest, RegionNotFound, Unsupported
 
 MOST_REGIONS = 1024
 _QUICK_BYTES = 4 << 20

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from server.errors import InvalidRequest, TensorMismatch
-from server.ipc.model import Array
-from server.protocol import json_numbers
-from server.protocol.datatypes import BF16, BINARY_ONLY, BYTES, DTYPES, bf16_of_float32
-from server.protocol.shared_memory import Window
+from cohabit.server.errors import InvalidRequest, TensorMismatch
+from cohabit.server.ipc.model import Array
+from cohabit.server.protocol import json_numbers
+from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, BYTES, DTYPES, bf16_of_float32
+from cohabit.server.protocol.shared_memory import Window
 
 _LENGTH = struct.Struct("<I")
 

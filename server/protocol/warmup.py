@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from server.errors import InvalidRequest
-from server.ipc.model import Array, ModelInfo
-from server.protocol.datatypes import BF16, DTYPES, bf16_of_float32
-from server.protocol.matching import InputBody, RequestBody, fit
-from server.protocol.model_config import DataType, ModelWarmup
-from server.protocol.request import InferRequest
-from server.protocol.shared_memory import Regions, RegionUse
+from cohabit.server.errors import InvalidRequest
+from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.protocol.datatypes import BF16, DTYPES, bf16_of_float32
+from cohabit.server.protocol.matching import InputBody, RequestBody, fit
+from cohabit.server.protocol.model_config import DataType, ModelWarmup
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.protocol.shared_memory import Regions, RegionUse
 
 _SEED = 0
 

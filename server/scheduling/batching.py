@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from server.scheduling.estimates import Estimate
-from server.scheduling.policy import Policy
-from server.scheduling.queues import Ticket
+from cohabit.server.scheduling.estimates import Estimate
+from cohabit.server.scheduling.policy import Policy
+from cohabit.server.scheduling.queues import Ticket
 
 _GAIN = 0.9
 """A larger batch is preferred if its time per row is at most this share of a smaller batch's."""

@@ -4,7 +4,7 @@ import heapq
 import math
 from collections.abc import Collection
 
-from server.scheduling.queues import Ticket
+from cohabit.server.scheduling.queues import Ticket
 
 _MAX_STALE = 64
 """The heap is rebuilt beyond this many entries plus two per waiting request: stale entries hold input memory."""

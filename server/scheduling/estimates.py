@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
 
-from planner.shapes import Bucket, smallest_holding
+from cohabit.planner.shapes import Bucket, smallest_holding
 
 _MEAN_STEP, _DEVIATION_STEP = 1 / 8, 1 / 4
 """Weights of one measurement in the mean and the deviation, as for TCP's round-trip times (RFC 6298)."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from server.errors import RateLimited
-from server.scheduling.policy import Policy
+from cohabit.server.errors import RateLimited
+from cohabit.server.scheduling.policy import Policy
 
 
 class Admission:

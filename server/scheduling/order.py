@@ -6,10 +6,10 @@ Starvation is bounded: at most `BYPASSES` consecutive executions bypass the olde
 import math
 from collections.abc import Collection, Mapping
 
-from server.ipc.model import ModelKey
-from server.scheduling.batching import Batch, best_rate_batch
-from server.scheduling.queues import Ticket
-from server.scheduling.scheduled_model import ScheduledModel
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.scheduling.batching import Batch, best_rate_batch
+from cohabit.server.scheduling.queues import Ticket
+from cohabit.server.scheduling.scheduled_model import ScheduledModel
 
 BYPASSES = 8
 

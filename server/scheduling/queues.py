@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from server.protocol.request import InferRequest
+from cohabit.server.protocol.request import InferRequest
 
 _number = attrgetter("number")
 

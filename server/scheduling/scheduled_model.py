@@ -1,10 +1,10 @@
 """The scheduler's state of one model: its queue, its policy, and its time estimates."""
 
-from server.scheduling.batching import Batch, choose_batch
-from server.scheduling.estimates import Estimate, ModelEstimates
-from server.scheduling.limits import Admission
-from server.scheduling.policy import Policy
-from server.scheduling.queues import ModelQueue, Ticket
+from cohabit.server.scheduling.batching import Batch, choose_batch
+from cohabit.server.scheduling.estimates import Estimate, ModelEstimates
+from cohabit.server.scheduling.limits import Admission
+from cohabit.server.scheduling.policy import Policy
+from cohabit.server.scheduling.queues import ModelQueue, Ticket
 
 
 class ScheduledModel:

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 
 import msgspec
 
-from planner.shapes import Bucket
-from server.errors import LevelFull, ModelNotFound, QueueFull, RequestTimedOut
-from server.ipc.model import ModelKey
-from server.protocol.request import InferRequest
-from server.scheduling.batching import Batch
-from server.scheduling.deadlines import Deadlines
-from server.scheduling.estimates import Delay, ModelEstimates
-from server.scheduling.order import DispatchOrder
-from server.scheduling.policy import Policy
-from server.scheduling.queues import Ticket
-from server.scheduling.scheduled_model import ScheduledModel
+from cohabit.planner.shapes import Bucket
+from cohabit.server.errors import LevelFull, ModelNotFound, QueueFull, RequestTimedOut
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.scheduling.batching import Batch
+from cohabit.server.scheduling.deadlines import Deadlines
+from cohabit.server.scheduling.estimates import Delay, ModelEstimates
+from cohabit.server.scheduling.order import DispatchOrder
+from cohabit.server.scheduling.policy import Policy
+from cohabit.server.scheduling.queues import Ticket
+from cohabit.server.scheduling.scheduled_model import ScheduledModel
 
 PATIENCE_S = 1.0
 """A request without a deadline is as urgent as one that must start within this time."""

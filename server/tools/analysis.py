@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from planner.graph import Graph
-from planner.lifetimes import START, live_ranges
-from planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
-from planner.profile import Profile
-from planner.simulate import simulate
-from planner.timeline import Span, Timeline
+from cohabit.planner.graph import Graph
+from cohabit.planner.lifetimes import START, live_ranges
+from cohabit.planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
+from cohabit.planner.profile import Profile
+from cohabit.planner.simulate import simulate
+from cohabit.planner.timeline import Span, Timeline
 
 Kind = Literal["resident", "parameter", "state", "input", "activation", "scratch"]
 KINDS: tuple[Kind, ...] = ("resident", "parameter", "state", "input", "activation", "scratch")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from planner.profile import Profile
+    from cohabit.planner.profile import Profile
 
 _MB = 1e6
 _GIB = 1 << 30
@@ -31,7 +31,9 @@ class Board:
 
     def scaled(self, profile: "Profile") -> "Profile":
         """Return the profile predicted for this board from one of this machine."""
-        from planner.profile import Link  # the front end reads the flags, too, and loads nothing of the planner
+        from cohabit.planner.profile import (
+            Link,  # the front end reads the flags, too, and loads nothing of the planner
+        )
 
         store = Link(self.latency_s, self.bandwidth_bytes_per_s)
         return msgspec.structs.replace(

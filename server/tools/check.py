@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from planner.errors import format_bytes
-from server.config.sources import config_of
-from server.tools.flags import MEASURING
-from server.tools.format import gap, make_table, milliseconds, percent, tensor_table
+from cohabit.planner.errors import format_bytes
+from cohabit.server.config.sources import config_of
+from cohabit.server.tools.flags import MEASURING
+from cohabit.server.tools.format import gap, make_table, milliseconds, percent, tensor_table
 
 if TYPE_CHECKING:
-    from server.models.servability import MemoryReport, ServabilityReport
+    from cohabit.server.models.servability import MemoryReport, ServabilityReport
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     given = {key: vars(options)[key] for key in (*MEASURING, "batch_sizes") if key in vars(options)}
     config = config_of({"repository": str(options.model), "memory": "1B", **given})
     with errors.status(Text(f"{options.model}: starting torch")) as status:
-        from server.models.servability import report
+        from cohabit.server.models.servability import report
 
         sizes = [budget.size for budget in options.memory]
         found = report(options.model, config, sizes, lambda stage: status.update(Text(f"{options.model}: {stage}")))

@@ -10,14 +10,14 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from planner.bounds.bound import latency_bound
-from planner.errors import CohabitError, format_bytes
-from planner.plan import Plan, Provenance
-from planner.simulate import simulate
-from server.tools.files import write_graph, write_plan, write_profile
-from server.tools.format import gap, make_table, milliseconds
-from server.tools.instances import Instance, instances
-from server.tools.progress import SearchProgress
+from cohabit.planner.bounds.bound import latency_bound
+from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.planner.plan import Plan, Provenance
+from cohabit.planner.simulate import simulate
+from cohabit.server.tools.files import write_graph, write_plan, write_profile
+from cohabit.server.tools.format import gap, make_table, milliseconds
+from cohabit.server.tools.instances import Instance, instances
+from cohabit.server.tools.progress import SearchProgress
 
 _log = logging.getLogger("cohabit.plans")
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from planner.errors import format_bytes
-from server.config.bundle import Bundle
-from server.config.sources import config_of
-from server.tools.boards import BOARDS, Board
-from server.tools.flags import BUNDLING
-from server.tools.format import gap, make_table, milliseconds
-from server.tools.progress import SearchProgress
+from cohabit.planner.errors import format_bytes
+from cohabit.server.config.bundle import Bundle
+from cohabit.server.config.sources import config_of
+from cohabit.server.tools.boards import BOARDS, Board
+from cohabit.server.tools.flags import BUNDLING
+from cohabit.server.tools.format import gap, make_table, milliseconds
+from cohabit.server.tools.progress import SearchProgress
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     profile = "measured on the exporting machine" if board is None else f"scaled for {board.name}"
     with SearchProgress(errors) as progress:
         progress.doing("starting torch")
-        from server.models.bundling import export
+        from cohabit.server.models.bundling import export
 
         def show(name: str, stage: str) -> None:
             progress.doing(f"{name}: {stage}")

@@ -7,14 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-import planner.graph
-import planner.plan
-import planner.profile
-from planner.errors import CohabitError, FingerprintMismatch, FormatError
-from planner.graph import Graph
-from planner.plan import Plan
-from planner.profile import Profile
-from server.errors import ConfigError
+import cohabit.planner.graph
+import cohabit.planner.plan
+import cohabit.planner.profile
+from cohabit.planner.errors import CohabitError, FingerprintMismatch, FormatError
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
+from cohabit.server.errors import ConfigError
 
 _T = TypeVar("_T", Graph, Profile)
 _Decoded = TypeVar("_Decoded", Plan, Graph, Profile)
@@ -24,17 +24,17 @@ _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]+")
 
 def read_plan(path: Path) -> Plan:
     """Read a plan. Raises FormatError or ConfigError, naming the file."""
-    return _read(path, planner.plan.decode)
+    return _read(path, cohabit.planner.plan.decode)
 
 
 def read_graph(path: Path) -> Graph:
     """Read a graph. Raises FormatError, InvalidGraph or ConfigError, naming the file."""
-    return _read(path, planner.graph.decode)
+    return _read(path, cohabit.planner.graph.decode)
 
 
 def read_profile(path: Path, graph: Graph) -> Profile:
     """Read the profile of a graph. Raises FormatError or ConfigError, naming the file."""
-    profile = _read(path, planner.profile.decode)
+    profile = _read(path, cohabit.planner.profile.decode)
     if profile.graph != graph.fingerprint:
         raise FormatError(f"{path}: {FingerprintMismatch('profile', graph.fingerprint, profile.graph)}")
     if (count := len(profile.op_seconds)) != len(graph.ops):
@@ -43,11 +43,11 @@ def read_profile(path: Path, graph: Graph) -> Profile:
 
 
 def write_graph(folder: Path, graph: Graph) -> Path:
-    return write_file(folder / f"{_stem(graph)}.graph.json", planner.graph.encode(graph))
+    return write_file(folder / f"{_stem(graph)}.graph.json", cohabit.planner.graph.encode(graph))
 
 
 def write_profile(folder: Path, graph: Graph, profile: Profile) -> Path:
-    return write_file(folder / f"{_stem(graph)}.profile.json", planner.profile.encode(profile))
+    return write_file(folder / f"{_stem(graph)}.profile.json", cohabit.planner.profile.encode(profile))
 
 
 def write_plan(folder: Path, graph: Graph, plan: Plan, memory: str, searcher: str) -> Path:
@@ -55,7 +55,7 @@ def write_plan(folder: Path, graph: Graph, plan: Plan, memory: str, searcher: st
     assert plan.provenance is not None
     seed = f"-seed{plan.provenance.seed}" if plan.provenance.seed else ""
     name = f"{_stem(graph)}-{_plain(memory.replace('%', 'pct'))}-{searcher}{seed}.plan.json"
-    return write_file(folder / name, planner.plan.encode(plan))
+    return write_file(folder / name, cohabit.planner.plan.encode(plan))
 
 
 def write_file(path: Path, raw: bytes) -> Path:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server.config.config import BY_KEY
-from server.config.sizes import MemorySize, parse_memory
-from server.config.sources import add_flag
-from server.config.values import LARGEST_BATCH, batches, integer, positive
-from server.importing.declared_input import parse_input
-from server.resources import available_cpus
-from server.tools.boards import BOARDS
+from cohabit.server.config.config import BY_KEY
+from cohabit.server.config.sizes import MemorySize, parse_memory
+from cohabit.server.config.sources import add_flag
+from cohabit.server.config.values import LARGEST_BATCH, batches, integer, positive
+from cohabit.server.importing.declared_input import parse_input
+from cohabit.server.resources import available_cpus
+from cohabit.server.tools.boards import BOARDS
 
 SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")

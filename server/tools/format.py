@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from server.ipc.model import ModelInfo
+    from cohabit.server.ipc.model import ModelInfo
 
 
 def milliseconds(seconds: float) -> str:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from planner.errors import format_bytes
-from server.config.sizes import write_size
-from server.config.sources import config_of
-from server.errors import ConfigError
-from server.tools.flags import IMPORTING
-from server.tools.format import tensor_table
+from cohabit.planner.errors import format_bytes
+from cohabit.server.config.sizes import write_size
+from cohabit.server.config.sources import config_of
+from cohabit.server.errors import ConfigError
+from cohabit.server.tools.flags import IMPORTING
+from cohabit.server.tools.format import tensor_table
 
 if TYPE_CHECKING:
-    from server.importing.entry import ImportedEntry
-    from server.importing.subject import Subject
+    from cohabit.server.importing.entry import ImportedEntry
+    from cohabit.server.importing.subject import Subject
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_.\-]+")
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Import a model and print what it became. Raises ImportFailed and what else loading raises."""
     name = options.name or _default_name(options)
     with errors.status(Text(f"{name}: starting torch")) as status:
-        from server.importing.entry import refuse_name, write_entry
+        from cohabit.server.importing.entry import refuse_name, write_entry
 
         def progress(stage: str) -> None:
             status.update(Text(f"{name}: {stage}"))
@@ -55,8 +55,8 @@ def _default_name(options: argparse.Namespace) -> str:
 
 
 def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) -> "Subject":
-    from server.importing.factory import from_factory
-    from server.importing.huggingface import from_folder, is_folder
+    from cohabit.server.importing.factory import from_factory
+    from cohabit.server.importing.huggingface import from_folder, is_folder
 
     path = Path(options.path)
     if options.sequence_length is not None and not path.is_dir():

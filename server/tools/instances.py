@@ -5,19 +5,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from planner.graph import Graph
-from planner.plan import Plan
-from planner.problem import Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.sizing.fitting import split_budget
-from server.config.config import Search
-from server.config.sources import config_of
-from server.errors import ConfigError
-from server.tools.boards import Board
-from server.tools.files import read_graph, read_profile
-from server.tools.flags import MEASURING, MemoryBudget
-from server.tools.progress import SearchProgress
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.server.config.config import Search
+from cohabit.server.config.sources import config_of
+from cohabit.server.errors import ConfigError
+from cohabit.server.tools.boards import Board
+from cohabit.server.tools.files import read_graph, read_profile
+from cohabit.server.tools.flags import MEASURING, MemoryBudget
+from cohabit.server.tools.progress import SearchProgress
 
 SPLITTING = get_args(Search)
 """The searchers of serving, which plan a partition and a workspace."""
@@ -77,14 +77,14 @@ def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -
 
 
 def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
-    from server.models.repository import find
+    from cohabit.server.models.repository import find
 
     given = {key: vars(options)[key] for key in MEASURING if key in vars(options)}
     config = config_of({"repository": str(options.model), "memory": "1B", **given})
     config = replace(config, batch_sizes=options.batch_sizes or (1,))
     source = replace(find(options.model), config=None)
     on_progress(f"{source.name}: starting torch")
-    from server.models.prepared import prepare_closed
+    from cohabit.server.models.prepared import prepare_closed
 
     prepared = prepare_closed(source, config, lambda name, stage: on_progress(f"{name}: {stage}"))
     graphs, profiles, batches = prepared.lowered.graphs, prepared.profiles, prepared.lowered.batches

@@ -7,12 +7,12 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from planner.errors import format_bytes
-from planner.plan import Compute, SwapIn, SwapOut
-from planner.profile import Link
-from planner.timeline import Span
-from server.tools.analysis import KINDS, LANES, Kind, PlanAnalysis, bytes_in_use
-from server.tools.format import gap, milliseconds, nice_ticks, percent, shortened
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.plan import Compute, SwapIn, SwapOut
+from cohabit.planner.profile import Link
+from cohabit.planner.timeline import Span
+from cohabit.server.tools.analysis import KINDS, LANES, Kind, PlanAnalysis, bytes_in_use
+from cohabit.server.tools.format import gap, milliseconds, nice_ticks, percent, shortened
 
 TIME_UNITS = 100_000
 """Width of the charts in their own coordinates."""
@@ -24,7 +24,7 @@ _KIND_NAMES: Mapping[Kind, str] = {"resident": "resident parameter", "parameter"
 
 def page(analysis: PlanAnalysis) -> str:
     """Return the whole page."""
-    folder = files("server.tools")
+    folder = files("cohabit.server.tools")
     template = Template((folder / "page.html").read_text(encoding="utf-8"))
     graph, memory = analysis.graph, format_bytes(analysis.memory_bytes)
     return template.substitute(

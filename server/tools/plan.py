@@ -5,13 +5,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from planner.errors import InfeasibleBudget, format_bytes
-from planner.simulate import simulate
-from server.tools.files import write_graph, write_plan, write_profile
-from server.tools.flags import MemoryBudget
-from server.tools.format import gap, make_table, milliseconds
-from server.tools.instances import SPLITTING, Instance, instances
-from server.tools.progress import SearchProgress
+from cohabit.planner.errors import InfeasibleBudget, format_bytes
+from cohabit.planner.simulate import simulate
+from cohabit.server.tools.files import write_graph, write_plan, write_profile
+from cohabit.server.tools.flags import MemoryBudget
+from cohabit.server.tools.format import gap, make_table, milliseconds
+from cohabit.server.tools.instances import SPLITTING, Instance, instances
+from cohabit.server.tools.progress import SearchProgress
 
 EXIT_INFEASIBLE = 2
 

@@ -4,11 +4,11 @@ import argparse
 
 from rich.console import Console
 
-from planner.errors import format_bytes
-from planner.profile import Link
-from server.tools.format import make_table, milliseconds
-from server.tools.instances import instances
-from server.tools.progress import SearchProgress
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.profile import Link
+from cohabit.server.tools.format import make_table, milliseconds
+from cohabit.server.tools.instances import instances
+from cohabit.server.tools.progress import SearchProgress
 
 _SLOWEST = 5
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-import planner.graph
-import planner.profile
-from planner.check import check
-from planner.errors import CohabitError, FormatError, format_bytes
-from server.errors import ConfigError
-from server.tools.analysis import PlanAnalysis, analyze
-from server.tools.files import find, read_graph, read_plan, read_profile, write_file
-from server.tools.format import milliseconds
-from server.tools.page import page
-from server.tools.terminal import draw
+import cohabit.planner.graph
+import cohabit.planner.profile
+from cohabit.planner.check import check
+from cohabit.planner.errors import CohabitError, FormatError, format_bytes
+from cohabit.server.errors import ConfigError
+from cohabit.server.tools.analysis import PlanAnalysis, analyze
+from cohabit.server.tools.files import find, read_graph, read_plan, read_profile, write_file
+from cohabit.server.tools.format import milliseconds
+from cohabit.server.tools.page import page
+from cohabit.server.tools.terminal import draw
 
 _SAME = 1e-6
 """Relative difference of predicted latencies that rounding explains."""
@@ -54,11 +54,15 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 def _load(options: argparse.Namespace) -> PlanAnalysis:
     plan, path = read_plan(options.plan), options.plan
-    graph = read_graph(options.graph) if options.graph else find("graph", plan.graph, path, planner.graph.decode)
+    graph = (
+        read_graph(options.graph)
+        if options.graph
+        else find("graph", plan.graph, path, cohabit.planner.graph.decode)
+    )
     if options.profile:
         profile = read_profile(options.profile, graph)
     else:
-        profile = find("profile", plan.profile, path, planner.profile.decode)
+        profile = find("profile", plan.profile, path, cohabit.planner.profile.decode)
     try:
         check(graph, profile, plan)
     except CohabitError as error:

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from planner.errors import format_bytes
-from server.tools.analysis import LANES, PlanAnalysis, bytes_in_use
-from server.tools.format import gap, make_table, milliseconds, nice_ticks, percent, round_time, shortened
+from cohabit.planner.errors import format_bytes
+from cohabit.server.tools.analysis import LANES, PlanAnalysis, bytes_in_use
+from cohabit.server.tools.format import gap, make_table, milliseconds, nice_ticks, percent, round_time, shortened
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"compute": "cyan", "swap_in": "yellow", "swap_out": "magenta"}

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from loadgen.zoo import ZOO
-from loadgen.zoo.exporting import export_model, save_model
-from runtime.lowering import packing, weights
-from runtime.lowering.archive_file import fingerprint
-from runtime.options import Options
+from cohabit.loadgen.zoo import ZOO
+from cohabit.loadgen.zoo.exporting import export_model, save_model
+from cohabit.runtime.lowering import packing, weights
+from cohabit.runtime.lowering.archive_file import fingerprint
+from cohabit.runtime.options import Options
 
 Arrays = dict[str, NDArray[Any]]
 

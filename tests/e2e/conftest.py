@@ -8,9 +8,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner import cache_file
-from planner import profile as profile_format
-from planner.profile import Link
+from cohabit.planner import cache_file
+from cohabit.planner import profile as profile_format
+from cohabit.planner.profile import Link
 from tests.e2e.archives import Archives
 from tests.e2e.serving import serving
 from tests.e2e.stacks import Stacks

@@ -22,12 +22,12 @@ import uvloop
 from numpy.typing import NDArray
 from tritonclient.utils import np_to_triton_dtype
 
-from server.config.config import ServeConfig
-from server.config.sizes import parse_memory
-from server.engine_host import Engine, OnProgress
-from server.models.repository import ModelSource
-from server.placement.loader import Loaded, load
-from server.serve import Server
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import parse_memory
+from cohabit.server.engine_host import Engine, OnProgress
+from cohabit.server.models.repository import ModelSource
+from cohabit.server.placement.loader import Loaded, load
+from cohabit.server.serve import Server
 
 ROOT = Path(__file__).parents[2]
 READY_S = 120.0
@@ -231,7 +231,7 @@ def _start(
     cgroup: Path | None = None,
 ) -> subprocess.Popen[str]:
     entering = [] if cgroup is None else ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh"]
-    command = [*entering, sys.executable, "-m", "server.cli", "serve", str(repository), "--memory", memory]
+    command = [*entering, sys.executable, "-m", "cohabit.server.cli", "serve", str(repository), "--memory", memory]
     command += ["--cache", str(cache), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(

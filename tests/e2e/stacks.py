@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
-from loadgen.zoo.exporting import save_model
+from cohabit.loadgen.zoo.exporting import save_model
 from tests.e2e.serving import Running, infer, serving
 
 WIDTH, LAYERS = 512, 4

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from planner import cache_file
-from planner.profile import decode
-from server.cli import main
-from server.config.bundle import read_bundle
-from server.config.config import ServeConfig
-from server.config.sources import add_flags, read_settings
-from server.errors import ConfigError
+from cohabit.planner import cache_file
+from cohabit.planner.profile import decode
+from cohabit.server.cli import main
+from cohabit.server.config.bundle import read_bundle
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sources import add_flags, read_settings
+from cohabit.server.errors import ConfigError
 from tests.e2e.serving import ROOT, Running, process, refused_start, repository_index, serving
 from tests.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
 
@@ -86,9 +86,9 @@ def test_a_bundle_is_served_by_a_process_that_cannot_prepare(bundle: Path) -> No
     assert not list(bundle.rglob("*.pt2"))
     script = f"""
 import argparse, asyncio, multiprocessing, sys
-import server.engine_process
-from server.config.sources import add_flags, read_settings
-from server.engine_host import Engine
+import cohabit.server.engine_process
+from cohabit.server.config.sources import add_flags, read_settings
+from cohabit.server.engine_host import Engine
 
 async def start():
     parser = argparse.ArgumentParser()
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     asyncio.run(start())
     heavy = {{name.partition(".")[0] for name in sys.modules}} & {{"numba", "llvmlite", "scipy", "transformers"}}
     heavy |= sys.modules.keys() & {{"torch._dynamo", "torch._export.serde.serialize", "torch._inductor"}}
-    searches = ("planner.search", "planner.streaming", "planner.papers")
+    searches = ("cohabit.planner.search", "cohabit.planner.streaming", "cohabit.planner.papers")
     heavy |= {{name for name in sys.modules if name.startswith(searches)}}
     assert not heavy, heavy
 """

@@ -13,13 +13,13 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from planner.sizing.deployment import Room
-from runtime.binding.program import Program
-from server.models import preparer
-from server.models.known_models import Plans
-from server.models.prepared import Prepared
-from server.models.repository import ModelSource
-from server.placement.device_memory import Programs
+from cohabit.planner.sizing.deployment import Room
+from cohabit.runtime.binding.program import Program
+from cohabit.server.models import preparer
+from cohabit.server.models.known_models import Plans
+from cohabit.server.models.prepared import Prepared
+from cohabit.server.models.repository import ModelSource
+from cohabit.server.placement.device_memory import Programs
 from tests.e2e.serving import eventually, repository_index
 from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
 

@@ -13,8 +13,8 @@ from torch.export import Dim
 from transformers import BertConfig, BertModel
 from tritonclient.utils import InferenceServerException
 
-from loadgen.zoo.exporting import save_model
-from loadgen.zoo.seeded import seeded
+from cohabit.loadgen.zoo.exporting import save_model
+from cohabit.loadgen.zoo.seeded import seeded
 from tests.e2e.serving import Running, ask, infer, process, serving
 from tests.e2e.test_memory import NON_PARAMETERS, Watch, allocated_peak_bytes, deployed, within
 from tests.planner.reference import peak_bytes

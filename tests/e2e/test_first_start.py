@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from planner import cache_file
-from planner import profile as profile_format
-from planner.plan import Plan
-from planner.shapes import Bucket
-from server.ipc.model import ModelKey
-from server.models import preparer
-from server.models.prepared import Prepared
-from server.models.preparer import ModelPreparer
-from server.placement.profile_watch import ProfileWatch
+from cohabit.planner import cache_file
+from cohabit.planner import profile as profile_format
+from cohabit.planner.plan import Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.models import preparer
+from cohabit.server.models.prepared import Prepared
+from cohabit.server.models.preparer import ModelPreparer
+from cohabit.server.placement.profile_watch import ProfileWatch
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, infer, serving
 
@@ -206,10 +206,10 @@ def test_an_engine_imports_neither_compilers_nor_transports(archives: Archives, 
     script = f"""
 import asyncio, sys
 from pathlib import Path
-import server.engine_process
-from server.config.config import ServeConfig
-from server.config.sizes import parse_memory
-from server.engine_host import Engine
+import cohabit.server.engine_process
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import parse_memory
+from cohabit.server.engine_host import Engine
 
 async def start():
     memory, cache = parse_memory("50%"), Path({str(tmp_path)!r})

@@ -18,8 +18,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from server.cli import main
-from server.protocol.model_config import ModelConfig, ModelInput
+from cohabit.server.cli import main
+from cohabit.server.protocol.model_config import ModelConfig, ModelInput
 from tests.e2e.serving import Process, ask, infer, process
 
 TOKENS, CLASSES = 12, {0: "cat", 1: "striped\ncat", 2: "dog"}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from runtime.binding.program import Program
-from server.placement.device_memory import PartitionedMemory
+from cohabit.runtime.binding.program import Program
+from cohabit.server.placement.device_memory import PartitionedMemory
 from tests.e2e.serving import Running, eventually, serving
 from tests.e2e.stacks import Stacks, answer, controlled, held, is_answer_of, under_load
 

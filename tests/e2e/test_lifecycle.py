@@ -12,8 +12,8 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from planner.shapes import Bucket
-from server.config.config import Layout
+from cohabit.planner.shapes import Bucket
+from cohabit.server.config.config import Layout
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, eventually, infer, metric, process, serving
 
@@ -123,7 +123,7 @@ def test_a_slow_link_really_slows_streaming_and_changes_no_bit(archives: Archive
 
 def mapped_libraries(parent: int, module: str) -> set[str]:
     """The packages whose shared libraries a child process has mapped."""
-    (child,) = (c for c in psutil.Process(parent).children() if f"server.{module}" in c.cmdline())
+    (child,) = (c for c in psutil.Process(parent).children() if f"cohabit.server.{module}" in c.cmdline())
     files = {Path(line.split()[-1]) for line in Path(f"/proc/{child.pid}/maps").read_text().splitlines()}
     return {part for file in files if ".so" in file.suffixes for part in file.parts}
 

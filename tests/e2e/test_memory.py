@@ -13,22 +13,22 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import runtime.cpu.backend
-from planner.errors import InfeasibleBudget
-from planner.plan import Compute, Drop, Plan, SwapIn
-from planner.shapes import Bucket
-from planner.sizing.deployment import Deployment, DeploymentEntry
-from runtime.binding.program import Program
-from runtime.cpu.arena import CpuArena
-from runtime.lowering import packing
-from runtime.lowering.lower import Lowered
-from runtime.lowering.slots import Frame
-from server.config.config import ServeConfig
-from server.config.sizes import parse_memory
-from server.engine.servable import ProgramServable
-from server.models.repository import scan
-from server.placement import loader
-from server.placement.partitions import Extent
+import cohabit.runtime.cpu.backend
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.plan import Compute, Drop, Plan, SwapIn
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import Deployment, DeploymentEntry
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import parse_memory
+from cohabit.server.engine.servable import ProgramServable
+from cohabit.server.models.repository import scan
+from cohabit.server.placement import loader
+from cohabit.server.placement.partitions import Extent
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
 from tests.planner.reference import live_bytes, peak_bytes
@@ -292,7 +292,9 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
     with deployed(repository, f"{share}%", archives.cache) as device:
         expected = [device.run(*run) for run in runs]
     with monkeypatch.context() as patch:
-        patch.setattr(runtime.cpu.backend, "open_store", lambda kind, *args, **flags: LateStore(*args, **flags))
+        patch.setattr(
+            cohabit.runtime.cpu.backend, "open_store", lambda kind, *args, **flags: LateStore(*args, **flags)
+        )
         with deployed(repository, f"{share}%", archives.cache) as device:
             for run, (answer,) in [*zip(runs, expected, strict=True)] * 3:
                 assert torch.equal(device.run(*run)[0], answer), run

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from loadgen.zoo.exporting import export_model, save_model
-from planner.errors import InfeasibleBudget
-from planner.layout.feasible import Footprint
-from planner.plan import SwapIn, SwapOut
-from planner.shapes import Bucket
-from runtime.binding.calls import Call
-from runtime.binding.draft import ComputeStep
-from runtime.binding.program import Program
-from runtime.memory import StoreKind
+from cohabit.loadgen.zoo.exporting import export_model, save_model
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.plan import SwapIn, SwapOut
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.calls import Call
+from cohabit.runtime.binding.draft import ComputeStep
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.memory import StoreKind
 from tests.e2e.serving import infer, serving
 from tests.e2e.test_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
 from tests.planner.reference import peak_bytes

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from tritonclient.utils import InferenceServerException
 
-from server.ipc.model import ModelKey
+from cohabit.server.ipc.model import ModelKey
 from tests.e2e.serving import Running, ask, eventually, infer, serving
 from tests.runtime import models
 from tests.runtime.mixing import Computed, Experts, Lookup

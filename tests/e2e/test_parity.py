@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from loadgen.sentences import EXAMPLES
-from loadgen.zoo.pitch import tone_frames
-from loadgen.zoo.tokens import tokenize
-from planner.errors import InfeasibleBudget
-from planner.shapes import Bucket
+from cohabit.loadgen.sentences import EXAMPLES
+from cohabit.loadgen.zoo.pitch import tone_frames
+from cohabit.loadgen.zoo.tokens import tokenize
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.shapes import Bucket
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, serving
 from tests.pitch import decode_hz

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.lowering import packing
-from runtime.options import TOLERANCES
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.options import TOLERANCES
 from tests.e2e.archives import Archives
 from tests.e2e.serving import ask, infer, metric, repository_index, serving
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from planner.errors import InfeasibleBudget
-from planner.layout.feasible import PAGE_BYTES
-from server.config.config import Layout
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.layout.feasible import PAGE_BYTES
+from cohabit.server.config.config import Layout
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
 

@@ -14,7 +14,7 @@ from torch.export import Dim
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 from tritonclient.utils import InferenceServerException
 
-from loadgen.zoo.exporting import save_model
+from cohabit.loadgen.zoo.exporting import save_model
 from tests.e2e.serving import Running, ask, infer, serving
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from loadgen.zoo.exporting import save_model
+from cohabit.loadgen.zoo.exporting import save_model
 from tests.e2e.serving import Running, ask, infer, repository_index, serving
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from server.engine.servable import ProgramServable
+from cohabit.server.engine.servable import ProgramServable
 from tests.e2e.serving import Running, infer, serving
 from tests.runtime import models
 

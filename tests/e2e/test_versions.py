@@ -15,14 +15,14 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from server.config.config import Layout
+from cohabit.server.config.config import Layout
 from tests.e2e.serving import Process, Running, eventually, infer, process
 from tests.e2e.stacks import Stacks, X, answer, controlled, held, is_answer_of, under_load
 
 
 def engine_of(server: Process) -> psutil.Process:
     children = psutil.Process(server.popen.pid).children()
-    (engine,) = (child for child in children if "server.engine_process" in child.cmdline())
+    (engine,) = (child for child in children if "cohabit.server.engine_process" in child.cmdline())
     return engine
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from server.engine.servable import ProgramServable
+from cohabit.server.engine.servable import ProgramServable
 from tests.e2e.serving import metric, repository_index
 from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, held, is_answer_of, under_load
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from planner.errors import FormatError
-from runtime.binding.build import build
-from runtime.binding.program import Bases
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.executor import CpuExecutor
-from runtime.errors import ArchiveError, UnsupportedModel
-from runtime.host.store import open_store
-from runtime.lowering import archive, artifact
-from runtime.lowering.allowed_ops import allows, allows_lowered, allows_target
-from runtime.lowering.archive_file import fingerprint
-from runtime.lowering.lower import Lowered, lower
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.errors import FormatError
+from cohabit.runtime.binding.build import build
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.errors import ArchiveError, UnsupportedModel
+from cohabit.runtime.host.store import open_store
+from cohabit.runtime.lowering import archive, artifact
+from cohabit.runtime.lowering.allowed_ops import allows, allows_lowered, allows_target
+from cohabit.runtime.lowering.archive_file import fingerprint
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 
 

@@ -13,11 +13,11 @@ from server_http import ask
 from transport_fakes import FakeModel, Gate, Ports, identity, running, tensors
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from server.frontend import listening
-from server.grpc import handlers
-from server.http.app import make_metrics_app
-from server.http.server import HttpServer
-from server.ipc.model import ModelInfo
+from cohabit.server.frontend import listening
+from cohabit.server.grpc import handlers
+from cohabit.server.http.app import make_metrics_app
+from cohabit.server.http.server import HttpServer
+from cohabit.server.ipc.model import ModelInfo
 
 SERVICE = "/inference.GRPCInferenceService"
 HEALTH = "/grpc.health.v1.Health/Check"

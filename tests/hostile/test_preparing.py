@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.backend import Backend
-from runtime.lowering import archive
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize
-from server.models import prepared as preparation
-from server.models.prepared import measure_in_worker, open_backend, prepare_in_worker
-from server.models.preparer import ModelPreparer
-from server.models.repository import ModelSource, find
-from server.models.worker_process import WorkerFailed, WorkerProcesses
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.lowering import archive
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.models import prepared as preparation
+from cohabit.server.models.prepared import measure_in_worker, open_backend, prepare_in_worker
+from cohabit.server.models.preparer import ModelPreparer
+from cohabit.server.models.repository import ModelSource, find
+from cohabit.server.models.worker_process import WorkerFailed, WorkerProcesses
 from tests.runtime import models
 
 GIB = 1 << 30

@@ -14,12 +14,12 @@ from server_http import ask, infer
 from transport_fakes import MIB, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, TraceSettingRequest
 
-from server.errors import InvalidRequest, RequestError
-from server.grpc import api as grpc_api
-from server.grpc.wire import described_bytes
-from server.http import generate
-from server.http.codec import decode_request
-from server.protocol.shared_memory import Regions, RegionUse
+from cohabit.server.errors import InvalidRequest, RequestError
+from cohabit.server.grpc import api as grpc_api
+from cohabit.server.grpc.wire import described_bytes
+from cohabit.server.http import generate
+from cohabit.server.http.codec import decode_request
+from cohabit.server.protocol.shared_memory import Regions, RegionUse
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFO = identity("one").info

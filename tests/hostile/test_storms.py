@@ -14,9 +14,9 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.attacks import Target, attack_until
-from runtime.host import store
-from runtime.host.direct import read_fully
-from runtime.host.pages import Bytes
+from cohabit.runtime.host import store
+from cohabit.runtime.host.direct import read_fully
+from cohabit.runtime.host.pages import Bytes
 from tests.e2e.serving import READY_S, Process, ask, eventually, infer, process, serving
 from tests.e2e.stacks import Stacks, X, is_answer_of
 from tests.e2e.stacks import answer as stack_answer

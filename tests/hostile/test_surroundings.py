@@ -13,22 +13,22 @@ import pytest
 from server_http import infer, x
 from transport_fakes import MIB, identity, running
 
-from server import log
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize
-from server.engine.device_thread import _error_of
-from server.engine_host import Engine
-from server.errors import ConfigError, ExecutionFailed, InvalidRequest, Overloaded
-from server.frontend.dataplane import DataPlane
-from server.frontend.engine_connection import EngineConnection
-from server.frontend.memory import RequestMemory
-from server.in_process import InProcessEngine
-from server.ipc.catalog import Catalog, ModelEntry, ModelState
-from server.ipc.messages import RestoredModel
-from server.ipc.model import ModelKey
-from server.models.repository import Unloadable, scan
-from server.protocol.request import InferRequest
-from server.protocol.shared_memory import Regions, SystemRequest, open_region
+from cohabit.server import log
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.engine.device_thread import _error_of
+from cohabit.server.engine_host import Engine
+from cohabit.server.errors import ConfigError, ExecutionFailed, InvalidRequest, Overloaded
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.engine_connection import EngineConnection
+from cohabit.server.frontend.memory import RequestMemory
+from cohabit.server.in_process import InProcessEngine
+from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
+from cohabit.server.ipc.messages import RestoredModel
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.models.repository import Unloadable, scan
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.protocol.shared_memory import Regions, SystemRequest, open_region
 from tests.hostile.machine import tmpfs
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from loadgen.arrivals import draw_arrivals, zipf_weights
+from cohabit.loadgen.arrivals import draw_arrivals, zipf_weights
 
 UNIFORM = {"a": 1.0, "b": 1.0}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli import main
+from cohabit.loadgen.cli import main
 
 FAKE = f"{Path(sys.executable).name} {Path(__file__).with_name('fake_kserve.py')}"
 QUICK = ("--duration", "0.3", "--warmup", "0", "--rate", "100")
@@ -91,7 +91,7 @@ def test_a_server_that_is_not_installed_is_reported(repository: Path, capsys: py
 HEARING_SIGINT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from loadgen.cli import main
+from cohabit.loadgen.cli import main
 sys.exit(main())
 """
 """Shells start background commands with SIGINT ignored."""

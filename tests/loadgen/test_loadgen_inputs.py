@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from loadgen.errors import ModelRefused
-from loadgen.inputs import FREE_DIMENSION, MAX_ID, concrete_shape, random_inputs, random_values
+from cohabit.loadgen.errors import ModelRefused
+from cohabit.loadgen.inputs import FREE_DIMENSION, MAX_ID, concrete_shape, random_inputs, random_values
 
 RNG = np.random.default_rng(0)
 

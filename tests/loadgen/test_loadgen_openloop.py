@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from loadgen.arrivals import RequestArrival
-from loadgen.openloop import NOT_SENT, RequestFailed, Tally, run_open_loop
+from cohabit.loadgen.arrivals import RequestArrival
+from cohabit.loadgen.openloop import NOT_SENT, RequestFailed, Tally, run_open_loop
 
 
 def every(gap_s: float, count: int) -> list[RequestArrival]:

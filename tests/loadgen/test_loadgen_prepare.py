@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadgen.cli import main
-from loadgen.errors import UsageError
-from loadgen.repository import Recipe, is_intact, prepare, recipes
-from loadgen.zoo import ZOO
+from cohabit.loadgen.cli import main
+from cohabit.loadgen.errors import UsageError
+from cohabit.loadgen.repository import Recipe, is_intact, prepare, recipes
+from cohabit.loadgen.zoo import ZOO
 
 
 def test_sixteen_models_are_fifteen_rankers_and_minilm() -> None:

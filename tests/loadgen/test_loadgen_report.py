@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.arrivals import RequestArrival
-from loadgen.openloop import NOT_SENT, Outcome, RequestFailed
-from loadgen.report import Report, RunDescription, make_report, spread
+from cohabit.loadgen.arrivals import RequestArrival
+from cohabit.loadgen.openloop import NOT_SENT, Outcome, RequestFailed
+from cohabit.loadgen.report import Report, RunDescription, make_report, spread
 
 RUN = RunDescription(url="u", seed=0, batch=1, rate_per_s=10, duration_s=10.0, warmup_s=1.0, slo_s=0.1)
 

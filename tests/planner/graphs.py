@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from planner.graph import Graph, Op, Tensor, TensorKind
-from planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn
-from planner.profile import Link, Profile
+from cohabit.planner.graph import Graph, Op, Tensor, TensorKind
+from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn
+from cohabit.planner.profile import Link, Profile
 
 PAGE = 4096
 

@@ -4,10 +4,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from planner.graph import Graph, TensorKind
-from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut, lane_of
-from planner.profile import Profile
-from planner.sequence.sequence import Action, ActionKind
+from cohabit.planner.graph import Graph, TensorKind
+from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut, lane_of
+from cohabit.planner.profile import Profile
+from cohabit.planner.sequence.sequence import Action, ActionKind
 
 ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "state", "input", "activation")
 

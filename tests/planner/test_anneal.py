@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.layout.feasible import Footprint
-from planner.problem import Cost, Problem
-from planner.streaming.anneal import anneal
-from planner.streaming.searcher import Streaming
-from planner.streaming.stream import KEPT, STREAMED, homes, uniform
-from planner.streaming.workload import Workload
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.problem import Cost, Problem
+from cohabit.planner.streaming.anneal import anneal
+from cohabit.planner.streaming.searcher import Streaming
+from cohabit.planner.streaming.stream import KEPT, STREAMED, homes, uniform
+from cohabit.planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of
 
 

@@ -7,25 +7,25 @@ from itertools import product
 
 import pytest
 
-from planner.check import check
-from planner.graph import Graph, Op, Tensor
-from planner.papers.beaumont import dynprog as module
-from planner.papers.beaumont.dynprog import Offloaded, incumbents, optima
-from planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers, turn, virtual_layers
-from planner.papers.beaumont.layers import LayerChain
-from planner.papers.beaumont.offload import greedy, relaxed_s, whole
-from planner.papers.beaumont.offload_choices import Choice
-from planner.papers.beaumont.prefetching import WeightChain, best, eager, fetching_s
-from planner.papers.beaumont.searcher import DynProg, Greedy
-from planner.plan import Compute, Plan, SwapIn, SwapOut
-from planner.problem import Problem
-from planner.search.driver import search
-from planner.sequence.delayed_drops import delay_drops
-from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.no_wait import no_wait
-from planner.sequence.sequence import lay_out, write
-from planner.sequence.serial import least_bytes
-from planner.simulate import simulate
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.papers.beaumont import dynprog as module
+from cohabit.planner.papers.beaumont.dynprog import Offloaded, incumbents, optima
+from cohabit.planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers, turn, virtual_layers
+from cohabit.planner.papers.beaumont.layers import LayerChain
+from cohabit.planner.papers.beaumont.offload import greedy, relaxed_s, whole
+from cohabit.planner.papers.beaumont.offload_choices import Choice
+from cohabit.planner.papers.beaumont.prefetching import WeightChain, best, eager, fetching_s
+from cohabit.planner.papers.beaumont.searcher import DynProg, Greedy
+from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
+from cohabit.planner.problem import Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.sequence.delayed_drops import delay_drops
+from cohabit.planner.sequence.gaps import Fate, Gaps
+from cohabit.planner.sequence.no_wait import no_wait
+from cohabit.planner.sequence.sequence import lay_out, write
+from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
 

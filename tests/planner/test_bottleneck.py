@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.graph import Graph, Op, Tensor
-from planner.layout.feasible import Footprint
-from planner.lifetimes import lifespans, peak_activation_bytes
-from planner.order import predecessors, reordered
-from planner.problem import Problem
-from planner.profile import Profile
-from planner.streaming.bottleneck import least_latency_s, less_behind
-from planner.streaming.searcher import Streaming
-from planner.streaming.stream import RELEASED, STREAMED, homes, play, uniform
-from planner.streaming.workload import Workload
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.lifetimes import lifespans, peak_activation_bytes
+from cohabit.planner.order import predecessors, reordered
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.streaming.bottleneck import least_latency_s, less_behind
+from cohabit.planner.streaming.searcher import Streaming
+from cohabit.planner.streaming.stream import RELEASED, STREAMED, homes, play, uniform
+from cohabit.planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph
 
 

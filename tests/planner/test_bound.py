@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.bounds.bound import latency_bound
-from planner.bounds.relaxation import relax
-from planner.check import check
-from planner.graph import Graph, Op, Tensor
-from planner.layout.feasible import Footprint
-from planner.order import predecessors
-from planner.plan import Plan
-from planner.problem import Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.sequence.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
-from planner.sequence.serial import least_bytes, serial
-from planner.simulate import simulate
+from cohabit.planner.bounds.bound import latency_bound
+from cohabit.planner.bounds.relaxation import relax
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.order import predecessors
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.sequence.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
+from cohabit.planner.sequence.serial import least_bytes, serial
+from cohabit.planner.simulate import simulate
 from tests.planner.graphs import (
     PAGE,
     parameter,

@@ -21,9 +21,9 @@ from benchmarks.planner.training import (
     peak_bytes,
     training_graph,
 )
-from planner.graph import Graph
-from planner.lifetimes import peak_activation_bytes
-from planner.sequence.serial import least_bytes
+from cohabit.planner.graph import Graph
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.sequence.serial import least_bytes
 
 
 class Tiny(nn.Module):

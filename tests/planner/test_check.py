@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from planner.check import _Range, _Ranges, check
-from planner.errors import FingerprintMismatch, InvalidPlan
-from planner.graph import Graph, Op, Tensor
-from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
+from cohabit.planner.check import _Range, _Ranges, check
+from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 from tests.planner.reference import live_bytes, peak_bytes
 

@@ -6,19 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import planner.compiled
+import cohabit.planner.compiled
 
 LOOPS = {
     "callee.py": """
-from planner.compiled import compiled
+from cohabit.planner.compiled import compiled
 
 @compiled
 def factor():
     return {factor}
 """,
     "caller.py": """
-from planner.callee import factor
-from planner.compiled import compiled
+from cohabit.planner.callee import factor
+from cohabit.planner.compiled import compiled
 
 @compiled
 def scaled(n):
@@ -30,10 +30,10 @@ def scaled(n):
 def scaled(folder: Path, factor: int) -> str:
     """What a fresh process computes with a callee that returns `factor`."""
     for name, source in LOOPS.items():
-        path = folder / "planner" / name
+        path = folder / "cohabit" / "planner" / name
         if not path.exists() or name == "callee.py":
             path.write_text(source.replace("{factor}", str(factor)))
-    command = [sys.executable, "-c", "from planner.caller import scaled; print(scaled(5))"]
+    command = [sys.executable, "-c", "from cohabit.planner.caller import scaled; print(scaled(5))"]
     environment = {
         "PYTHONPATH": str(folder),
         "XDG_CACHE_HOME": str(folder / "cache"),
@@ -45,9 +45,11 @@ def scaled(folder: Path, factor: int) -> str:
 
 
 def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "planner").mkdir()
-    (tmp_path / "planner" / "__init__.py").touch()
-    shutil.copy(planner.compiled.__file__, tmp_path / "planner")
+    package = tmp_path / "cohabit" / "planner"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    shutil.copy(cohabit.planner.compiled.__file__, package)
     assert scaled(tmp_path, 2) == "10"
     assert list((tmp_path / "cache").rglob("caller.scaled*.nbi"))
     assert scaled(tmp_path, 3) == "15"
@@ -55,7 +57,10 @@ def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
 
 def test_without_compiled_loops_the_same_plan_is_made_by_interpreting_them(tmp_path: Path) -> None:
     """Of a chain whose parameters take twice the memory, by each searcher with a few evaluations."""
-    own = {"compiled": {}, "interpreted": {planner.compiled.INTERPRET: "1", "NUMBA_CACHE_DIR": str(tmp_path)}}
+    own = {
+        "compiled": {},
+        "interpreted": {cohabit.planner.compiled.INTERPRET: "1", "NUMBA_CACHE_DIR": str(tmp_path)},
+    }
     plans = {
         how: subprocess.run(
             [sys.executable, "-c", QUICK_PLAN],
@@ -73,12 +78,12 @@ def test_without_compiled_loops_the_same_plan_is_made_by_interpreting_them(tmp_p
 
 QUICK_PLAN = """
 import sys
-import planner.plan
-from planner.problem import Limit, Problem
-from planner.search.driver import search
-from planner.search.registry import SEARCHERS
-from planner.streaming import stream
-from planner.sizing.fitting import split_budget
+import cohabit.planner.plan
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.search.registry import SEARCHERS
+from cohabit.planner.streaming import stream
+from cohabit.planner.sizing.fitting import split_budget
 from tests.planner.graphs import chain, profile_of
 
 graph = chain([1 << 20] * 8)
@@ -88,8 +93,8 @@ plan = search(Problem(graph, profile, partition, workspace), limit=Limit(evaluat
 is_compiled = "Dispatcher" in type(stream.play).__name__
 assert is_compiled == ("numba" in sys.modules), "numba is imported only where it compiles"
 print("compiled" if is_compiled else "interpreted")
-print(planner.plan.encode(plan).decode())
+print(cohabit.planner.plan.encode(plan).decode())
 for searcher in SEARCHERS:
     problem = Problem(graph, profile, 4 << 20, overlay=True)
-    print(planner.plan.encode(search(problem, searcher, limit=Limit(evaluations=3))).decode())
+    print(cohabit.planner.plan.encode(search(problem, searcher, limit=Limit(evaluations=3))).decode())
 """

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from planner.layout.feasible import Footprint
-from planner.streaming.anneal import critical
-from planner.streaming.stream import RELEASED, STREAMED, homes, play, uniform
-from planner.streaming.workload import Workload
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.streaming.anneal import critical
+from cohabit.planner.streaming.stream import RELEASED, STREAMED, homes, play, uniform
+from cohabit.planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of
 
 

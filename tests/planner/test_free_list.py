@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from planner.free_list import FreeList
+from cohabit.planner.free_list import FreeList
 
 
 def test_adjacent_ranges_merge() -> None:

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.graph import Graph, Op, Tensor
-from planner.problem import Problem
-from planner.sequence.gaps import START, Fate, Gap, Gaps
-from planner.sequence.no_wait import fit, no_wait
-from planner.sequence.sequence import compute, drop, swap_in, swap_out
-from planner.sequence.serial import least_bytes
-from planner.simulate import simulate
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.problem import Problem
+from cohabit.planner.sequence.gaps import START, Fate, Gap, Gaps
+from cohabit.planner.sequence.no_wait import fit, no_wait
+from cohabit.planner.sequence.sequence import compute, drop, swap_in, swap_out
+from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.simulate import simulate
 from tests.planner.graphs import (
     PAGE,
     chain,

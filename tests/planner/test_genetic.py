@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.errors import InvalidPlan
-from planner.graph import Graph, Op, Tensor
-from planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, raised, shrink
-from planner.papers.swapadvisor.evolution import Evolution, select, survival
-from planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
-from planner.papers.swapadvisor.pool_lanes import evaluate, write
-from planner.papers.swapadvisor.pools import object_bytes, pool_of, uses_of
-from planner.papers.swapadvisor.schedules import (
+from cohabit.planner.check import check
+from cohabit.planner.errors import InvalidPlan
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, raised, shrink
+from cohabit.planner.papers.swapadvisor.evolution import Evolution, select, survival
+from cohabit.planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
+from cohabit.planner.papers.swapadvisor.pool_lanes import evaluate, write
+from cohabit.planner.papers.swapadvisor.pools import object_bytes, pool_of, uses_of
+from cohabit.planner.papers.swapadvisor.schedules import (
     Ints,
     Precedence,
     cross_schedules,
@@ -26,13 +26,13 @@ from planner.papers.swapadvisor.schedules import (
     precedence,
     random_schedule,
 )
-from planner.papers.swapadvisor.serving import ServingGenetic
-from planner.plan import Compute, SwapIn, SwapOut
-from planner.problem import UNFIT, Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.sequence.serial import least_bytes
-from planner.simulate import simulate
+from cohabit.planner.papers.swapadvisor.serving import ServingGenetic
+from cohabit.planner.plan import Compute, SwapIn, SwapOut
+from cohabit.planner.problem import UNFIT, Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
 seeds = st.integers(0, 10**6)

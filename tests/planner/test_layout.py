@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner.minimalloc import HEIGHT, guillotine, read
-from planner.graph import SCRATCH_ALIGNMENT
-from planner.layout.feasible import Footprint
-from planner.layout.placement import (
+from cohabit.planner.graph import SCRATCH_ALIGNMENT
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.layout.placement import (
     Block,
     Layout,
     layouts,
@@ -21,8 +21,8 @@ from planner.layout.placement import (
     place_activations,
     place_within,
 )
-from planner.lifetimes import START, Lifespan, lifespans, live_ranges, peak_activation_bytes
-from planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn, SwapOut
+from cohabit.planner.lifetimes import START, Lifespan, lifespans, live_ranges, peak_activation_bytes
+from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn, SwapOut
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph
 
 EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"

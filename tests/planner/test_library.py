@@ -8,17 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import planner.graph
-import planner.plan
-import planner.profile
-from planner import cache_file
-from planner.errors import FormatError, InvalidGraph
-from planner.library import Library
-from planner.plan import Address, Placement
-from planner.problem import Problem
-from planner.profile import Link
-from planner.search.driver import search
-from planner.sizing.fitting import known_or_searched
+import cohabit.planner.graph
+import cohabit.planner.plan
+import cohabit.planner.profile
+from cohabit.planner import cache_file
+from cohabit.planner.errors import FormatError, InvalidGraph
+from cohabit.planner.library import Library
+from cohabit.planner.plan import Address, Placement
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Link
+from cohabit.planner.search.driver import search
+from cohabit.planner.sizing.fitting import known_or_searched
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 
 GRAPH = chain([PAGE] * 3)
@@ -47,7 +47,7 @@ def shelf(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Shelf:
 def test_plan_is_stored_and_read_again(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = known_or_searched(PROBLEM, shelf.library)
     assert plan == search(PROBLEM)
-    monkeypatch.setattr("planner.sizing.fitting.search", None)  # would fail if it were called
+    monkeypatch.setattr("cohabit.planner.sizing.fitting.search", None)  # would fail if it were called
     assert known_or_searched(PROBLEM, shelf.library) == plan
     assert shelf.complaints == []
     assert [p.name for p in shelf.path.parent.iterdir()] == [shelf.path.name]  # nothing temporary is left
@@ -72,7 +72,7 @@ def test_damaged_plan_is_reported_and_made_again(shelf: Shelf, damage: object, s
     assert known_or_searched(PROBLEM, shelf.library) == plan
     assert len(shelf.complaints) == 1
     assert says in shelf.complaints[0]
-    assert planner.plan.decode(cache_file.read(shelf.path)) == plan
+    assert cohabit.planner.plan.decode(cache_file.read(shelf.path)) == plan
 
 
 @pytest.mark.parametrize("damage", [lambda r: r[: len(r) // 2], lambda r: b"", lambda r: r.replace(b"1", b"2", 1)])
@@ -81,7 +81,7 @@ def test_every_changed_byte_is_noticed(shelf: Shelf, damage: Callable[[bytes], b
     shelf.path.write_bytes(damage(shelf.path.read_bytes()))
     assert known_or_searched(PROBLEM, shelf.library) == plan
     assert "checksum does not fit" in shelf.complaints[0]
-    assert planner.plan.decode(cache_file.read(shelf.path)) == plan
+    assert cohabit.planner.plan.decode(cache_file.read(shelf.path)) == plan
 
 
 def test_a_full_disk_keeps_no_plan_from_being_made(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,35 +121,37 @@ def test_plans_of_different_searchers_are_not_mixed_up(shelf: Shelf) -> None:
 def test_stored_residents_must_be_those_asked_for(shelf: Shelf) -> None:
     fixed = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, (Placement(1, Address("partition", 0)),))
     other = known_or_searched(PROBLEM, shelf.library)
-    cache_file.write(shelf.library.plan_path(fixed, "best"), planner.plan.encode(other))
+    cache_file.write(shelf.library.plan_path(fixed, "best"), cohabit.planner.plan.encode(other))
     assert known_or_searched(fixed, shelf.library).residents == fixed.residents
     assert "other residents" in shelf.complaints[0]
 
 
 def test_every_format_survives_a_round_trip() -> None:
     plan = search(PROBLEM)
-    assert planner.plan.decode(planner.plan.encode(plan)) == plan
-    assert planner.graph.decode(planner.graph.encode(GRAPH)) == GRAPH
-    assert planner.profile.decode(planner.profile.encode(PROFILE)) == PROFILE
-    assert planner.plan.decode(planner.plan.encode(plan)).fingerprint == plan.fingerprint
+    assert cohabit.planner.plan.decode(cohabit.planner.plan.encode(plan)) == plan
+    assert cohabit.planner.graph.decode(cohabit.planner.graph.encode(GRAPH)) == GRAPH
+    assert cohabit.planner.profile.decode(cohabit.planner.profile.encode(PROFILE)) == PROFILE
+    assert cohabit.planner.plan.decode(cohabit.planner.plan.encode(plan)).fingerprint == plan.fingerprint
 
 
 def test_newer_graph_and_profile_are_refused_by_version() -> None:
     with pytest.raises(FormatError, match="format version 7, this version of Cohabit reads 1; upgrade"):
-        planner.graph.decode(planner.graph.encode(msgspec.structs.replace(GRAPH, format_version=7)))
+        cohabit.planner.graph.decode(cohabit.planner.graph.encode(msgspec.structs.replace(GRAPH, format_version=7)))
     with pytest.raises(FormatError, match="upgrade"):
-        planner.profile.decode(planner.profile.encode(msgspec.structs.replace(PROFILE, format_version=7)))
+        cohabit.planner.profile.decode(
+            cohabit.planner.profile.encode(msgspec.structs.replace(PROFILE, format_version=7))
+        )
 
 
 def test_edited_graph_that_reads_what_nothing_wrote_is_refused() -> None:
     broken = msgspec.structs.replace(GRAPH, ops=GRAPH.ops[1:])
     with pytest.raises(InvalidGraph, match="reads A1 before it is written"):
-        planner.graph.decode(planner.graph.encode(broken))
+        cohabit.planner.graph.decode(cohabit.planner.graph.encode(broken))
 
 
 def test_whole_numbers_in_a_profile_do_not_change_its_fingerprint() -> None:
     whole = msgspec.structs.replace(PROFILE, swap_in=Link(0, 4096))
-    assert whole.fingerprint == planner.profile.decode(planner.profile.encode(whole)).fingerprint
+    assert whole.fingerprint == cohabit.planner.profile.decode(cohabit.planner.profile.encode(whole)).fingerprint
 
 
 def test_hand_written_plan_is_not_confused_with_its_neighbours() -> None:

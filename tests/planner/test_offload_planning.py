@@ -8,21 +8,21 @@ from itertools import islice
 import pytest
 from msgspec.structs import replace
 
-from planner.check import check
-from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.graph import Graph
-from planner.layout.feasible import Footprint
-from planner.offloading.searcher import Offloading, OffloadingCandidate
-from planner.offloading.zone import RANKS, ActivationZones
-from planner.plan import Plan, SwapIn, SwapOut
-from planner.problem import Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.shapes import Bucket
-from planner.sizing.demand import Demand
-from planner.sizing.deployment import ModelDemand, Room
-from planner.sizing.division import deploy
-from planner.sizing.fitting import fit, plan_model, split_budget
+from cohabit.planner.check import check
+from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.graph import Graph
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.offloading.searcher import Offloading, OffloadingCandidate
+from cohabit.planner.offloading.zone import RANKS, ActivationZones
+from cohabit.planner.plan import Plan, SwapIn, SwapOut
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.demand import Demand
+from cohabit.planner.sizing.deployment import ModelDemand, Room
+from cohabit.planner.sizing.division import deploy
+from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph, unet
 from tests.planner.reference import peak_bytes
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.graph import Graph, Op, Tensor
-from planner.papers.swapadvisor.on_demand import (
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.papers.swapadvisor.on_demand import (
     EvictAndFetch,
     Eviction,
     OnDemand,
@@ -17,10 +17,10 @@ from planner.papers.swapadvisor.on_demand import (
     prefetched,
     steady,
 )
-from planner.problem import Problem
-from planner.search.driver import search
-from planner.sequence.sequence import ActionKind, compute, drop, swap_in, swap_out
-from planner.sequence.serial import least_bytes
+from cohabit.planner.problem import Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.sequence.sequence import ActionKind, compute, drop, swap_in, swap_out
+from cohabit.planner.sequence.serial import least_bytes
 from tests.planner.graphs import (
     PAGE,
     chain,

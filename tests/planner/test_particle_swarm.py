@@ -7,18 +7,25 @@ import random
 import numpy as np
 import pytest
 
-from planner.check import check
-from planner.graph import Graph, Op, Tensor
-from planner.papers.home.cost import TOO_MUCH_S, evaluate, overhead, seconds
-from planner.papers.home.particle_swarm import InitialParticles, Particle, ParticleSwarm, filled, kept, updated
-from planner.plan import Compute, Plan
-from planner.problem import Problem
-from planner.profile import Link, Profile
-from planner.sequence.alap import KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
-from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.no_wait import fit, hastened, no_wait
-from planner.sequence.serial import least_bytes
-from planner.simulate import simulate
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.papers.home.cost import TOO_MUCH_S, evaluate, overhead, seconds
+from cohabit.planner.papers.home.particle_swarm import (
+    InitialParticles,
+    Particle,
+    ParticleSwarm,
+    filled,
+    kept,
+    updated,
+)
+from cohabit.planner.plan import Compute, Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Link, Profile
+from cohabit.planner.sequence.alap import KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
+from cohabit.planner.sequence.gaps import Fate, Gaps
+from cohabit.planner.sequence.no_wait import fit, hastened, no_wait
+from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.simulate import simulate
 from tests.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
 
 

@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-import planner.graph
-import planner.plan
-import planner.profile
-from planner.check import check
-from planner.errors import CohabitError, FormatError, InvalidPlan
-from planner.graph import Graph, Op, Tensor
-from planner.layout.feasible import Footprint
-from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
-from planner.problem import Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.sequence.sequence import lay_out, write
-from planner.sequence.serial import least_bytes, serial
-from planner.simulate import simulate
+import cohabit.planner.graph
+import cohabit.planner.plan
+import cohabit.planner.profile
+from cohabit.planner.check import check
+from cohabit.planner.errors import CohabitError, FormatError, InvalidPlan
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.sequence.sequence import lay_out, write
+from cohabit.planner.sequence.serial import least_bytes, serial
+from cohabit.planner.simulate import simulate
 from tests.planner.format_checker import Broken, Json, check_plan, graph_fingerprint
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
@@ -52,13 +52,13 @@ def made(rng: random.Random) -> tuple[Graph, Profile, Plan]:
 
 
 def as_json(graph: Graph, plan: Plan) -> tuple[Json, Json]:
-    return json.loads(planner.graph.encode(graph)), json.loads(planner.plan.encode(plan))
+    return json.loads(cohabit.planner.graph.encode(graph)), json.loads(cohabit.planner.plan.encode(plan))
 
 
 def verdict(graph: Graph, plan: Json) -> str | None:
     """Why the real checker refuses a plan, or None."""
     try:
-        check(graph, None, planner.plan.decode(json.dumps(plan).encode()))
+        check(graph, None, cohabit.planner.plan.decode(json.dumps(plan).encode()))
     except InvalidPlan as error:
         return str(error)
     return None
@@ -256,7 +256,7 @@ def test_example_of_the_page_is_right() -> None:
     graph, profile, plan = (
         decode(text.encode())
         for decode, text in zip(
-            (planner.graph.decode, planner.profile.decode, planner.plan.decode),
+            (cohabit.planner.graph.decode, cohabit.planner.profile.decode, cohabit.planner.plan.decode),
             re.findall(r"```json\n(.*?)```", PAGE_OF_THE_FORMAT.read_text(), re.DOTALL),
             strict=True,
         )
@@ -278,19 +278,19 @@ def test_page_names_every_field_and_no_other() -> None:
     text = PAGE_OF_THE_FORMAT.read_text()
     tables = set(re.findall(r"`(\w+)`", text))
     structs = (
-        planner.graph.Graph,
-        planner.graph.Tensor,
-        planner.graph.Op,
-        planner.profile.Profile,
-        planner.profile.Link,
-        planner.plan.Plan,
-        planner.plan.Placement,
-        planner.plan.Address,
-        planner.plan.Compute,
-        planner.plan.SwapIn,
-        planner.plan.SwapOut,
-        planner.plan.Drop,
-        planner.plan.Provenance,
+        cohabit.planner.graph.Graph,
+        cohabit.planner.graph.Tensor,
+        cohabit.planner.graph.Op,
+        cohabit.planner.profile.Profile,
+        cohabit.planner.profile.Link,
+        cohabit.planner.plan.Plan,
+        cohabit.planner.plan.Placement,
+        cohabit.planner.plan.Address,
+        cohabit.planner.plan.Compute,
+        cohabit.planner.plan.SwapIn,
+        cohabit.planner.plan.SwapOut,
+        cohabit.planner.plan.Drop,
+        cohabit.planner.plan.Provenance,
     )
     for struct in structs:
         assert set(struct.__struct_fields__) <= tables, struct
@@ -306,8 +306,8 @@ def test_fingerprints_are_those_of_the_files() -> None:
         graph = replace(graph, name='a "näme" \\ \n')
         data, _ = as_json(graph, plan)
         assert graph_fingerprint(data) == graph.fingerprint
-        assert hashlib.sha256(planner.profile.encode(profile)).hexdigest() == profile.fingerprint
-        assert hashlib.sha256(planner.plan.encode(plan)).hexdigest() == plan.fingerprint
+        assert hashlib.sha256(cohabit.planner.profile.encode(profile)).hexdigest() == profile.fingerprint
+        assert hashlib.sha256(cohabit.planner.plan.encode(plan)).hexdigest() == plan.fingerprint
 
 
 GRAPH = chain([PAGE] * 3)
@@ -316,8 +316,8 @@ PLAN = search(Problem(GRAPH, PROFILE, PAGE, 4 * PAGE), limit=Limit(evaluations=4
 
 
 def read_all(graph: bytes, profile: bytes, plan: bytes) -> None:
-    read = planner.graph.decode(graph)
-    check(read, planner.profile.decode(profile), planner.plan.decode(plan))
+    read = cohabit.planner.graph.decode(graph)
+    check(read, cohabit.planner.profile.decode(profile), cohabit.planner.plan.decode(plan))
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -333,7 +333,11 @@ def read_all(graph: bytes, profile: bytes, plan: bytes) -> None:
     ],
 )
 def test_files_that_cannot_be_read_are_refused_with_the_reason(which: int, fields: str, says: str) -> None:
-    files = [planner.graph.encode(GRAPH), planner.profile.encode(PROFILE), planner.plan.encode(PLAN)]
+    files = [
+        cohabit.planner.graph.encode(GRAPH),
+        cohabit.planner.profile.encode(PROFILE),
+        cohabit.planner.plan.encode(PLAN),
+    ]
     own = str((GRAPH, PROFILE, PLAN)[which].format_version)
     end = f',"format_version":{own}}}'.encode()
     assert files[which].endswith(end)
@@ -345,9 +349,9 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(which: int, field
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.999])
 def test_truncated_files_are_refused(share: float) -> None:
     for raw, decode in (
-        (planner.graph.encode(GRAPH), planner.graph.decode),
-        (planner.profile.encode(PROFILE), planner.profile.decode),
-        (planner.plan.encode(PLAN), planner.plan.decode),
+        (cohabit.planner.graph.encode(GRAPH), cohabit.planner.graph.decode),
+        (cohabit.planner.profile.encode(PROFILE), cohabit.planner.profile.decode),
+        (cohabit.planner.plan.encode(PLAN), cohabit.planner.plan.decode),
     ):
         assert callable(decode)
         with pytest.raises(FormatError, match="truncated"):
@@ -368,7 +372,11 @@ def test_truncated_files_are_refused(share: float) -> None:
     ],
 )
 def test_edited_files_are_refused_with_the_reason(which: int, old: bytes, new: bytes, says: str) -> None:
-    files = [planner.graph.encode(GRAPH), planner.profile.encode(PROFILE), planner.plan.encode(PLAN)]
+    files = [
+        cohabit.planner.graph.encode(GRAPH),
+        cohabit.planner.profile.encode(PROFILE),
+        cohabit.planner.plan.encode(PLAN),
+    ]
     files[which] = files[which].replace(old, new, 1).replace(b'"after":[99,]', b'"after":[99]')
     with pytest.raises(CohabitError, match=re.escape(says)):
         read_all(*files)

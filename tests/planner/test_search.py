@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.bounds.bound import latency_bound
-from planner.check import check
-from planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan
-from planner.graph import Graph, Op, Tensor
-from planner.layout.feasible import Footprint
-from planner.order import by_parameters, has_reuse, reordered
-from planner.plan import Address, Compute, Drop, Placement, SwapIn
-from planner.problem import TIE, Limit, Problem
-from planner.search.driver import search
-from planner.simulate import simulate
+from cohabit.planner.bounds.bound import latency_bound
+from cohabit.planner.check import check
+from cohabit.planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.order import by_parameters, has_reuse, reordered
+from cohabit.planner.plan import Address, Compute, Drop, Placement, SwapIn
+from cohabit.planner.problem import TIE, Limit, Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, parameter, profile_of, random_graph, random_profile
 
 seeds = st.integers(0, 10**6)

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.bounds.bound import latency_bound
-from planner.check import check
-from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.plan import SwapIn
-from planner.problem import TIE, Limit, Problem
-from planner.search.driver import search
-from planner.search.portfolio import BY_WEIGHTS, QUICKEST, SAMPLE, SAMPLED, Best
-from planner.search.registry import make
-from planner.sequence.serial import least_bytes
-from planner.simulate import MOST_INFERENCES, simulate
+from cohabit.planner.bounds.bound import latency_bound
+from cohabit.planner.check import check
+from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.plan import SwapIn
+from cohabit.planner.problem import TIE, Limit, Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.search.portfolio import BY_WEIGHTS, QUICKEST, SAMPLE, SAMPLED, Best
+from cohabit.planner.search.registry import make
+from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.simulate import MOST_INFERENCES, simulate
 from tests.planner.graphs import (
     PAGE,
     chain,

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.errors import InfeasibleBudget
-from planner.problem import Problem
-from planner.sequence.sequence import compute, drop, lay_out, swap_in, swap_out, write
-from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
+from cohabit.planner.check import check
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.problem import Problem
+from cohabit.planner.sequence.sequence import compute, drop, lay_out, swap_in, swap_out, write
+from cohabit.planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
 

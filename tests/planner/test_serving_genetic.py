@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.errors import InfeasibleBudget, UnsupportedProblem
-from planner.graph import Graph
-from planner.layout.feasible import Footprint
-from planner.papers.swapadvisor.serving import LONGEST_LEAD, ServingChromosome, ServingGenetic
-from planner.plan import Compute, SwapIn
-from planner.problem import UNFIT, Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.shapes import Bucket
-from planner.simulate import simulate
-from planner.sizing.deployment import ModelDemand, Room
-from planner.sizing.fitting import plan_model
-from planner.streaming.anneal import FITS
-from planner.streaming.searcher import Streaming
+from cohabit.planner.check import check
+from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.graph import Graph
+from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.papers.swapadvisor.serving import LONGEST_LEAD, ServingChromosome, ServingGenetic
+from cohabit.planner.plan import Compute, SwapIn
+from cohabit.planner.problem import UNFIT, Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.simulate import simulate
+from cohabit.planner.sizing.deployment import ModelDemand, Room
+from cohabit.planner.sizing.fitting import plan_model
+from cohabit.planner.streaming.anneal import FITS
+from cohabit.planner.streaming.searcher import Streaming
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet, unrolled_training
 
 seeds = st.integers(0, 10**6)

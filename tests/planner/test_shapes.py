@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.shapes import Bucket, Dimension, DynamicShape, UnknownExpression, evaluate, smallest_holding
+from cohabit.planner.shapes import Bucket, Dimension, DynamicShape, UnknownExpression, evaluate, smallest_holding
 
 
 def shape(least: int, most: int | None, step: int = 1, offset: int = 0, *constraints: str) -> DynamicShape:

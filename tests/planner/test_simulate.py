@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.check import check
-from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut, lane_of
-from planner.problem import Limit, Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.simulate import simulate
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut, lane_of
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph, random_profile
 from tests.planner.reference import simulate_exactly
 

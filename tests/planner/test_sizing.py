@@ -7,17 +7,17 @@ from typing import get_args
 import pytest
 from msgspec import structs
 
-from planner.check import check
-from planner.errors import InfeasibleBudget
-from planner.library import Library
-from planner.plan import SwapIn
-from planner.problem import Limit, Problem
-from planner.search.driver import search
-from planner.shapes import Bucket
-from planner.sizing.demand import Demand
-from planner.sizing.deployment import Deployment, LayoutName, ModelDemand, Room
-from planner.sizing.division import deploy, divide
-from planner.sizing.fitting import fit, plan_model, split_budget
+from cohabit.planner.check import check
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.library import Library
+from cohabit.planner.plan import SwapIn
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.demand import Demand
+from cohabit.planner.sizing.deployment import Deployment, LayoutName, ModelDemand, Room
+from cohabit.planner.sizing.division import deploy, divide
+from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, unrolled
 
 

@@ -3,18 +3,25 @@
 import numpy as np
 import pytest
 
-from planner.check import check
-from planner.graph import Graph, Op, Tensor
-from planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, average, extend, raised, shrink
-from planner.papers.swapadvisor.evolution import survival
-from planner.papers.swapadvisor.genetic import THRESHOLD
-from planner.papers.swapadvisor.pool_lanes import write
-from planner.papers.swapadvisor.pools import TensorSizes, object_bytes, pool_of, uses_of
-from planner.papers.swapadvisor.schedules import cross_schedules
-from planner.plan import Compute, Plan, SwapIn, SwapOut
-from planner.problem import Problem
-from planner.profile import Profile
-from planner.simulate import simulate
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.papers.swapadvisor.allocations import (
+    Allocation,
+    AllocationSpace,
+    average,
+    extend,
+    raised,
+    shrink,
+)
+from cohabit.planner.papers.swapadvisor.evolution import survival
+from cohabit.planner.papers.swapadvisor.genetic import THRESHOLD
+from cohabit.planner.papers.swapadvisor.pool_lanes import write
+from cohabit.planner.papers.swapadvisor.pools import TensorSizes, object_bytes, pool_of, uses_of
+from cohabit.planner.papers.swapadvisor.schedules import cross_schedules
+from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.simulate import simulate
 from tests.planner.graphs import profile_of
 
 MB = 2**20

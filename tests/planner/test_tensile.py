@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.graph import Graph, Op, Tensor
-from planner.papers.tensile.axis import NS_PER_S, Axis
-from planner.papers.tensile.channel import Channel, TransferSpan
-from planner.papers.tensile.order import actions_of, fates_of
-from planner.papers.tensile.peak import MemoryUsage
-from planner.papers.tensile.schedule import TensileSchedule
-from planner.papers.tensile.searcher import ScheduleCandidate, ScheduleOptions, Tensile
-from planner.plan import Compute
-from planner.problem import Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.no_wait import no_wait
-from planner.sequence.sequence import ActionKind, lay_out, swap_in, swap_out, write
-from planner.sequence.serial import least_bytes
-from planner.simulate import simulate
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis
+from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
+from cohabit.planner.papers.tensile.order import actions_of, fates_of
+from cohabit.planner.papers.tensile.peak import MemoryUsage
+from cohabit.planner.papers.tensile.schedule import TensileSchedule
+from cohabit.planner.papers.tensile.searcher import ScheduleCandidate, ScheduleOptions, Tensile
+from cohabit.planner.plan import Compute
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.sequence.gaps import Fate, Gaps
+from cohabit.planner.sequence.no_wait import no_wait
+from cohabit.planner.sequence.sequence import ActionKind, lay_out, swap_in, swap_out, write
+from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner.graph import Graph
-from planner.plan import Plan
-from planner.shapes import Bucket
-from runtime.backend import Backend, Executor, Result
-from runtime.binding.program import Bases, Program
-from runtime.cpu.backend import CpuBackend
-from runtime.cuda.backend import CudaBackend
-from runtime.host.store import open_store
-from runtime.lowering import fusion
-from runtime.lowering.lower import Lowered, lower
-from runtime.lowering.weights import Manifest
-from runtime.memory import DeviceArena, HostStore, StoreKind
-from runtime.options import Options
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Backend, Executor, Result
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.host.store import open_store
+from cohabit.runtime.lowering import fusion
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
+from cohabit.runtime.options import Options
 from tests.runtime.cuda_fake import FakeDriver
 
 ARENA_BYTES = 64 << 20
@@ -83,7 +83,7 @@ def fake_staged(seed: int = 0) -> CudaBackend:
 
 
 def real_cuda() -> CudaBackend:
-    from runtime.cuda.driver import CudaDriver
+    from cohabit.runtime.cuda.driver import CudaDriver
 
     return CudaBackend(CudaDriver.open())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered, lower
 from tests.runtime import models
 
 

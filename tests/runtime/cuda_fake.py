@@ -25,8 +25,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.cuda.api import DeviceMemory, HostBytes
-from runtime.errors import CaptureFailed, MemoryExceeded
+from cohabit.runtime.cuda.api import DeviceMemory, HostBytes
+from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
 
 _POISON = 0xA5
 _POISONED_BYTES = 16 << 20

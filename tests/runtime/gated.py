@@ -3,9 +3,9 @@
 import threading
 from typing import Any
 
-from runtime.host.pages import Bytes
-from runtime.host.store import RamStore
-from runtime.memory import Copy
+from cohabit.runtime.host.pages import Bytes
+from cohabit.runtime.host.store import RamStore
+from cohabit.runtime.memory import Copy
 
 WAIT_S = 20.0
 

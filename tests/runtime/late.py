@@ -2,9 +2,9 @@
 
 import time
 
-from runtime.host.pages import Bytes
-from runtime.host.store import RamStore
-from runtime.memory import Copy
+from cohabit.runtime.host.pages import Bytes
+from cohabit.runtime.host.store import RamStore
+from cohabit.runtime.memory import Copy
 
 
 class LateStore(RamStore):

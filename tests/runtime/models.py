@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.lower import Lowered
 
 
 class ConvNorm(nn.Module):

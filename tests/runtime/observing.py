@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from runtime.binding.program import Program
-from runtime.lowering.slots import Frame
-from runtime.memory import DeviceArena
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.memory import DeviceArena
 
 
 def observed(program: Program, observe: Callable[[int, Frame], None]) -> Program:

@@ -4,10 +4,10 @@ from itertools import accumulate
 
 from msgspec import structs
 
-from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
-from planner.sequence.plan_writer import PlanWriter
-from planner.sequence.sequence import Action, ActionKind, compute, drop, lay_out, swap_in, swap_out
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
+from cohabit.planner.sequence.plan_writer import PlanWriter
+from cohabit.planner.sequence.sequence import Action, ActionKind, compute, drop, lay_out, swap_in, swap_out
 
 
 def _up(value: int, multiple: int) -> int:

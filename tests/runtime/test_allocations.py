@@ -2,7 +2,7 @@
 
 import torch
 
-from runtime.allocations import measuring_allocations
+from cohabit.runtime.allocations import measuring_allocations
 
 
 def test_the_peak_of_a_range_counts_what_was_freed_again() -> None:

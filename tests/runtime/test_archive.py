@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.errors import ArchiveError
-from runtime.lowering import archive
-from runtime.lowering.archive_file import fingerprint
+from cohabit.runtime.errors import ArchiveError
+from cohabit.runtime.lowering import archive
+from cohabit.runtime.lowering.archive_file import fingerprint
 from tests.runtime import models
 
 

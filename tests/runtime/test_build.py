@@ -5,16 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from planner.errors import FingerprintMismatch, InvalidPlan
-from planner.plan import Plan
-from planner.shapes import Bucket
-from runtime.binding.build import build
-from runtime.binding.program import Bases, Program
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.executor import CpuExecutor
-from runtime.host.store import open_store
-from runtime.lowering.lower import Lowered, lower
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
+from cohabit.planner.plan import Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.build import build
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.host.store import open_store
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner.plan import Plan
-from planner.shapes import Bucket
-from runtime.backend import Executor
-from runtime.binding.program import Bases, Program
-from runtime.cpu.backend import CpuBackend
-from runtime.cuda.backend import CudaBackend
-from runtime.errors import DeviceError, DeviceLost
-from runtime.host.store import LimitedStore, Links, RamStore, open_store
-from runtime.lowering.lower import Lowered
-from runtime.memory import HostStore
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.plan import Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Executor
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.errors import DeviceError, DeviceLost
+from cohabit.runtime.host.store import LimitedStore, Links, RamStore, open_store
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.memory import HostStore
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, Bench, cpu, opened
 from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.plans import streaming_plan

@@ -7,11 +7,11 @@ import torch
 from msgspec import structs
 from torch.utils import _pytree as pytree
 
-from planner.shapes import Bucket
-from runtime.backend import Backend
-from runtime.binding.program import Bases
-from runtime.lowering.lower import Lowered
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS
 from tests.runtime.plans import streaming_plan

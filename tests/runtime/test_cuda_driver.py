@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.cuda import driver as driver_module
-from runtime.cuda import pools
-from runtime.cuda.api import DeviceMemory
-from runtime.cuda.driver import CudaDriver
-from runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
-from runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
+from cohabit.runtime.cuda import driver as driver_module
+from cohabit.runtime.cuda import pools
+from cohabit.runtime.cuda.api import DeviceMemory
+from cohabit.runtime.cuda.driver import CudaDriver
+from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
+from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 
 
 class Library:

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.backend import Capture
-from runtime.binding.program import Bases
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.program import CudaProgram
-from runtime.errors import DeviceError, DeviceLost
-from runtime.lowering.lower import Lowered, lower
-from runtime.profiling.profile import resident_plan
+from cohabit.runtime.backend import Capture
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.errors import DeviceError, DeviceLost
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_streams, opened
 from tests.runtime.cuda_fake import FakeDriver

@@ -11,15 +11,15 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner.lifetimes import peak_activation_bytes
-from planner.problem import Problem
-from planner.search.driver import search
-from planner.shapes import Bucket
-from runtime.binding.program import Bases
-from runtime.cuda.backend import CudaBackend
-from runtime.host.pages import anonymous_memory
-from runtime.lowering.lower import Lowered, lower
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.problem import Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.host.pages import anonymous_memory
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import has_gpu, real_cuda
 from tests.runtime.plans import streaming_plan
@@ -171,11 +171,11 @@ LOSING = """
 import sys, torch
 from pathlib import Path
 from msgspec import structs
-from planner.shapes import Bucket
-from runtime.errors import DeviceError, DeviceLost
-from runtime.lowering.lower import lower
-from runtime.profiling.profile import resident_plan
-from runtime.binding.program import Bases
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.errors import DeviceError, DeviceLost
+from cohabit.runtime.lowering.lower import lower
+from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.binding.program import Bases
 from tests.runtime import models
 from tests.runtime.backends import real_cuda
 

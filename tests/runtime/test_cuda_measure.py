@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.lifetimes import peak_activation_bytes
-from planner.problem import Limit, Problem
-from planner.search.driver import search
-from planner.shapes import Bucket
-from runtime.binding.program import Bases
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.profiling import link, measure
-from runtime.lowering.lower import Lowered, lower
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.profiling import link, measure
+from cohabit.runtime.lowering.lower import Lowered, lower
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver
 

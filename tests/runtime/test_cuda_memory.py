@@ -6,18 +6,18 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner.lifetimes import peak_activation_bytes
-from planner.plan import Address, Compute, Placement, SwapIn
-from planner.shapes import Bucket
-from runtime.binding.program import Bases
-from runtime.cuda.arena import CudaArena
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.pool_range import pool_range
-from runtime.cuda.profiling.dry_run import large_bytes
-from runtime.cuda.stores import PinnedMemory, PinnedStore, StagedStore
-from runtime.errors import MemoryExceeded, UnsupportedPlan
-from runtime.lowering.lower import Lowered, lower
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.plan import Address, Compute, Placement, SwapIn
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda.arena import CudaArena
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.pool_range import pool_range
+from cohabit.runtime.cuda.profiling.dry_run import large_bytes
+from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, StagedStore
+from cohabit.runtime.errors import MemoryExceeded, UnsupportedPlan
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.planner.graphs import PAGE, chain
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver

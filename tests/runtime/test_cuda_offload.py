@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from planner.errors import InfeasibleBudget
-from planner.graph import Graph
-from planner.plan import Plan, SwapIn
-from planner.problem import Limit, Problem
-from planner.search.driver import search
-from planner.shapes import Bucket
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.schedule import Empty, Refill, Return, Save, Wait
-from runtime.errors import DeviceError, MemoryExceeded
-from runtime.lowering.lower import Lowered, lower
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Plan, SwapIn
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.schedule import Empty, Refill, Return, Save, Wait
+from cohabit.runtime.errors import DeviceError, MemoryExceeded
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.graph import Graph
-from planner.plan import Compute, Plan
-from planner.problem import Problem
-from planner.search.driver import search
-from planner.shapes import Bucket
-from runtime.cuda import program as cuda_program
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.schedule import FORK, Commands, Copy, Issue, IssueSchedule, Record, Wait, schedule
-from runtime.errors import DeviceError
-from runtime.lowering.lower import Lowered, lower
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Compute, Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.cuda import program as cuda_program
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.schedule import FORK, Commands, Copy, Issue, IssueSchedule, Record, Wait, schedule
+from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.lowering.lower import Lowered, lower
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened

@@ -16,16 +16,16 @@ from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from planner.graph import Graph
-from planner.plan import Plan
-from planner.shapes import Bucket
-from runtime.backend import Backend
-from runtime.binding.program import Bases
-from runtime.errors import UnsupportedModel
-from runtime.lowering.lower import Lowered, lower
-from runtime.lowering.slots import Frame
-from runtime.options import Options
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, fake_cuda, fake_streams
 from tests.runtime.observing import addresses, observed
 from tests.runtime.plans import offloading_plan, streaming_plan

@@ -11,21 +11,21 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner.graph import Graph
-from planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
-from planner.problem import Problem
-from planner.search.driver import search
-from planner.shapes import Bucket
-from runtime.backend import Backend
-from runtime.binding.build import require_supported
-from runtime.binding.program import Bases, Program
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.executor import CpuExecutor
-from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
-from runtime.host.store import LimitedStore, RamStore, Store, open_store
-from runtime.lowering.lower import Lowered, lower
-from runtime.memory import HostStore
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
+from cohabit.planner.problem import Problem
+from cohabit.planner.search.driver import search
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.binding.build import require_supported
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
+from cohabit.runtime.host.store import LimitedStore, RamStore, Store, open_store
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.memory import HostStore
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.planner.reference import live_bytes
 from tests.runtime import models

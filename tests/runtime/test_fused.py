@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.functional import relu
 
-from planner.shapes import Bucket
-from runtime.lowering.lower import Lowered, lower
-from runtime.options import Options
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, opened
 from tests.runtime.plans import streaming_plan

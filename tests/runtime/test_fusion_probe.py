@@ -9,15 +9,15 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from planner.lifetimes import peak_activation_bytes
-from planner.shapes import Bucket
-from runtime.binding.program import Bases
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.profiling import link, measure
-from runtime.lowering import fused_ops as fused
-from runtime.lowering.lower import Lowered, lower
-from runtime.options import Options
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.profiling import link, measure
+from cohabit.runtime.lowering import fused_ops as fused
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import ROOM_BYTES, has_gpu, real_cuda
 from tests.runtime.cuda_fake import FakeDriver

@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2
 from benchmarks.gpu.steps import Step
-from planner.sizing.deployment import LayoutName
-from runtime.cuda.backend import CudaBackend
-from runtime.cuda.profiling import link, measure
-from runtime.options import DEFAULTS
+from cohabit.planner.sizing.deployment import LayoutName
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.profiling import link, measure
+from cohabit.runtime.options import DEFAULTS
 from tests.runtime.cuda_fake import FakeDriver
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ import sys
 
 _PAGES_TAKEN = """
 import ctypes, resource, sys
-from runtime.heap import keep_freed_memory
+from cohabit.runtime.heap import keep_freed_memory
 keep_freed_memory(int(sys.argv[1]))
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.memset.restype = ctypes.c_void_p

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cpu.backend import CpuBackend
-from runtime.host import pages
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.host import pages
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.lowering import interaction
-from runtime.lowering.lower import Lowered, lower
-from runtime.lowering.model import FxModel
-from runtime.options import Options
+from cohabit.runtime.lowering import interaction
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.model import FxModel
+from cohabit.runtime.options import Options
 from tests.runtime import models
 from tests.runtime.mixing import Computed, Experts, Lookup
 

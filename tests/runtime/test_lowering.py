@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from planner.check import check
-from planner.graph import decode, encode
-from planner.shapes import Bucket
-from runtime.binding.build import build
-from runtime.binding.program import Bases
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.executor import CpuExecutor
-from runtime.errors import UnsupportedModel
-from runtime.host.store import StoreKind, open_store
-from runtime.lowering import fusion
-from runtime.lowering.lower import Lowered, lower
-from runtime.options import Options
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.check import check
+from cohabit.planner.graph import decode, encode
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.build import build
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.host.store import StoreKind, open_store
+from cohabit.runtime.lowering import fusion
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 

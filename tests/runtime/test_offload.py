@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-import runtime.host.store
-import runtime.profiling.link
+import cohabit.runtime.host.store
+import cohabit.runtime.profiling.link
 from benchmarks.streaming import serialised
-from planner.check import check
-from planner.graph import Graph
-from planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
-from planner.shapes import Bucket
-from runtime.binding.program import Program
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.executor import CpuExecutor
-from runtime.errors import DeviceError, UnsupportedPlan
-from runtime.host.store import LimitedStore, RamStore, open_store
-from runtime.lowering.lower import Lowered
-from runtime.lowering.slots import Frame
-from runtime.memory import SpillBuffer, StoreKind
-from runtime.profiling.link import measure_swap_out
-from runtime.profiling.profile import resident_plan
-from runtime.recording import Recording
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.errors import DeviceError, UnsupportedPlan
+from cohabit.runtime.host.store import LimitedStore, RamStore, open_store
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.memory import SpillBuffer, StoreKind
+from cohabit.runtime.profiling.link import measure_swap_out
+from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.recording import Recording
 from tests.planner.reference import live_bytes
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.observing import addresses, observed
@@ -230,8 +230,10 @@ def test_an_op_that_fails_leaves_no_activation_behind(bench: Bench) -> None:
 
 
 def test_a_slow_link_slows_both_ways(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep_until = runtime.host.store._sleep_until
-    monkeypatch.setattr(runtime.host.store, "_sleep_until", lambda end_s: 0.0 * sleep_until(end_s))  # none too late
+    sleep_until = cohabit.runtime.host.store._sleep_until
+    monkeypatch.setattr(
+        cohabit.runtime.host.store, "_sleep_until", lambda end_s: 0.0 * sleep_until(end_s)
+    )  # none too late
     store = LimitedStore(open_store("ram", bench.lowered.weights_path, bench.lowered.manifest), 1e12, 0.004)
     program = bench.program(offloading_plan(bench.graph), store)
     timeline = bench.run(program, traced=True).timeline
@@ -329,7 +331,7 @@ class ClockedBuffers:
 
 def test_the_link_out_is_measured_by_a_large_activation_and_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ClockedBuffers()
-    monkeypatch.setattr(runtime.profiling.link.time, "perf_counter", lambda: store.now_s)
+    monkeypatch.setattr(cohabit.runtime.profiling.link.time, "perf_counter", lambda: store.now_s)
     link = measure_swap_out(store)  # type: ignore[arg-type]
     assert link.latency_s == pytest.approx(1e-3, rel=0.01)
     assert link.bandwidth_bytes_per_s == pytest.approx(1e9, rel=0.01)

@@ -7,12 +7,12 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from planner.shapes import Bucket
-from runtime.backend import Backend
-from runtime.binding.program import Bases
-from runtime.lowering.lower import Lowered, lower
-from runtime.options import Dtype, Options
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.options import Dtype, Options
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, has_gpu, real_cuda
 

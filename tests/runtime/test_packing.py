@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from planner.shapes import Bucket
-from runtime.lowering import fusion, packing, weights
-from runtime.lowering.lower import Lowered, lower
-from runtime.lowering.model import LEAST_FILE_BYTES
-from runtime.options import Options
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.lowering import fusion, packing, weights
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.model import LEAST_FILE_BYTES
+from cohabit.runtime.options import Options
 from tests.runtime import models
 
 PACKED = Options(packed=True)
@@ -167,12 +167,12 @@ _STEADY = """
 import sys
 import torch
 from pathlib import Path
-from planner.shapes import Bucket
-from runtime.binding.program import Bases
-from runtime.lowering import fusion
-from runtime.lowering.lower import lower
-from runtime.options import Options
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.lowering import fusion
+from cohabit.runtime.lowering.lower import lower
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, opened
 
 torch.set_num_threads(int(sys.argv[2]))

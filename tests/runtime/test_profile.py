@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-import runtime.cpu.backend
-import runtime.profiling.stopwatch
-from planner.graph import aligned
-from planner.profile import Link, Profile
-from planner.shapes import Bucket
-from planner.timeline import Span, Timeline
-from runtime.cpu.backend import CpuBackend
-from runtime.lowering.allowed_ops import draws
-from runtime.lowering.lower import Lowered, lower
-from runtime.lowering.weights import BLOCK_BYTES
-from runtime.memory import StoreKind
-from runtime.profiling.link import leading, segment_copies
-from runtime.profiling.stopwatch import NOISY, ColdCaches, measure_ops
-from server.models.prepared import warn_of_noise, warn_of_random_ops
+import cohabit.runtime.cpu.backend
+import cohabit.runtime.profiling.stopwatch
+from cohabit.planner.graph import aligned
+from cohabit.planner.profile import Link, Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.timeline import Span, Timeline
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.lowering.allowed_ops import draws
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.weights import BLOCK_BYTES
+from cohabit.runtime.memory import StoreKind
+from cohabit.runtime.profiling.link import leading, segment_copies
+from cohabit.runtime.profiling.stopwatch import NOISY, ColdCaches, measure_ops
+from cohabit.server.models.prepared import warn_of_noise, warn_of_random_ops
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.mixing import Computed
@@ -37,7 +37,7 @@ def bench(wide: Lowered) -> Iterator[Bench]:
 
 
 def test_every_op_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(cohabit.runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
     profile = CpuBackend().measure(bench.lowered, bench.store, None, lambda text: None)[1][Bucket(2)]
     assert len(profile.op_seconds) == len(bench.graph.ops)
     assert min(profile.op_seconds) > 0
@@ -53,7 +53,7 @@ def test_a_profile_of_one_link_is_not_taken_for_another_s(
         link, ops = Link(1e-5, 1e9), lowered.graphs[Bucket(2)].ops
         return {Bucket(2): Profile(lowered.graphs[Bucket(2)].fingerprint, device, (1e-3,) * len(ops), link, link)}
 
-    monkeypatch.setattr(runtime.cpu.backend, "measure", measured)
+    monkeypatch.setattr(cohabit.runtime.cpu.backend, "measure", measured)
     found = []
     for bandwidth in (None, 1e9, None, 1e9):
         backend = CpuBackend(bandwidth)
@@ -84,7 +84,7 @@ class ScriptedExecutor:
 def test_ops_are_timed_again_while_their_runs_are_noisy_and_the_quietest_try_counts(
     rounds: Sequence[Sequence[float]], latency_s: float, noise: float, unused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(cohabit.runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
     executor = ScriptedExecutor([7.0, *(s for seconds in rounds for s in seconds)])
     program: Any = SimpleNamespace(computes=[None])
     times = measure_ops(program, list, cast(Any, executor), ColdCaches(0))
@@ -160,8 +160,8 @@ def test_parameters_from_ram_are_measured_in_the_last_level_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where no other link limits the copies and every parameter fits."""
-    monkeypatch.setattr(runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
-    monkeypatch.setattr(runtime.cpu.backend, "last_level_cache_bytes", lambda: cache_bytes)
+    monkeypatch.setattr(cohabit.runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(cohabit.runtime.cpu.backend, "last_level_cache_bytes", lambda: cache_bytes)
     models.export(torch.nn.Linear(512, 512), {"input": torch.zeros(2, 512)}, tmp_path / "m.pt2")
     lowered = lower(tmp_path / "m.pt2", "m", [2], tmp_path)
     backend = CpuBackend(bandwidth)

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from planner.plan import Compute, SwapIn
-from planner.shapes import Bucket
-from runtime.cpu.executor import CpuExecutor
-from runtime.cpu.swap_lane import Counter
-from runtime.errors import DeviceError
-from runtime.lowering.lower import Lowered
-from runtime.profiling.profile import resident_plan
-from runtime.recording import LaneSpan, Recording
-from runtime.shared_region.sharing import SHARINGS, SharedRegion
+from cohabit.planner.plan import Compute, SwapIn
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.cpu.swap_lane import Counter
+from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.recording import LaneSpan, Recording
+from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_streams, opened
 from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.observing import observed
@@ -164,6 +164,6 @@ def test_nobody_pays_who_does_not_follow(bench: Bench, monkeypatch: pytest.Monke
 
     program = bench.program(evicting_plan(bench.graph))
     expected = bench.run(program).outputs
-    monkeypatch.setattr("runtime.cpu.executor.Recording", refuse)
+    monkeypatch.setattr("cohabit.runtime.cpu.executor.Recording", refuse)
     assert torch.equal(bench.run(program).outputs[0], expected[0])
     bench.executor.settle()

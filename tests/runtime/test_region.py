@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from runtime.errors import MemoryExceeded
-from runtime.shared_region.region import Fetch, FetchPlan, Keeps, ParameterRegion, ParameterUses
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.shared_region.region import Fetch, FetchPlan, Keeps, ParameterRegion, ParameterUses
 
 PAGE = 4096
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from msgspec import structs
 
-from planner.plan import Address, Compute, Plan
-from planner.shapes import Bucket
-from runtime.backend import Backend
-from runtime.binding.program import Bases, Program
-from runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
-from runtime.host.store import RamStore
-from runtime.lowering.lower import Lowered, lower
-from runtime.memory import HostStore
-from runtime.profiling.profile import resident_plan
-from runtime.shared_region.sharing import SHARINGS, SharedRegion
+from cohabit.planner.plan import Address, Compute, Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
+from cohabit.runtime.host.store import RamStore
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.memory import HostStore
+from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
 from tests.runtime.plans import streaming_plan
@@ -169,7 +169,9 @@ class ClockedStore(RamStore):
 def test_copies_of_whole_models_are_waited_for_before_the_first_op(
     lowered: list[Lowered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.cpu.executor.time", SimpleNamespace(perf_counter=lambda: ClockedStore.now_s))
+    monkeypatch.setattr(
+        "cohabit.runtime.cpu.executor.time", SimpleNamespace(perf_counter=lambda: ClockedStore.now_s)
+    )
     for layout in LAYOUTS:
         shared = Shared(cpu(), layout, lowered, region_for(lowered, FEW))
         shared.stores = [ClockedStore(m.weights_path, m.manifest) for m in lowered]
@@ -246,7 +248,7 @@ def test_on_cuda_places_that_come_again_have_graphs_and_others_say_why_not(lower
 def test_programs_prepared_for_places_are_given_back_beyond_the_last_few(
     lowered: list[Lowered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.shared_region.sharing.PROGRAMS_KEPT", 1)
+    monkeypatch.setattr("cohabit.runtime.shared_region.sharing.PROGRAMS_KEPT", 1)
     shared = Shared(fake_cuda(), "pipelined", lowered[:2], region_for(lowered, 1.5)).add_all()
     for n in (0, 0, 1, 1, 0, 0):
         shared.run(n)

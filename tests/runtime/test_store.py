@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from planner.shapes import Bucket
-from runtime.binding.build import build
-from runtime.binding.program import Bases
-from runtime.cpu.arena import CpuArena
-from runtime.cpu.executor import CpuExecutor
-from runtime.errors import DeviceError, StoreChanged
-from runtime.host.store import FileStore, LimitedStore, StoreKind, open_store
-from runtime.lowering.lower import Lowered, lower
-from runtime.lowering.weights import description_path
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.build import build
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.errors import DeviceError, StoreChanged
+from cohabit.runtime.host.store import FileStore, LimitedStore, StoreKind, open_store
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.weights import description_path
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 
@@ -179,7 +179,9 @@ def test_what_a_sleep_takes_too_long_is_taken_off_the_next_copy(
         nonlocal now_s
         now_s += seconds + 0.125
 
-    monkeypatch.setattr("runtime.host.store.time", SimpleNamespace(perf_counter=lambda: now_s, sleep=oversleep))
+    monkeypatch.setattr(
+        "cohabit.runtime.host.store.time", SimpleNamespace(perf_counter=lambda: now_s, sleep=oversleep)
+    )
     destination = np.zeros(lowered.manifest.segments[0].nbytes, np.uint8)
     inner = open_store("ram", lowered.weights_path, lowered.manifest)
     copy = LimitedStore(inner, destination.nbytes).copy(0, destination)  # one copy per second

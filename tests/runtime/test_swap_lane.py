@@ -9,13 +9,13 @@ from msgspec import structs
 from server_fakes import eventually
 from torch import nn
 
-from planner.problem import Problem
-from planner.profile import Link, Profile
-from planner.search.driver import search
-from runtime.binding.program import Bases
-from runtime.cpu.swap_lane import Counter
-from runtime.lowering.lower import Lowered, lower
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Link, Profile
+from cohabit.planner.search.driver import search
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cpu.swap_lane import Counter
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import ROOM_BYTES, cpu, opened
 from tests.runtime.plans import streaming_plan

@@ -14,10 +14,10 @@ _PROGRAM = """
 import os, sys, threading
 from pathlib import Path
 import torch
-from planner.shapes import Bucket
-from runtime.binding.program import Bases
-from runtime.lowering.lower import lower
-from runtime.profiling.profile import resident_plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.lowering.lower import lower
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, opened
 
 torch.set_num_threads(1)

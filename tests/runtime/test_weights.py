@@ -2,7 +2,7 @@
 
 import torch
 
-from runtime.lowering.weights import BLOCK_BYTES, LARGE_BYTES, WeightUse, lay_out
+from cohabit.runtime.lowering.weights import BLOCK_BYTES, LARGE_BYTES, WeightUse, lay_out
 
 
 def use(name: str, nbytes: int, *readers: int) -> WeightUse:

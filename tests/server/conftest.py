@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from server_fakes import FakeLoaded, Running, running, serving, standard_models
 
-from planner.shapes import Bucket
-from server.ipc.model import ModelFootprint, ModelKey
+from cohabit.planner.shapes import Bucket
+from cohabit.server.ipc.model import ModelFootprint, ModelKey
 
 
 @pytest.fixture(scope="session")

@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from server_fakes import FakeLoaded, FakeServable, config, identity, serving
 
-from server import engine_host
-from server.cli import serve_until_stopped
-from server.config.config import ServeConfig
-from server.engine_host import OnProgress
-from server.ipc.model import Array
-from server.models.repository import ModelSource
-from server.observe.access import TokenFiles
+from cohabit.server import engine_host
+from cohabit.server.cli import serve_until_stopped
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.engine_host import OnProgress
+from cohabit.server.ipc.model import Array
+from cohabit.server.models.repository import ModelSource
+from cohabit.server.observe.access import TokenFiles
 
 REPOSITORY, FOLDER, WAITS, *TOKEN_FILES = sys.argv[1:]
 

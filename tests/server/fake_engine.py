@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from planner.shapes import Bucket
-from server.config.config import ServeConfig
-from server.engine_host import Engine, OnProgress
-from server.engine_process import main
-from server.errors import InvalidRequest
-from server.ipc.model import Array
-from server.models.repository import ModelSource
+from cohabit.planner.shapes import Bucket
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.engine_host import Engine, OnProgress
+from cohabit.server.engine_process import main
+from cohabit.server.errors import InvalidRequest
+from cohabit.server.ipc.model import Array
+from cohabit.server.models.repository import ModelSource
 from tests.server.server_fakes import FakeLoaded, adder, identity, serving
 
 REFUSED, FAILS, HELD = 7.0, 8.0, 9.0

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from server.config.config import ServeConfig, encode_config
-from server.frontend.engine_client import EngineClient
-from server.frontend.engine_connection import EngineConnection
-from server.frontend.memory import Lease, RequestMemory
-from server.frontend.supervisor import Supervisor
-from server.in_process import InProcessEngine
-from server.ipc.catalog import Catalog
-from server.ipc.execution import InferResult
-from server.ipc.model import Array, ModelInfo
-from server.protocol.request import InferRequest, RequestedOutput
+from cohabit.server.config.config import ServeConfig, encode_config
+from cohabit.server.frontend.engine_client import EngineClient
+from cohabit.server.frontend.engine_connection import EngineConnection
+from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.frontend.supervisor import Supervisor
+from cohabit.server.in_process import InProcessEngine
+from cohabit.server.ipc.catalog import Catalog
+from cohabit.server.ipc.execution import InferResult
+from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.protocol.request import InferRequest, RequestedOutput
 from tests.server import fake_engine
 from tests.server.server_fakes import adder, config, identity, serving, write_repository
 

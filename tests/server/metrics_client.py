@@ -7,11 +7,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_fakes import Running
 from server_http import ask
 
-from server.ipc.model import DeviceUse
-from server.observe.access import OPEN
-from server.observe.gpus import Gpu
-from server.observe.machine import Machine
-from server.observe.prometheus import written
+from cohabit.server.ipc.model import DeviceUse
+from cohabit.server.observe.access import OPEN
+from cohabit.server.observe.gpus import Gpu
+from cohabit.server.observe.machine import Machine
+from cohabit.server.observe.prometheus import written
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

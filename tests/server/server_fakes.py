@@ -13,14 +13,23 @@ from types import SimpleNamespace
 import numpy as np
 import uvloop
 
-from planner.shapes import Bucket
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize
-from server.engine.execution import Execution, Servable
-from server.engine_host import Engine
-from server.errors import InvalidRequest
-from server.ipc.model import Array, DeviceUse, GraphCapture, Inputs, ModelFootprint, ModelInfo, ModelKey, TensorSpec
-from server.serve import Server
+from cohabit.planner.shapes import Bucket
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.engine.execution import Execution, Servable
+from cohabit.server.engine_host import Engine
+from cohabit.server.errors import InvalidRequest
+from cohabit.server.ipc.model import (
+    Array,
+    DeviceUse,
+    GraphCapture,
+    Inputs,
+    ModelFootprint,
+    ModelInfo,
+    ModelKey,
+    TensorSpec,
+)
+from cohabit.server.serve import Server
 
 Function = Callable[..., dict[str, Array]]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.profile import Link
-from server.cli import main
-from server.tools.boards import BOARDS
+from cohabit.planner.profile import Link
+from cohabit.server.cli import main
+from cohabit.server.tools.boards import BOARDS
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.export import Dim
 
-from loadgen.zoo.exporting import save_model
-from server.cli import main
+from cohabit.loadgen.zoo.exporting import save_model
+from cohabit.server.cli import main
 from tests.runtime import models
 
 CONFIG = """

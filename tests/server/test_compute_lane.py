@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from server_fakes import FakeServable, Gate, identity
 
-from planner.shapes import Bucket
-from server.engine.compute_lane import ComputeLane
-from server.errors import (
+from cohabit.planner.shapes import Bucket
+from cohabit.server.engine.compute_lane import ComputeLane
+from cohabit.server.errors import (
     DeviceUnavailable,
     ExecutionFailed,
     InvalidRequest,
@@ -20,11 +20,11 @@ from server.errors import (
     RequestTimedOut,
     ShuttingDown,
 )
-from server.ipc.execution import InferResult
-from server.ipc.model import Array, ModelKey
-from server.ipc.statistics import ModelStatistics
-from server.protocol.request import InferRequest
-from server.scheduling.scheduler import Scheduler
+from cohabit.server.ipc.execution import InferResult
+from cohabit.server.ipc.model import Array, ModelKey
+from cohabit.server.ipc.statistics import ModelStatistics
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.scheduling.scheduler import Scheduler
 
 FASTER = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2}
 """Predicted seconds of a model for which batches pay."""

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 
-from server.errors import RepositoryError
-from server.ipc.model import ModelInfo, TensorSpec
-from server.models.repository import Unloadable, scan
-from server.protocol.config_fields import FIELDS, ConfigField, defaults_of, ignored_fields, refuse_fields
-from server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of, parse_config
+from cohabit.server.errors import RepositoryError
+from cohabit.server.ipc.model import ModelInfo, TensorSpec
+from cohabit.server.models.repository import Unloadable, scan
+from cohabit.server.protocol.config_fields import FIELDS, ConfigField, defaults_of, ignored_fields, refuse_fields
+from cohabit.server.protocol.model_config import (
+    ModelConfig,
+    config_as_json,
+    config_mismatch,
+    config_of,
+    parse_config,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-triton.md"
 

@@ -11,8 +11,8 @@ from server_fakes import Running, identity, running, serving
 from server_http import ask
 from tritonclient.utils import InferenceServerException
 
-from server.errors import LoadFailed, NotInRepository
-from server.observe.settings import TraceControl
+from cohabit.server.errors import LoadFailed, NotInRepository
+from cohabit.server.observe.settings import TraceControl
 
 
 class Orders:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from server.errors import ControlOff, ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
-from server.frontend.engine_connection import EngineConnection
-from server.ipc.catalog import ModelState
-from server.ipc.messages import AskReport, ToEngine
-from server.ipc.model import ModelInfo, ModelKey
+from cohabit.server.errors import ControlOff, ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
+from cohabit.server.frontend.engine_connection import EngineConnection
+from cohabit.server.ipc.catalog import ModelState
+from cohabit.server.ipc.messages import AskReport, ToEngine
+from cohabit.server.ipc.model import ModelInfo, ModelKey
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
 

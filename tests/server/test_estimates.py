@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from server.scheduling.estimates import Estimate
+from cohabit.server.scheduling.estimates import Estimate
 
 
 def test_rows_take_the_time_of_the_batch_they_are_padded_to() -> None:

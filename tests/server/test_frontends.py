@@ -15,10 +15,10 @@ import psutil
 import pytest
 import uvloop
 
-from server.config.config import check_consistent
-from server.errors import ConfigError
-from server.frontend.supervisor import Supervisor
-from server.serve import Server
+from cohabit.server.config.config import check_consistent
+from cohabit.server.errors import ConfigError
+from cohabit.server.frontend.supervisor import Supervisor
+from cohabit.server.serve import Server
 from tests.server import fake_engine, frontends
 from tests.server.server_fakes import config, eventually, write_repository
 

@@ -26,9 +26,9 @@ from transformers import (
     ViltModel,
 )
 
-from server.cli import main
-from server.importing import huggingface
-from server.importing.exporting import export
+from cohabit.server.cli import main
+from cohabit.server.importing import huggingface
+from cohabit.server.importing.exporting import export
 
 
 class Doubling(nn.Module):

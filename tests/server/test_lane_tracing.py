@@ -12,12 +12,12 @@ import pytest
 from server_fakes import Running, running, serving
 from server_http import infer
 
-from planner.plan import Compute, SwapIn
-from planner.shapes import Bucket
-from runtime.binding.program import Program
-from runtime.lowering.lower import Lowered
-from server.engine.servable import ProgramServable, describe
-from server.observe.spans import COMPUTE, SWAP_IN
+from cohabit.planner.plan import Compute, SwapIn
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.server.engine.servable import ProgramServable, describe
+from cohabit.server.observe.spans import COMPUTE, SWAP_IN
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.test_executor import evicting_plan, partition_plan

@@ -13,12 +13,12 @@ from msgspec import structs
 from server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
 from server_http import ask, infer, x
 
-from runtime.recording import Follow
-from server.engine.execution import Execution
-from server.ipc.model import DeviceUse, Inputs
-from server.ipc.statistics import SECONDS, Histogram
-from server.observe.gpus import Gpu
-from server.observe.prometheus import Family, written
+from cohabit.runtime.recording import Follow
+from cohabit.server.engine.execution import Execution
+from cohabit.server.ipc.model import DeviceUse, Inputs
+from cohabit.server.ipc.statistics import SECONDS, Histogram
+from cohabit.server.observe.gpus import Gpu
+from cohabit.server.observe.prometheus import Family, written
 
 TRITONS = {
     "nv_inference_request_success",

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from server.file_state import FileState
-from server.models.known_models import LeastRecentlyUsed
+from cohabit.server.file_state import FileState
+from cohabit.server.models.known_models import LeastRecentlyUsed
 
 
 def test_the_least_recently_used_makes_room() -> None:

@@ -18,11 +18,11 @@ from server_http import ask
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
-from server.errors import ConfigError, PermissionMissing, Unauthenticated
-from server.http.endpoints import endpoints
-from server.http.openapi import document as openapi_document
-from server.observe.access import OPEN, Permission, open_access
-from server.serve import Server
+from cohabit.server.errors import ConfigError, PermissionMissing, Unauthenticated
+from cohabit.server.http.endpoints import endpoints
+from cohabit.server.http.openapi import document as openapi_document
+from cohabit.server.observe.access import OPEN, Permission, open_access
+from cohabit.server.serve import Server
 
 INFER, CONTROL, WRONG = "infer-token-0123456789", "control-token-0123456789", "nobodys-token-0123456789"
 

@@ -12,10 +12,10 @@ import yaml
 from metrics_client import FakeNvml, Samples, machine_samples, scrape
 from server_fakes import Running
 
-from server.config.setting import PREFIX
-from server.config.sources import add_flags, read_settings
-from server.ipc.model import DeviceUse
-from server.observe.gpus import Gpu
+from cohabit.server.config.setting import PREFIX
+from cohabit.server.config.sources import add_flags, read_settings
+from cohabit.server.ipc.model import DeviceUse
+from cohabit.server.observe.gpus import Gpu
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = json.loads((DOCS / "grafana" / "cohabit.json").read_text())
@@ -91,7 +91,7 @@ def test_the_deployment_starts_the_server_with_settings_that_exist() -> None:
 
 
 def test_every_command_of_the_operating_guide_parses() -> None:
-    from server.cli import _parser
+    from cohabit.server.cli import _parser
 
     text = (DOCS / "operating.md").read_text()
     commands = [line.strip() for line in text.splitlines() if re.match(r"\s{4}cohabit ", line)]

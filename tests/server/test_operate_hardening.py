@@ -11,9 +11,9 @@ import pytest
 from server_fakes import identity, running, serving
 from server_http import ask
 
-from runtime.errors import ArchiveError
-from runtime.lowering.archive import read
-from server.models.repository import ModelSource, Unloadable, scan, versions_of
+from cohabit.runtime.errors import ArchiveError
+from cohabit.runtime.lowering.archive import read
+from cohabit.server.models.repository import ModelSource, Unloadable, scan, versions_of
 
 NAMES_THAT_LEAVE = ["..", ".", "../other", "/etc", "a/b", "a\\b", "", "-x", ".hidden", "a\x00b", "a\n", "x" * 256]
 

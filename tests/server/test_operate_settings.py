@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import main
-from server.config.config import SETTINGS, ServeConfig, decode_config, encode_config
-from server.config.sizes import FixedSize, ShareOfWeights
-from server.config.sources import Effective, add_flags, as_toml, read_settings
-from server.errors import ConfigError
+from cohabit.server.cli import main
+from cohabit.server.config.config import SETTINGS, ServeConfig, decode_config, encode_config
+from cohabit.server.config.sizes import FixedSize, ShareOfWeights
+from cohabit.server.config.sources import Effective, add_flags, as_toml, read_settings
+from cohabit.server.errors import ConfigError
 
 NEEDED = ("models", "--memory", "1GiB")
 

@@ -11,8 +11,8 @@ import pytest
 from server_fakes import Running, config, identity, running, serving
 from server_http import ask
 
-from server.errors import Unauthenticated
-from server.observe.access import Permission, TokenFiles, open_access
+from cohabit.server.errors import Unauthenticated
+from cohabit.server.observe.access import Permission, TokenFiles, open_access
 
 OLD, NEW, CONTROL = "the-old-token-0123456789", "the-new-token-0123456789", "control-token-0123456789"
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from planner.sizing.deployment import Room
-from server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
-from server.placement.partitions import Extent, Partitions
+from cohabit.planner.sizing.deployment import Room
+from cohabit.server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
+from cohabit.server.placement.partitions import Extent, Partitions
 
 
 def no_overlap(extents: list[Extent], workspace_bytes: int, arena_bytes: int) -> bool:

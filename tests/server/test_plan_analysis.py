@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from planner.check import check
-from planner.graph import Graph, Op, Tensor
-from planner.plan import Plan
-from planner.problem import Problem
-from planner.profile import Profile
-from planner.search.driver import search
-from planner.sequence.plan_writer import PlanWriter
-from planner.sequence.sequence import lay_out, write
-from planner.sequence.serial import least_bytes, serial
-from server.tools.analysis import PlanAnalysis, analyze, bytes_in_use
-from server.tools.page import page
-from server.tools.terminal import draw
+from cohabit.planner.check import check
+from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.sequence.plan_writer import PlanWriter
+from cohabit.planner.sequence.sequence import lay_out, write
+from cohabit.planner.sequence.serial import least_bytes, serial
+from cohabit.server.tools.analysis import PlanAnalysis, analyze, bytes_in_use
+from cohabit.server.tools.page import page
+from cohabit.server.tools.terminal import draw
 from tests.planner.graphs import (
     PAGE,
     chain,

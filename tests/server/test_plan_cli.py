@@ -9,20 +9,20 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-import planner.graph
-import planner.plan
-import planner.profile
-from planner.check import check
-from planner.errors import UnsupportedProblem
-from planner.problem import Problem
-from planner.search import registry
-from planner.search.searcher import AnySearcher
-from server.cli import main
-from server.errors import RepositoryError
-from server.models.repository import find
-from server.tools import flags
-from server.tools.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
-from server.tools.progress import SearchProgress
+import cohabit.planner.graph
+import cohabit.planner.plan
+import cohabit.planner.profile
+from cohabit.planner.check import check
+from cohabit.planner.errors import UnsupportedProblem
+from cohabit.planner.problem import Problem
+from cohabit.planner.search import registry
+from cohabit.planner.search.searcher import AnySearcher
+from cohabit.server.cli import main
+from cohabit.server.errors import RepositoryError
+from cohabit.server.models.repository import find
+from cohabit.server.tools import flags
+from cohabit.server.tools.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
+from cohabit.server.tools.progress import SearchProgress
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 
@@ -35,8 +35,8 @@ PAIR = ("--graph", "chain.graph.json", "--profile", "chain.profile.json")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a graph and its profile."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "chain.graph.json").write_bytes(planner.graph.encode(GRAPH))
-    (tmp_path / "chain.profile.json").write_bytes(planner.profile.encode(PROFILE))
+    (tmp_path / "chain.graph.json").write_bytes(cohabit.planner.graph.encode(GRAPH))
+    (tmp_path / "chain.profile.json").write_bytes(cohabit.planner.profile.encode(PROFILE))
     return tmp_path
 
 
@@ -62,7 +62,7 @@ def test_plan_writes_a_plan_its_graph_and_its_profile(capsys: pytest.CaptureFixt
         "chain-b1.graph.json",
         "chain-b1.profile.json",
     ]
-    plan = planner.plan.decode(path.read_bytes())
+    plan = cohabit.planner.plan.decode(path.read_bytes())
     check(GRAPH, PROFILE, plan)
     assert plan.partition_bytes + plan.workspace_bytes == 48 << 10
     assert plan.workspace_bytes > 0
@@ -96,19 +96,19 @@ def test_an_interrupt_keeps_the_best_plan_so_far(
     before = signal.getsignal(signal.SIGINT)
     path = planned("--search", "best", "--single", "--time-limit", "1h")
     assert signal.getsignal(signal.SIGINT) is before
-    check(GRAPH, PROFILE, planner.plan.decode(path.read_bytes()))
+    check(GRAPH, PROFILE, cohabit.planner.plan.decode(path.read_bytes()))
     assert "the best plans so far are kept" in capsys.readouterr().err
 
 
 def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
     path = planned("--seed", "3")
     assert path.name == "chain-b1-28KiB-on_demand-seed3.plan.json"
-    plan = planner.plan.decode(path.read_bytes())
+    plan = cohabit.planner.plan.decode(path.read_bytes())
     assert (plan.partition_bytes, plan.workspace_bytes) == (28 << 10, 0)
     path.unlink()
     path = planned("--search", "best", "--evaluations", "2", "--single")
     assert path.name == "chain-b1-28KiB-best-single.plan.json"
-    assert planner.plan.decode(path.read_bytes()).workspace_bytes == 0
+    assert cohabit.planner.plan.decode(path.read_bytes()).workspace_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_show_takes_the_files_it_is_given(folder: Path, capsys: pytest.CaptureFi
 
 def test_show_refuses_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
     path = planned()
-    plan = planner.plan.decode(path.read_bytes())
+    plan = cohabit.planner.plan.decode(path.read_bytes())
     assert plan.provenance is not None
 
     def says(raw: bytes, *more: str) -> tuple[int, str]:
@@ -176,22 +176,22 @@ def test_show_refuses_what_was_changed(capsys: pytest.CaptureFixture[str]) -> No
         capsys.readouterr()
         return main(["show", str(path), *more]), capsys.readouterr().err
 
-    status, message = says(planner.plan.encode(replace(plan, steps=plan.steps[1:])))
+    status, message = says(cohabit.planner.plan.encode(replace(plan, steps=plan.steps[1:])))
     assert status == 1
     assert "plan refused" in message
-    status, message = says(planner.plan.encode(replace(plan, format_version=2)))
+    status, message = says(cohabit.planner.plan.encode(replace(plan, format_version=2)))
     assert status == 1
     assert "upgrade Cohabit" in message
-    status, message = says(planner.plan.encode(plan)[:200])
+    status, message = says(cohabit.planner.plan.encode(plan)[:200])
     assert status == 1
     assert "truncated" in message
     other = replace(GRAPH, weights="other")
-    Path("other.json").write_bytes(planner.graph.encode(other))
-    status, message = says(planner.plan.encode(plan), "--graph", "other.json")
+    Path("other.json").write_bytes(cohabit.planner.graph.encode(other))
+    status, message = says(cohabit.planner.plan.encode(plan), "--graph", "other.json")
     assert status == 1
     assert "was made for" in message
     promise = replace(plan.provenance, latency_s=plan.provenance.latency_s / 2)
-    status, message = says(planner.plan.encode(replace(plan, provenance=promise)))
+    status, message = says(cohabit.planner.plan.encode(replace(plan, provenance=promise)))
     assert status == 0
     assert "the file promises" in message
 
@@ -246,7 +246,7 @@ def test_nonsense_in_a_profile_is_refused(capsys: pytest.CaptureFixture[str]) ->
         (replace(PROFILE, swap_slowdown=0.5), "slowdown"),
         (replace(PROFILE, graph="0" * 64), "was made for 000000000000"),
     ):
-        Path("chain.profile.json").write_bytes(planner.profile.encode(wrong))
+        Path("chain.profile.json").write_bytes(cohabit.planner.profile.encode(wrong))
         assert main(["plan", *PAIR, "--memory", "28KiB"]) == 1
         assert says in capsys.readouterr().err
 
@@ -347,7 +347,7 @@ def test_a_searcher_that_cannot_plan_such_a_problem_is_a_result(
             raise UnsupportedProblem("it plans chains of two")
         return registry.make(searcher, problem, seed)
 
-    monkeypatch.setattr("planner.search.driver.make", make)
+    monkeypatch.setattr("cohabit.planner.search.driver.make", make)
     searchers = ["--searchers", "interval,on_demand"]
     assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 0
     shown = capsys.readouterr()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.cli import main
+from cohabit.server.cli import main
 from tests.runtime import models
 
 

@@ -11,15 +11,15 @@ from rich.console import Console
 from server_fakes import FakeLoaded, Running, adder, identity, running, serving
 from server_http import infer, x
 
-from planner.shapes import Bucket
-from server.cli import main
-from server.ipc.model import ModelFootprint, ModelKey
-from server.ipc.statistics import SECONDS, Histogram
-from server.observe.prometheus import Family, written
-from server.tools.remote import tables
-from server.tools.remote.client import RemoteServer
-from server.tools.remote.samples import Samples, parse
-from server.tools.remote.top import snapshot
+from cohabit.planner.shapes import Bucket
+from cohabit.server.cli import main
+from cohabit.server.ipc.model import ModelFootprint, ModelKey
+from cohabit.server.ipc.statistics import SECONDS, Histogram
+from cohabit.server.observe.prometheus import Family, written
+from cohabit.server.tools.remote import tables
+from cohabit.server.tools.remote.client import RemoteServer
+from cohabit.server.tools.remote.samples import Samples, parse
+from cohabit.server.tools.remote.top import snapshot
 
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
-from planner.shapes import Bucket
-from server.errors import RepositoryError
-from server.file_state import FileState
-from server.ipc.model import GraphCapture, ModelInfo, TensorSpec
-from server.models.repository import ModelSource, Unloadable, scan, versions_of
-from server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of
+from cohabit.planner.shapes import Bucket
+from cohabit.server.errors import RepositoryError
+from cohabit.server.file_state import FileState
+from cohabit.server.ipc.model import GraphCapture, ModelInfo, TensorSpec
+from cohabit.server.models.repository import ModelSource, Unloadable, scan, versions_of
+from cohabit.server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of
 
 INFO = ModelInfo("m", 1, (TensorSpec("x", "FP32", (3, 4)),), (TensorSpec("y", "INT64", ()),), max_batch_size=8)
 

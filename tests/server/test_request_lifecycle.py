@@ -12,7 +12,7 @@ import pytest
 from server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
 from server_http import HEADER_LENGTH, Answer, ask, infer, x
 
-from server.ipc.statistics import ModelStatistics
+from cohabit.server.ipc.statistics import ModelStatistics
 
 
 @dataclass

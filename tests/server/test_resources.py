@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from server.config.config import ServeConfig, decode_config, encode_config
-from server.config.sizes import FixedSize
-from server.errors import ConfigError
-from server.placement import process_memory
-from server.resources import available_cpus, resident_bytes
+from cohabit.server.config.config import ServeConfig, decode_config, encode_config
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.errors import ConfigError
+from cohabit.server.placement import process_memory
+from cohabit.server.resources import available_cpus, resident_bytes
 
 MACHINE = 64
 

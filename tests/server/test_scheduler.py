@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from planner.shapes import Bucket
-from server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
-from server.ipc.model import ModelKey
-from server.protocol.request import InferRequest
-from server.scheduling.order import BYPASSES
-from server.scheduling.policy import LevelPolicy, Policy
-from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import PATIENCE_S, Scheduler, Work
+from cohabit.planner.shapes import Bucket
+from cohabit.server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.scheduling.order import BYPASSES
+from cohabit.server.scheduling.policy import LevelPolicy, Policy
+from cohabit.server.scheduling.queues import Ticket
+from cohabit.server.scheduling.scheduler import PATIENCE_S, Scheduler, Work
 
 SWAP_BOUND = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2, Bucket(8): 1.3}
 COMPUTE_BOUND = {Bucket(1): 1.0, Bucket(2): 2.0, Bucket(4): 4.0, Bucket(8): 8.0}

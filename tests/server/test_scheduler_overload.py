@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from planner.shapes import Bucket
-from server.errors import QueueFull, RequestTimedOut
-from server.ipc.model import ModelKey
-from server.protocol.request import InferRequest
-from server.scheduling.queues import Ticket
-from server.scheduling.scheduler import Scheduler
+from cohabit.planner.shapes import Bucket
+from cohabit.server.errors import QueueFull, RequestTimedOut
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.scheduling.queues import Ticket
+from cohabit.server.scheduling.scheduler import Scheduler
 
 NAMES = ("a", "b", "c", "d")
 SWAP_BOUND = {Bucket(1): 8e-3, Bucket(2): 9e-3, Bucket(4): 11e-3, Bucket(8): 15e-3}

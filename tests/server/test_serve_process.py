@@ -14,8 +14,8 @@ import pytest
 from server_fakes import config, eventually, identity, serving
 from server_http import ask, infer, x
 
-from server.cli import main
-from server.engine_host import load_repository
+from cohabit.server.cli import main
+from cohabit.server.engine_host import load_repository
 
 PROGRAM = Path(__file__).with_name("drain_program.py")
 ROOT = Path(__file__).parents[2]
@@ -156,7 +156,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_garbage_collector_never_visits_what_exists_after_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = serving(identity("one", "FP32"))
-    monkeypatch.setattr("server.placement.loader.load", lambda *_: loaded)
+    monkeypatch.setattr("cohabit.server.placement.loader.load", lambda *_: loaded)
     try:
         assert load_repository([], config(), lambda *_: None) is loaded
         assert gc.get_freeze_count() > len(gc.get_objects())

@@ -7,15 +7,15 @@ import pytest
 import torch
 from google.protobuf import text_format
 
-from runtime.lowering import packing
-from runtime.options import Options
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize
-from server.errors import RepositoryError
-from server.models.options import options_of
-from server.models.prepared import warn_without_packing
-from server.models.repository import ModelSource
-from server.protocol.model_config import ModelConfig
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.options import Options
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.errors import RepositoryError
+from cohabit.server.models.options import options_of
+from cohabit.server.models.prepared import warn_without_packing
+from cohabit.server.models.repository import ModelSource
+from cohabit.server.protocol.model_config import ModelConfig
 
 
 def source(**parameters: str) -> ModelSource:

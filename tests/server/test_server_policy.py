@@ -3,10 +3,10 @@
 import pytest
 from google.protobuf import text_format
 
-from server.errors import RepositoryError
-from server.protocol.model_config import ModelConfig
-from server.scheduling.policy import LevelPolicy, Policy
-from server.scheduling.policy_config import policy_of
+from cohabit.server.errors import RepositoryError
+from cohabit.server.protocol.model_config import ModelConfig
+from cohabit.server.scheduling.policy import LevelPolicy, Policy
+from cohabit.server.scheduling.policy_config import policy_of
 
 
 def policy(text: str) -> Policy:

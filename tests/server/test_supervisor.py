@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.errors import EngineFailed, EngineUnavailable, ModelNotFound, RequestTimedOut
-from server.frontend.engine_connection import EngineConnection
-from server.frontend.memory import RequestMemory
-from server.ipc.catalog import ModelEntry, ModelState
-from server.ipc.messages import EntryChanged
-from server.ipc.model import Array, ModelKey
-from server.ipc.shared_layout import HEARTBEAT
+from cohabit.server.errors import EngineFailed, EngineUnavailable, ModelNotFound, RequestTimedOut
+from cohabit.server.frontend.engine_connection import EngineConnection
+from cohabit.server.frontend.memory import RequestMemory
+from cohabit.server.ipc.catalog import ModelEntry, ModelState
+from cohabit.server.ipc.messages import EntryChanged
+from cohabit.server.ipc.model import Array, ModelKey
+from cohabit.server.ipc.shared_layout import HEARTBEAT
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
 from tests.server.server_fakes import identity
@@ -270,10 +270,10 @@ def test_the_front_end_loads_no_computing_library(tmp_path: Path) -> None:
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from server.cli import main
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize
-from server.serve import Server
+from cohabit.server.cli import main
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.serve import Server
 
 async def start():
     folder, ports = Path({str(tmp_path)!r}), dict(http_port=0, grpc_port=0, metrics_port=0)

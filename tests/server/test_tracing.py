@@ -17,10 +17,10 @@ from server_http import ask, infer, x
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from server.errors import ConfigError
-from server.log import configure_logging
-from server.observe.request_trace import CURRENT, new_context
-from server.observe.trace_file import TraceFile
+from cohabit.server.errors import ConfigError
+from cohabit.server.log import configure_logging
+from cohabit.server.observe.request_trace import CURRENT, new_context
+from cohabit.server.observe.trace_file import TraceFile
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = f"00-{TRACE}-{PARENT}-01"

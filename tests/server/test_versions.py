@@ -13,23 +13,23 @@ from server_fakes import FakeLoaded, FakeServable, Running, identity, running, s
 from transport_fakes import FakeEngine, FakeModel
 from tritonclient.utils import InferenceServerException
 
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize
-from server.engine_host import Engine
-from server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
-from server.frontend.dataplane import DataPlane
-from server.frontend.memory import RequestMemory
-from server.ipc.catalog import Catalog, ModelEntry, ModelState
-from server.ipc.messages import RestoredModel
-from server.ipc.model import ModelFootprint, ModelInfo, ModelKey
-from server.models.prepared import _rate
-from server.models.repository import ModelSource, Unloadable
-from server.protocol.model_config import ModelConfig
-from server.protocol.request import InferRequest
-from server.protocol.shared_memory import Regions
-from server.tools.remote import tables
-from server.tools.remote.samples import parse
-from server.tools.remote.top import snapshot, view
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.engine_host import Engine
+from cohabit.server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.memory import RequestMemory
+from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
+from cohabit.server.ipc.messages import RestoredModel
+from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
+from cohabit.server.models.prepared import _rate
+from cohabit.server.models.repository import ModelSource, Unloadable
+from cohabit.server.protocol.model_config import ModelConfig
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.protocol.shared_memory import Regions
+from cohabit.server.tools.remote import tables
+from cohabit.server.tools.remote.samples import parse
+from cohabit.server.tools.remote.top import snapshot, view
 
 VERSIONS = (1, 2, 10)
 X = np.array([[1, 2, 3, 4]], np.float32)

@@ -11,12 +11,12 @@ from google.protobuf import text_format
 from server_fakes import FakeServable, tensors
 from test_compute_lane import lane_of
 
-from server.errors import InvalidRequest, RepositoryError
-from server.file_state import FileState
-from server.ipc.model import Array, ModelInfo
-from server.models.repository import ModelSource, Unloadable, scan
-from server.placement.warmup import warm_up
-from server.protocol.model_config import ModelConfig
+from cohabit.server.errors import InvalidRequest, RepositoryError
+from cohabit.server.file_state import FileState
+from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.models.repository import ModelSource, Unloadable, scan
+from cohabit.server.placement.warmup import warm_up
+from cohabit.server.protocol.model_config import ModelConfig
 
 INPUTS = (("x", "FP32", (2,)), ("ids", "INT64", (3,)))
 

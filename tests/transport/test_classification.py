@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 from server_http import infer, x
 from transport_fakes import Ports
 
-from server.ipc.model import TensorSpec
-from server.protocol.classification import classify
+from cohabit.server.ipc.model import TensorSpec
+from cohabit.server.protocol.classification import classify
 
 
 def texts(array: np.ndarray[Any, Any]) -> list[str]:

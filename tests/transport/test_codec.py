@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from planner.shapes import Dimension, DynamicShape
-from server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
-from server.http.codec import decode_request, encode_response, parse_header_length
-from server.ipc.model import Array, ModelInfo, TensorSpec
-from server.protocol import json_numbers
-from server.protocol.datatypes import BINARY_ONLY, DTYPES
-from server.protocol.request import InferRequest, respond
-from server.protocol.shared_memory import Regions, RegionUse
+from cohabit.planner.shapes import Dimension, DynamicShape
+from cohabit.server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
+from cohabit.server.http.codec import decode_request, encode_response, parse_header_length
+from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
+from cohabit.server.protocol import json_numbers
+from cohabit.server.protocol.datatypes import BINARY_ONLY, DTYPES
+from cohabit.server.protocol.request import InferRequest, respond
+from cohabit.server.protocol.shared_memory import Regions, RegionUse
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -9,11 +9,11 @@ import pytest
 from server_http import ask, infer, x
 from transport_fakes import Gate, Ports, identity, running
 
-from server.errors import ConfigError
-from server.frontend import listening
-from server.http import body as body_module
-from server.http.app import make_metrics_app
-from server.http.server import HttpServer
+from cohabit.server.errors import ConfigError
+from cohabit.server.frontend import listening
+from cohabit.server.http import body as body_module
+from cohabit.server.http.app import make_metrics_app
+from cohabit.server.http.server import HttpServer
 
 KIB, MIB = 1 << 10, 1 << 20
 INFER = json.dumps({"inputs": [x()]}).encode()

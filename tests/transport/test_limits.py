@@ -17,9 +17,9 @@ from server_http import ask, infer, x
 from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize
-from server.errors import (
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.errors import (
     ClientTooSlow,
     ConfigError,
     InvalidRequest,
@@ -28,14 +28,14 @@ from server.errors import (
     QueueFull,
     RequestError,
 )
-from server.grpc.codec import parse_request
-from server.grpc.errors import CODES
-from server.grpc.handlers import MOST_CALLS
-from server.grpc.server import GrpcServer
-from server.http.codec import decode_request
-from server.http.errors import STATUS
-from server.ipc.model import Array
-from server.protocol.shared_memory import RegionUse
+from cohabit.server.grpc.codec import parse_request
+from cohabit.server.grpc.errors import CODES
+from cohabit.server.grpc.handlers import MOST_CALLS
+from cohabit.server.grpc.server import GrpcServer
+from cohabit.server.http.codec import decode_request
+from cohabit.server.http.errors import STATUS
+from cohabit.server.ipc.model import Array
+from cohabit.server.protocol.shared_memory import RegionUse
 
 MIB = 1 << 20
 INFER = "/inference.GRPCInferenceService/ModelInfer"

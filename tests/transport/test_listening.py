@@ -11,10 +11,10 @@ import pytest
 from transport_fakes import Ports, identity, running
 from tritonclient.grpc.service_pb2 import ServerLiveResponse
 
-from server.errors import ConfigError
-from server.frontend.listening import TlsFiles, address_of, without_covered
-from server.http.app import make_metrics_app
-from server.http.server import HttpServer
+from cohabit.server.errors import ConfigError
+from cohabit.server.frontend.listening import TlsFiles, address_of, without_covered
+from cohabit.server.http.app import make_metrics_app
+from cohabit.server.http.server import HttpServer
 
 LIVE = ServerLiveResponse(live=True).SerializeToString()
 

@@ -16,8 +16,8 @@ from server_http import HEADER_LENGTH, ask, infer
 from transport_fakes import Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from server.errors import RepositoryError
-from server.protocol.model_config import read_config
+from cohabit.server.errors import RepositoryError
+from cohabit.server.protocol.model_config import read_config
 
 ROUNDS = 400
 FORESEEN = {

@@ -12,9 +12,9 @@ from jsonschema import Draft202012Validator
 from server_http import ask
 from transport_fakes import Ports, identity, running
 
-from server.frontend.dataplane import DataPlane
-from server.http.endpoints import endpoints
-from server.http.openapi import document
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.http.endpoints import endpoints
+from cohabit.server.http.openapi import document
 
 ENDPOINTS = list(endpoints(cast(DataPlane, None), 0))
 DOCUMENT = document("0", ENDPOINTS)

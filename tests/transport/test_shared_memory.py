@@ -14,8 +14,8 @@ from server_http import ask, infer, x
 from transport_fakes import Gate, Ports, identity, running
 from tritonclient.utils import InferenceServerException
 
-from server.errors import InvalidRequest, RegionNotFound
-from server.protocol.shared_memory import Regions, SystemRequest, open_region
+from cohabit.server.errors import InvalidRequest, RegionNotFound
+from cohabit.server.protocol.shared_memory import Regions, SystemRequest, open_region
 
 A = np.arange(4, dtype=np.float32).reshape(1, 4)
 B = np.full((1, 4), 0.5, np.float32)

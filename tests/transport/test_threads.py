@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from server.frontend.threads import call
+from cohabit.server.frontend.threads import call
 
 
 async def test_a_cancelled_caller_waits_for_its_thread() -> None:

@@ -13,23 +13,23 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from server.config.config import ServeConfig
-from server.config.sizes import FixedSize
-from server.errors import ExecutionFailed, InvalidRequest, RequestError
-from server.frontend.dataplane import DataPlane
-from server.frontend.memory import Lease, RequestMemory
-from server.grpc.server import GrpcServer
-from server.http.app import make_app
-from server.http.server import HttpServer
-from server.ipc.catalog import Catalog, ModelEntry, ModelState
-from server.ipc.execution import ExecutionTiming, InferResult
-from server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
-from server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
-from server.observe.access import OPEN, Access
-from server.observe.settings import LogSettings
-from server.protocol.datatypes import float32_of_bf16
-from server.protocol.request import InferRequest
-from server.protocol.shared_memory import Regions, no_system, open_region
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.errors import ExecutionFailed, InvalidRequest, RequestError
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.grpc.server import GrpcServer
+from cohabit.server.http.app import make_app
+from cohabit.server.http.server import HttpServer
+from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
+from cohabit.server.ipc.execution import ExecutionTiming, InferResult
+from cohabit.server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
+from cohabit.server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
+from cohabit.server.observe.access import OPEN, Access
+from cohabit.server.observe.settings import LogSettings
+from cohabit.server.protocol.datatypes import float32_of_bf16
+from cohabit.server.protocol.request import InferRequest
+from cohabit.server.protocol.shared_memory import Regions, no_system, open_region
 
 MIB = 1 << 20
 

@@ -17,10 +17,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Bools, Floats, Ints
-from planner.compiled import compiled
-from planner.papers.beaumont.layers import LayerChain
-from planner.papers.beaumont.offload import relaxed_s, turn_s, whole
+from cohabit.planner.arrays import Bools, Floats, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.papers.beaumont.layers import LayerChain
+from cohabit.planner.papers.beaumont.offload import relaxed_s, turn_s, whole
 
 Offloaded = tuple[bool, ...]
 

@@ -23,11 +23,11 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.lifetimes import Lifespan, lifespans, live_bytes
-from planner.papers.beaumont.layers import LayerChain
-from planner.profile import Link, Profile
-from planner.sequence.gaps import Gap, Gaps
+from cohabit.planner.arrays import Ints
+from cohabit.planner.lifetimes import Lifespan, lifespans, live_bytes
+from cohabit.planner.papers.beaumont.layers import LayerChain
+from cohabit.planner.profile import Link, Profile
+from cohabit.planner.sequence.gaps import Gap, Gaps
 
 SMALL_SHARE: Final = 0.02
 

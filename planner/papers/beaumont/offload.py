@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from planner.papers.beaumont.layers import LayerChain
+from cohabit.planner.papers.beaumont.layers import LayerChain
 
 
 def greedy(chain: LayerChain, memory_bytes: float) -> tuple[bool, ...]:

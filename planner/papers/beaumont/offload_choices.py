@@ -12,12 +12,19 @@ from typing import Final
 
 import numpy as np
 
-from planner.papers.beaumont.grouping import Grouped, alive_bytes, grouped, short_layers, turn, virtual_layers
-from planner.papers.beaumont.layers import LayerChain
-from planner.papers.beaumont.offload import relaxed_s
-from planner.papers.beaumont.prefetching import WeightChain, fetching_s
-from planner.problem import Problem
-from planner.sequence.gaps import Fate, Gap, Gaps
+from cohabit.planner.papers.beaumont.grouping import (
+    Grouped,
+    alive_bytes,
+    grouped,
+    short_layers,
+    turn,
+    virtual_layers,
+)
+from cohabit.planner.papers.beaumont.layers import LayerChain
+from cohabit.planner.papers.beaumont.offload import relaxed_s
+from cohabit.planner.papers.beaumont.prefetching import WeightChain, fetching_s
+from cohabit.planner.problem import Problem
+from cohabit.planner.sequence.gaps import Fate, Gap, Gaps
 
 SHORT_LAYERS: Final = 200
 CHAIN_SHARES: Final = (1.0, 0.3, 0.1, 0.02)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.arrays import Bools, Ints
-from planner.compiled import compiled
-from planner.papers.beaumont.dynprog import GRID_UNITS, rounded
+from cohabit.planner.arrays import Bools, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.papers.beaumont.dynprog import GRID_UNITS, rounded
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Final
 
-from planner.papers.beaumont.dynprog import optima
-from planner.papers.beaumont.offload import greedy
-from planner.papers.beaumont.offload_choices import BEST, Choice, Chooser, Keep, Offload
-from planner.papers.beaumont.prefetching import WeightChain, best, eager
-from planner.plan import Plan
-from planner.problem import Cost, Problem
-from planner.search.searcher import Searcher
-from planner.sequence.delayed_drops import delay_drops
-from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.no_wait import fit, no_wait
-from planner.sequence.sequence import Action, plan_of
-from planner.sequence.serial import require_single_budget, serial_plan
-from planner.simulate import simulate
+from cohabit.planner.papers.beaumont.dynprog import optima
+from cohabit.planner.papers.beaumont.offload import greedy
+from cohabit.planner.papers.beaumont.offload_choices import BEST, Choice, Chooser, Keep, Offload
+from cohabit.planner.papers.beaumont.prefetching import WeightChain, best, eager
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Cost, Problem
+from cohabit.planner.search.searcher import Searcher
+from cohabit.planner.sequence.delayed_drops import delay_drops
+from cohabit.planner.sequence.gaps import Fate, Gaps
+from cohabit.planner.sequence.no_wait import fit, no_wait
+from cohabit.planner.sequence.sequence import Action, plan_of
+from cohabit.planner.sequence.serial import require_single_budget, serial_plan
+from cohabit.planner.simulate import simulate
 
 SHARES: Final = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
 """Of the memory, what a choice assumes to have; the rest is for fragmentation."""

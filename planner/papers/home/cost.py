@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Floats, Ints
-from planner.compiled import compiled
-from planner.profile import Profile
-from planner.sequence.alap import (
+from cohabit.planner.arrays import Floats, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.profile import Profile
+from cohabit.planner.sequence.alap import (
     CHANGES,
     COMPUTE,
     DROP,
@@ -29,8 +29,8 @@ from planner.sequence.alap import (
     Tables,
     alap,
 )
-from planner.sequence.gaps import Gaps
-from planner.sequence.no_wait import hastened
+from cohabit.planner.sequence.gaps import Gaps
+from cohabit.planner.sequence.no_wait import hastened
 
 TOO_MUCH_S: Final = 1e9
 """Cost of fates that need too much memory, for each memory's worth that they need."""

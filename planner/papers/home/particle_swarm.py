@@ -23,16 +23,16 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.compiled import compiled
-from planner.papers.home.cost import evaluate, seconds
-from planner.plan import Plan
-from planner.problem import Cost, Problem
-from planner.search.searcher import Searcher
-from planner.sequence.alap import COMPUTE, KEEP, SWAP, SWAP_IN, Codes, Tables, alap, tables
-from planner.sequence.gaps import Fate, Gaps
-from planner.sequence.no_wait import fit
-from planner.sequence.serial import require_single_budget, serial_plan
+from cohabit.planner.arrays import Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.papers.home.cost import evaluate, seconds
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Cost, Problem
+from cohabit.planner.search.searcher import Searcher
+from cohabit.planner.sequence.alap import COMPUTE, KEEP, SWAP, SWAP_IN, Codes, Tables, alap, tables
+from cohabit.planner.sequence.gaps import Fate, Gaps
+from cohabit.planner.sequence.no_wait import fit
+from cohabit.planner.sequence.serial import require_single_budget, serial_plan
 
 PARTICLES: Final = 12
 ITERATIONS: Final = 8

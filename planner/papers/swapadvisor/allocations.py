@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.papers.swapadvisor.pools import TensorSizes, object_bytes
+from cohabit.planner.arrays import Ints
+from cohabit.planner.papers.swapadvisor.pools import TensorSizes, object_bytes
 
 SPREAD: Final = 0.25
 """Standard deviation of a mutated count, as a share of the count; at least one object. The paper gives no number."""

@@ -5,9 +5,9 @@ from typing import Final, Literal, TypeVar
 
 import numpy as np
 
-from planner.arrays import Floats
-from planner.problem import Cost
-from planner.search.searcher import Searcher
+from cohabit.planner.arrays import Floats
+from cohabit.planner.problem import Cost
+from cohabit.planner.search.searcher import Searcher
 
 Selection = Literal["elitist", "softmax"]
 """Who survives. `softmax` is equation 1 to the letter: a member that is 30 % slower than the best has 0.74 of its

@@ -19,15 +19,20 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.papers.swapadvisor import pool_lanes
-from planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
-from planner.papers.swapadvisor.evolution import Evolution, Selection
-from planner.papers.swapadvisor.pools import MemoryPool, pool_of, uses_of
-from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
-from planner.plan import Plan
-from planner.problem import UNFIT, Cost, Problem
-from planner.sequence.serial import require_single_budget, serial_plan
+from cohabit.planner.arrays import Ints
+from cohabit.planner.papers.swapadvisor import pool_lanes
+from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
+from cohabit.planner.papers.swapadvisor.evolution import Evolution, Selection
+from cohabit.planner.papers.swapadvisor.pools import MemoryPool, pool_of, uses_of
+from cohabit.planner.papers.swapadvisor.schedules import (
+    cross_schedules,
+    mutate_schedule,
+    precedence,
+    random_schedule,
+)
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import UNFIT, Cost, Problem
+from cohabit.planner.sequence.serial import require_single_budget, serial_plan
 
 POPULATION: Final = 48
 MUTATION: Final = 0.1

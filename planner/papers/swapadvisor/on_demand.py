@@ -16,14 +16,14 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.compiled import compiled
-from planner.graph import Graph
-from planner.plan import Plan
-from planner.problem import Problem
-from planner.search.searcher import Searcher
-from planner.sequence.sequence import Action, compute, drop, plan_of, swap_in, swap_out
-from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
+from cohabit.planner.arrays import Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.search.searcher import Searcher
+from cohabit.planner.sequence.sequence import Action, compute, drop, plan_of, swap_in, swap_out
+from cohabit.planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 
 SHARES: Final = (1.0, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the decisions assume to have; the rest is for fragmentation."""

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.compiled import compiled
-from planner.graph import Graph
-from planner.papers.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SCRATCH, SwapLog
-from planner.papers.swapadvisor.pool_swaps import plan_swaps
-from planner.papers.swapadvisor.pools import VALUE, MemoryPool, OpUses
-from planner.plan import Plan
-from planner.problem import UNFIT, Cost, Problem
-from planner.sequence.plan_writer import PlanWriter
-from planner.simulate import (
+from cohabit.planner.arrays import Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.graph import Graph
+from cohabit.planner.papers.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SCRATCH, SwapLog
+from cohabit.planner.papers.swapadvisor.pool_swaps import plan_swaps
+from cohabit.planner.papers.swapadvisor.pools import VALUE, MemoryPool, OpUses
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import UNFIT, Cost, Problem
+from cohabit.planner.sequence.plan_writer import PlanWriter
+from cohabit.planner.simulate import (
     COMPUTE,
     NOTHING,
     SWAP_IN,

@@ -8,9 +8,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arrays import Ints
-from planner.compiled import compiled
-from planner.papers.swapadvisor.pools import NO_SIZE, VALUE, OpUses
+from cohabit.planner.arrays import Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.papers.swapadvisor.pools import NO_SIZE, VALUE, OpUses
 
 Table = NDArray[Any]
 

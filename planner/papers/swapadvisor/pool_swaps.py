@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Bools, Floats, Ints
-from planner.compiled import compiled
-from planner.papers.swapadvisor.pool_state import (
+from cohabit.planner.arrays import Bools, Floats, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.papers.swapadvisor.pool_state import (
     BUSY,
     FREE,
     FRESH,
@@ -37,7 +37,7 @@ from planner.papers.swapadvisor.pool_state import (
     save,
     take_free,
 )
-from planner.papers.swapadvisor.pools import CONSTANT, NO_SIZE, STATE, VALUE, OpUses
+from cohabit.planner.papers.swapadvisor.pools import CONSTANT, NO_SIZE, STATE, VALUE, OpUses
 
 _MOST_PASSES: Final = 8
 _CLOSE: Final = 1 - 1e-9

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from planner.arrays import Bools, Floats, Ints, ints
-from planner.graph import SCRATCH_ALIGNMENT, Graph
-from planner.profile import Profile
+from cohabit.planner.arrays import Bools, Floats, Ints, ints
+from cohabit.planner.graph import SCRATCH_ALIGNMENT, Graph
+from cohabit.planner.profile import Profile
 
 CONSTANT: Final = 0
 STATE: Final = 1

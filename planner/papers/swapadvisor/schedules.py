@@ -9,10 +9,10 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from planner.arrays import Bools, Floats, Ints
-from planner.compiled import compiled
-from planner.graph import Graph
-from planner.order import predecessors
+from cohabit.planner.arrays import Bools, Floats, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.graph import Graph
+from cohabit.planner.order import predecessors
 
 
 @dataclass(frozen=True)

@@ -19,23 +19,28 @@ from typing import Final
 
 import numpy as np
 
-from planner.arrays import Bools, Ints
-from planner.compiled import compiled
-from planner.errors import InfeasibleBudget
-from planner.layout.feasible import PAGE_BYTES
-from planner.order import predecessors
-from planner.papers.swapadvisor.evolution import Evolution
-from planner.papers.swapadvisor.schedules import cross_schedules, mutate_schedule, precedence, random_schedule
-from planner.plan import Plan
-from planner.problem import UNFIT, Cost, Problem
-from planner.streaming import stream
-from planner.streaming.anneal import FITS, LINK_WEIGHT, Critical, changed, critical
-from planner.streaming.emit import emit
-from planner.streaming.op_orders import OpOrder, OpOrders, in_order
-from planner.streaming.page_map import NOWHERE
-from planner.streaming.searcher import is_perfect
-from planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, homes, play, uniform
-from planner.streaming.workload import Arrays
+from cohabit.planner.arrays import Bools, Ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.layout.feasible import PAGE_BYTES
+from cohabit.planner.order import predecessors
+from cohabit.planner.papers.swapadvisor.evolution import Evolution
+from cohabit.planner.papers.swapadvisor.schedules import (
+    cross_schedules,
+    mutate_schedule,
+    precedence,
+    random_schedule,
+)
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import UNFIT, Cost, Problem
+from cohabit.planner.streaming import stream
+from cohabit.planner.streaming.anneal import FITS, LINK_WEIGHT, Critical, changed, critical
+from cohabit.planner.streaming.emit import emit
+from cohabit.planner.streaming.op_orders import OpOrder, OpOrders, in_order
+from cohabit.planner.streaming.page_map import NOWHERE
+from cohabit.planner.streaming.searcher import is_perfect
+from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, homes, play, uniform
+from cohabit.planner.streaming.workload import Arrays
 
 POPULATION: Final = 48
 GENERATIONS: Final = 60

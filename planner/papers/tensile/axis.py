@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from planner.graph import Graph, TensorKind
-from planner.papers.tensile.channel import TransferSpan
-from planner.profile import Link, Profile
+from cohabit.planner.graph import Graph, TensorKind
+from cohabit.planner.papers.tensile.channel import TransferSpan
+from cohabit.planner.profile import Link, Profile
 
 NS_PER_S: Final = 10**9
 

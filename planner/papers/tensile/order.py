@@ -7,9 +7,9 @@ memory holds at every action what the schedule says for that time.
 from collections.abc import Iterator
 from typing import Final
 
-from planner.papers.tensile.axis import Axis, TensorAccesses
-from planner.sequence.gaps import START, Fate, Gaps
-from planner.sequence.sequence import Action, ActionKind, compute, drop, swap_in, swap_out
+from cohabit.planner.papers.tensile.axis import Axis, TensorAccesses
+from cohabit.planner.sequence.gaps import START, Fate, Gaps
+from cohabit.planner.sequence.sequence import Action, ActionKind, compute, drop, swap_in, swap_out
 
 _ORDER: Final = (ActionKind.SWAP_OUT, ActionKind.DROP, ActionKind.SWAP_IN, ActionKind.COMPUTE)
 """Of actions at one time."""

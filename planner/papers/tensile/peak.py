@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.papers.tensile.axis import Axis, TensorAccesses
+from cohabit.planner.papers.tensile.axis import Axis, TensorAccesses
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ Sections of the paper, and where it leaves something open or contradicts itself:
 
 from typing import Final
 
-from planner.graph import Graph
-from planner.papers.tensile.axis import AccessGap, Axis, TensorAccesses
-from planner.papers.tensile.channel import Channel, TransferSpan
-from planner.papers.tensile.peak import MemoryUsage, Peak
-from planner.profile import Profile
+from cohabit.planner.graph import Graph
+from cohabit.planner.papers.tensile.axis import AccessGap, Axis, TensorAccesses
+from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
+from cohabit.planner.papers.tensile.peak import MemoryUsage, Peak
+from cohabit.planner.profile import Profile
 
 PATIENCE: Final = 100
 """Iterations after which a schedule that improves too little is given up."""

@@ -10,16 +10,16 @@ from functools import cache
 from itertools import islice
 from typing import Final
 
-from planner.papers.tensile.axis import Axis
-from planner.papers.tensile.order import actions_of, fates_of
-from planner.papers.tensile.schedule import TensileSchedule
-from planner.plan import Plan
-from planner.problem import Cost, Problem
-from planner.search.searcher import Searcher
-from planner.sequence.gaps import Gaps
-from planner.sequence.no_wait import fit
-from planner.sequence.sequence import plan_of
-from planner.sequence.serial import least_bytes, require_single_budget, serial_plan
+from cohabit.planner.papers.tensile.axis import Axis
+from cohabit.planner.papers.tensile.order import actions_of, fates_of
+from cohabit.planner.papers.tensile.schedule import TensileSchedule
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Cost, Problem
+from cohabit.planner.search.searcher import Searcher
+from cohabit.planner.sequence.gaps import Gaps
+from cohabit.planner.sequence.no_wait import fit
+from cohabit.planner.sequence.sequence import plan_of
+from cohabit.planner.sequence.serial import least_bytes, require_single_budget, serial_plan
 
 SHARES: Final = (1.0, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """Of the memory, what the schedule assumes to have; the rest is for fragmentation."""

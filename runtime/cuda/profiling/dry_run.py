@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from planner.errors import format_bytes
-from planner.graph import Graph
-from planner.plan import Compute, Drop, Step, SwapIn
-from runtime.cuda.api import AllocatorPool
-from runtime.cuda.issue import Streams
-from runtime.errors import MemoryExceeded
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Compute, Drop, Step, SwapIn
+from cohabit.runtime.cuda.api import AllocatorPool
+from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.errors import MemoryExceeded
 
 SMALL_SEGMENT_BYTES = 2 << 20
 """The size of torch's segments for tensors of up to 1 MiB."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from planner.shapes import Bucket
-from runtime.lowering.fused_ops import PLAIN
-from runtime.lowering.lower import Lowered
-from runtime.lowering.trace import Instruction
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.lowering.fused_ops import PLAIN
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.trace import Instruction
 
 _log = logging.getLogger("cohabit.cuda")
 

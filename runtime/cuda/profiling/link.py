@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from planner.profile import Link
-from runtime.cuda.api import Stream
-from runtime.cuda.issue import Streams
-from runtime.cuda.stores import PinnedMemory
+from cohabit.planner.profile import Link
+from cohabit.runtime.cuda.api import Stream
+from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.stores import PinnedMemory
 
 _COPY_BYTES = 4 << 20
 """Size of a copy as programs have them."""

@@ -11,24 +11,24 @@ from pathlib import Path
 import msgspec
 import torch
 
-from planner import cache_file
-from planner.errors import FormatError
-from planner.graph import Graph, decode_as, fingerprint
-from planner.lifetimes import peak_activation_bytes
-from planner.plan import Plan
-from planner.profile import Link, Profile
-from planner.shapes import Bucket
-from runtime.backend import DeviceBackend, OnProgress
-from runtime.binding.program import Bases
-from runtime.cuda.issue import Streams
-from runtime.cuda.profiling.fusion_probe import refused_ops, with_plain, with_probes
-from runtime.cuda.profiling.link import LinkBench
-from runtime.cuda.profiling.scratch import kernel_scratch, wasted_bytes, with_scratch
-from runtime.cuda.program import CudaProgram
-from runtime.cuda.stores import PinnedMemory
-from runtime.lowering.lower import Lowered
-from runtime.memory import HostStore
-from runtime.profiling.profile import resident_plan
+from cohabit.planner import cache_file
+from cohabit.planner.errors import FormatError
+from cohabit.planner.graph import Graph, decode_as, fingerprint
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Link, Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import DeviceBackend, OnProgress
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.profiling.fusion_probe import refused_ops, with_plain, with_probes
+from cohabit.runtime.cuda.profiling.link import LinkBench
+from cohabit.runtime.cuda.profiling.scratch import kernel_scratch, wasted_bytes, with_scratch
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.stores import PinnedMemory
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.memory import HostStore
+from cohabit.runtime.profiling.profile import resident_plan
 
 FORMAT_VERSION = 2
 CudaDevice = DeviceBackend[CudaProgram]

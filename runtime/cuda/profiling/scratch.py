@@ -11,19 +11,19 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from planner.graph import Graph, aligned
-from planner.lifetimes import peak_activation_bytes
-from planner.plan import Compute
-from planner.shapes import Bucket
-from runtime.cuda.arena import CudaArena
-from runtime.cuda.inference import issue_inference
-from runtime.cuda.issue import Streams
-from runtime.cuda.pool_range import ALIGNMENT_BYTES
-from runtime.cuda.profiling.dry_run import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pools
-from runtime.cuda.program import CudaProgram
-from runtime.cuda.schedule import Kernels, Work
-from runtime.errors import MemoryExceeded
-from runtime.lowering.lower import Lowered
+from cohabit.planner.graph import Graph, aligned
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.plan import Compute
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.cuda.arena import CudaArena
+from cohabit.runtime.cuda.inference import issue_inference
+from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.pool_range import ALIGNMENT_BYTES
+from cohabit.runtime.cuda.profiling.dry_run import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pools
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.schedule import Kernels, Work
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.lowering.lower import Lowered
 
 
 def with_scratch(lowered: Lowered, bucket: Bucket, scratch: Sequence[int]) -> Lowered:

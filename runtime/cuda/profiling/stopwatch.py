@@ -1,10 +1,10 @@
 """Times every command of one inference on the device, and makes a timeline of it."""
 
-from planner.timeline import Span, Timeline
-from runtime.cuda.api import Driver, Event
-from runtime.cuda.issue import Perform
-from runtime.cuda.program import CudaProgram
-from runtime.cuda.schedule import Copy, Empty, Kernels, Refill, Return, Save, Work
+from cohabit.planner.timeline import Span, Timeline
+from cohabit.runtime.cuda.api import Driver, Event
+from cohabit.runtime.cuda.issue import Perform
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.schedule import Copy, Empty, Kernels, Refill, Return, Save, Work
 
 
 class CudaStopwatch:

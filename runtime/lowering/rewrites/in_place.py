@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from runtime.lowering import packing
-from runtime.lowering.fused_ops import FUSED_OPS
-from runtime.lowering.model import FxModel, same_form
-from runtime.lowering.rewrites.slicing import CONVOLUTIONS
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.fused_ops import FUSED_OPS
+from cohabit.runtime.lowering.model import FxModel, same_form
+from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS
 
 aten = torch.ops.aten
 

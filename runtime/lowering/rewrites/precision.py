@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from runtime.lowering.model import FxModel
-from runtime.options import Options
+from cohabit.runtime.lowering.model import FxModel
+from cohabit.runtime.options import Options
 
 
 def apply_options(model: FxModel, options: Options) -> None:

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from runtime.lowering.fusion import ACTIVATIONS
-from runtime.lowering.model import FxModel
+from cohabit.runtime.lowering.fusion import ACTIVATIONS
+from cohabit.runtime.lowering.model import FxModel
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from server.errors import ConfigError, RemoteError
-from server.tools.remote.samples import Samples, parse
+from cohabit.server.errors import ConfigError, RemoteError
+from cohabit.server.tools.remote.samples import Samples, parse
 
 _METRICS_PORT = 8002
 _MOST_BYTES = 64 << 20

@@ -6,9 +6,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from planner.errors import format_bytes
-from server.tools.format import make_table
-from server.tools.remote.samples import Samples
+from cohabit.planner.errors import format_bytes
+from cohabit.server.tools.format import make_table
+from cohabit.server.tools.remote.samples import Samples
 
 NOTHING = "-"
 _STATES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "UNAVAILABLE": "red"}

@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from planner.errors import format_bytes
-from server.tools.format import make_table
-from server.tools.remote.samples import Samples
-from server.tools.remote.tables import NOTHING, bytes_cell, share_cell
+from cohabit.planner.errors import format_bytes
+from cohabit.server.tools.format import make_table
+from cohabit.server.tools.remote.samples import Samples
+from cohabit.server.tools.remote.tables import NOTHING, bytes_cell, share_cell
 
 Snapshot = dict[str, Any]
 """Figures by name; those of each model in a list `models`. None is a figure that the server does not report."""

@@ -1,0 +1,1 @@
+"""Serve many models from one device whose memory cannot hold them all."""
