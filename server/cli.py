@@ -45,6 +45,8 @@ _EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for a wrong command line."""
+    if argv is None:  # this process is the command's own
+        os.environ["PYTHONSAFEPATH"] = "1"  # its children import nothing from the folder that they are started in
     code = _run(argv)
     if argv is None and any(thread.daemon and thread.is_alive() for thread in threading.enumerate()):
         # A thread of an interrupted load or a hung device cannot be ended; do not wait for it.
@@ -57,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     errors = Console(file=sys.stderr, highlight=False)
-    os.environ["PYTHONSAFEPATH"] = "1"  # no process of ours imports what lies in the folder that it is started in
     try:
         return int(options.run(options, errors))
     except CohabitError as error:
@@ -113,6 +114,7 @@ async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = Server(config)
+    is_failed = False
     if config.token_files or config.control_token_files:
         loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(server.tokens.reread()))
     try:
@@ -124,13 +126,16 @@ async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
             await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             _report(server, loading.result(), console)
-            await stopped
+            failed = asyncio.create_task(server.failed())
+            await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+            is_failed = failed.done()
+            failed.cancel()
             console.print("stopping: answering the requests in flight")
         else:
             loading.cancel()
     finally:
         clean = await server.stop()
-    return 0 if clean else EXIT_FAILED
+    return 0 if clean and not is_failed else EXIT_FAILED
 
 
 def _shown_by(status: "Status", console: Console) -> "OnProgress":

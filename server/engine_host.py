@@ -15,7 +15,6 @@ from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.execution import InferResult
-from cohabit.server.ipc.messages import RestoredModel
 from cohabit.server.ipc.model import DeviceUse
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.models.registry import Registry
@@ -95,9 +94,12 @@ class Engine:
         """Whether loading at the start has finished, perhaps with failures."""
 
     async def start(
-        self, on_progress: OnProgress = lambda model, stage: None, restored: Sequence[RestoredModel] | None = None
+        self, on_progress: OnProgress = lambda model, stage: None, before: Sequence[ModelEntry] | None = None
     ) -> str:
-        """Load the repository, and return the memory map. `restored` has the models to load after a restart.
+        """Load the repository, and return the memory map.
+
+        After a restart, `before` is the catalog of the process before. Its READY models are loaded. No others are:
+        they would hold up those that are served, and clients know that they have to be loaded again.
 
         Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if no model could be loaded.
         """
@@ -105,8 +107,11 @@ class Engine:
         config = self._config
         found = by_name(scan(config.repository, may_be_empty=config.model_control != "none"))
         self._refuse_unknown(found.keys())
-        chosen = self._wanted(found) if restored is None else self._restored(restored)
+        chosen = self._wanted(found) if before is None else self._served(before)
         sources = self._register(found.keys(), [entry for versions in chosen.values() for entry in versions])
+        for entry in before or ():
+            if entry.version is not None and not entry.is_ready:
+                self.registry.restored(entry)
 
         def progress(model: str, stage: str) -> None:
             if self._stopping:
@@ -117,7 +122,9 @@ class Engine:
         memory_map = loaded.memory_map  # as everything was placed
         await self._adopt(loaded, sources)
         if config.model_control == "poll":
-            poller = Poller(config.repository, self.lifecycle, self.registry, found | chosen)
+            interrupted = {entry.name for entry in before or () if entry.state is ModelState.LOADING}
+            seen = {name: versions for name, versions in (found | chosen).items() if name not in interrupted}
+            poller = Poller(config.repository, self.lifecycle, self.registry, seen)
             self._periodic.append(asyncio.create_task(poller.run(config.poll_interval_s)))
         if config.plans_later and config.device == "cpu" and loaded.placement is not None:
             from cohabit.server.placement.profile_watch import ProfileWatch  # imports torch, as the loader has
@@ -127,7 +134,7 @@ class Engine:
         nothing = (
             bool(sources) and not any(entry.is_ready for entry in self.registry) and config.model_control == "none"
         )
-        if nothing or (failed and config.exit_on_error):
+        if nothing or (failed and config.exit_on_error and before is None):
             reasons = "; ".join(f"{_shown(entry)}: {entry.reason}" for entry in failed)
             which = "no model" if nothing else "not every model"
             raise StartFailed(f"{which} of {config.repository} could be loaded: {reasons}")
@@ -170,11 +177,12 @@ class Engine:
             return dict(found)
         return {name: versions for name, versions in found.items() if name in self._config.load_models}
 
-    def _restored(self, restored: Sequence[RestoredModel]) -> dict[str, list[Found]]:
-        """Find the versions again that were served before, with the configurations that clients had sent."""
+    def _served(self, before: Sequence[ModelEntry]) -> dict[str, list[Found]]:
+        """Find the versions again that were READY before, with the configurations that clients had sent."""
         groups: dict[tuple[str, bytes | None], list[int]] = {}
-        for old in restored:
-            groups.setdefault((old.model.name, old.config), []).append(old.model.version)
+        for old in before:
+            if old.is_ready:
+                groups.setdefault((old.name, old.config_override), []).append(old.key.version)
         found: list[Found] = []
         for (name, config), numbers in groups.items():
             override = None if config is None else ModelConfig.FromString(config)

@@ -1,7 +1,7 @@
 """The engine's process: it listens for front ends on a Unix socket and executes their requests.
 
-Started by the supervisor as `python -m cohabit.server.engine_process DESCRIPTOR`, with an inherited listening socket.
-It ends with the front end that supervises it.
+Started by the supervisor as `python -m cohabit.server.engine_process CONNECTION LISTENER`, with two inherited sockets:
+a connection to the supervisor, with which it ends, and one on which it listens for further front ends.
 """
 
 import asyncio
@@ -167,7 +167,11 @@ class FrontendConnection:
 class EngineService:
     """Accepts front ends, and runs one engine for all of them. Event loop's thread only."""
 
-    def __init__(self, listener: socket.socket, make_engine: Callable[..., Engine] = Engine) -> None:
+    def __init__(
+        self, connection: socket.socket, listener: socket.socket, make_engine: Callable[..., Engine] = Engine
+    ) -> None:
+        """`connection` leads to the front end that supervises the engine; others connect to `listener`."""
+        self._connection = connection
         self._listener = listener
         self._make_engine = make_engine
         self._engine: Engine | None = None
@@ -189,6 +193,7 @@ class EngineService:
 
     async def run(self) -> None:
         """Serve until the supervising front end sends Stop or disconnects."""
+        self._supervisor = await self._adopt(self._connection)
         tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._beat())]
         await self._ended.wait()
         for task in tasks:
@@ -206,7 +211,6 @@ class EngineService:
         """Handle a message that concerns the engine as a whole."""
         match message:
             case messages.Start():
-                self._supervisor = frontend
                 self._starting = asyncio.create_task(self._start(message))
             case messages.Stop():
                 if frontend is self._supervisor:
@@ -221,10 +225,14 @@ class EngineService:
         self._listener.setblocking(False)
         while True:
             connection, _ = await loop.sock_accept(self._listener)
-            await self._adopt(connection)
+            try:
+                await self._adopt(connection)
+            except OSError as error:  # it has ended since it connected
+                connection.close()
+                _log.warning("a front end could not connect", extra={"fields": {"reason": str(error)}})
 
-    async def _adopt(self, connection: socket.socket) -> None:
-        """Accept a front end that has connected, and send it the present state."""
+    async def _adopt(self, connection: socket.socket) -> FrontendConnection:
+        """Accept a front end that has connected, and send it the present state. Raises OSError."""
         frontend = FrontendConnection(self, await asyncio.to_thread(_receive_memory, connection))
         self._frontends.add(frontend)
         frontend.beat()
@@ -233,6 +241,7 @@ class EngineService:
             frontend.channel.send(messages.EntryChanged(entry))
         if self._memory_map is not None:
             frontend.channel.send(messages.Started(self._memory_map))
+        return frontend
 
     async def _beat(self) -> None:
         while True:
@@ -253,7 +262,7 @@ class EngineService:
 
         try:
             self._engine = self._make_engine(config, publish=publish, on_lost=_exit_device_lost)
-            self._memory_map = await self._engine.start(progress, message.restored)
+            self._memory_map = await self._engine.start(progress, message.before)
         except LoadCancelled:
             return
         except CohabitError as error:
@@ -272,10 +281,12 @@ class EngineService:
 
 
 def _receive_memory(connection: socket.socket) -> mmap.mmap:
-    """Receive the descriptor of a front end's shared memory, which is its first message."""
+    """Receive the descriptor of a front end's shared memory, which is its first message. Raises OSError."""
     connection.settimeout(_HANDSHAKE_S)
     size, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
     connection.setblocking(False)
+    if not descriptors:
+        raise ConnectionError("it has sent no memory")
     try:
         return mmap.mmap(descriptors[0], int.from_bytes(size, "little"))
     finally:
@@ -294,9 +305,9 @@ def main(make_engine: Callable[..., Engine] = Engine) -> None:
     end_with_parent()
     no_new_privileges()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when the engine ends
-    listener = socket.socket(fileno=int(sys.argv[1]))
+    connection, listener = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:3])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(EngineService(listener, make_engine).run())
+        runner.run(EngineService(connection, listener, make_engine).run())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # an aborted load or a hung kernel has threads that cannot be ended

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -145,6 +146,10 @@ class Server:
             self._tasks.append(asyncio.create_task(self._keep_frontend(self.supervisor.path)))
         return memory_map
 
+    async def failed(self) -> None:
+        """Return once the engine is no longer supervised, so that the server has to end; otherwise never."""
+        await (asyncio.Event() if self.supervisor is None else self.supervisor.failed).wait()
+
     async def stop(self) -> bool:
         """Answer the requests in flight, refuse new ones, and close; False if anything was abandoned."""
         for task in self._tasks:
@@ -169,8 +174,17 @@ class Server:
     async def _follow_engine(self, client: EngineConnection, path: Path) -> None:
         """Connect to another front end's engine, again after each restart."""
         while True:
-            await client.connect(path)
-            await client.wait_closed()
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(
+                    str(path)
+                )  # the listener's backlog takes it at once, even before the engine runs
+                await client.connect(connection)
+                await client.wait_closed()
+            except OSError as error:
+                connection.close()
+                _log.warning("the engine was not reached", extra={"fields": {"reason": str(error)}})
+                await asyncio.sleep(_FRONTEND_RESTART_S)
             client.died("the engine was restarted")
             client.shed()
             await asyncio.sleep(_RECONNECT_S)
@@ -179,7 +193,12 @@ class Server:
         """Start a further front end, again after it has ended."""
         while True:
             command = (sys.executable, "-m", "cohabit.server.frontend_process", str(engine_path))
-            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+            try:
+                process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+            except OSError as error:
+                _log.error("a front end could not be started", extra={"fields": {"reason": str(error)}})
+                await asyncio.sleep(_FRONTEND_RESTART_S)
+                continue
             assert process.stdin is not None
             process.stdin.write(encode_config(self._config))
             process.stdin.close()

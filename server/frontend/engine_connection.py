@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -99,8 +98,6 @@ class EngineConnection:
         self._gave_up: str | None = None
         """Why requests are refused instead of waiting for the next process."""
         self._closing = False
-        self._failed_models: set[ModelKey] = set()
-        """Models that hung twice, and were not loaded again."""
         self._next_id = 0
         self._pending: dict[int, _Pending] = {}
         self._operations: dict[int, asyncio.Future[EngineReport | None]] = {}
@@ -122,13 +119,11 @@ class EngineConnection:
             return None
         return "the engine is being restarted" if self._was_started else "the engine is starting"
 
-    async def connect(self, path: Path) -> None:
-        """Connect to the engine that listens, or will listen, at this path, and share the request memory with it."""
+    async def connect(self, connection: socket.socket) -> None:
+        """Use a Unix socket to an engine, which may not run yet, and share the request memory with it."""
         loop = asyncio.get_running_loop()
         self._lost.clear()
         self._memory.clear_heartbeat()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(str(path))  # the listener's backlog takes it at once, even before the engine runs
         socket.send_fds(connection, [self._memory.nbytes.to_bytes(8, "little")], [self._memory.descriptor])
         connection.setblocking(False)
         _, self._channel = await loop.create_unix_connection(
@@ -140,11 +135,12 @@ class EngineConnection:
     ) -> str:
         """Let the connected engine load its models; returns the memory map. Raises the loading error.
 
-        After a restart, the models served before are loaded, and unanswered requests are sent again.
+        After a restart, the models that were ready are loaded, and unanswered requests are sent again. A load that
+        was under way is not taken up again.
         """
         self._on_progress = on_progress
         self._start = asyncio.get_running_loop().create_future()
-        self._send(messages.Start(config, self._restored() if self._was_started else None))
+        self._send(messages.Start(config, list(self.catalog) if self._was_started else None))
         return await self._start
 
     async def wait_closed(self) -> None:
@@ -156,8 +152,6 @@ class EngineConnection:
         if self._channel is not None:
             self._channel.close()
         self._channel, self._started = None, False
-        if self._start is not None and not self._start.done():
-            self._start.set_exception(EngineUnavailable(f"the engine's process ended while it loaded: {reason}"))
         for operation in self._operations.values():
             if not operation.done():  # its caller still waits
                 operation.set_exception(EngineUnavailable(f"the engine's process ended: {reason}"))
@@ -368,17 +362,13 @@ class EngineConnection:
         reloading = self._was_started and not self._started
         if not (reloading and old is not None and old.is_ready and entry.state is ModelState.LOADING):
             self.catalog.update(entry)
-        if entry.version is not None:
-            self._failed_models.discard(entry.key)
 
     def _fail_model(self, model: ModelKey, reason: str) -> None:
         """Serve a version of a model no more, until a client loads it again."""
         why = f"a request of it hung twice: {reason}; load the model again"
         entry = self.catalog.get(*model)
         if entry is not None:
-            failed = msgspec.structs.replace(entry, state=ModelState.UNAVAILABLE, reason=why, info=None)
-            self.catalog.update(failed)
-            self._failed_models.add(model)
+            self.catalog.update(msgspec.structs.replace(entry, state=ModelState.UNAVAILABLE, reason=why, info=None))
         for id_, pending in list(self._pending.items()):
             if pending.message.model == model:
                 self._fail(id_, ModelNotFound(*model, reason=why))
@@ -408,11 +398,3 @@ class EngineConnection:
 
     def _forget(self, id_: int) -> None:
         self._pending.pop(id_).lease.release()
-
-    def _restored(self) -> list[messages.RestoredModel]:
-        """Return the versions that a new process has to load."""
-        return [
-            messages.RestoredModel(entry.key, entry.config_override)
-            for entry in self.catalog
-            if entry.wanted and entry.version is not None and entry.key not in self._failed_models
-        ]

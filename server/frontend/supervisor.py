@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cohabit.planner.errors import CohabitError
+from cohabit.server.errors import EngineUnavailable
 from cohabit.server.frontend.engine_connection import EngineConnection
 
 _log = logging.getLogger("cohabit.supervisor")
@@ -25,7 +26,7 @@ _STOP_S = 5.0
 _LAST_ANSWERS_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _GIVE_UP_AFTER = 3
-"""After this many failed starts in a row, requests are refused instead of waiting."""
+"""After this many failed starts in a row, requests are refused instead of waiting, and a first start has failed."""
 
 COMMAND = (sys.executable, "-m", "cohabit.server.engine_process")
 
@@ -43,12 +44,14 @@ class Supervisor:
         self._command = command
         self._folder = Path(tempfile.mkdtemp(prefix="cohabit-"))
         self.path = self._folder / "engine.sock"
-        """The engine's socket, which stays the same after restarts."""
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        """Where the engine listens for further front ends, the same after restarts."""
+        self._listener: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._death: asyncio.Task[str] | None = None
         self._killed_for: str | None = None
-        self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
+        self.failed = asyncio.Event()
+        """Set when supervision itself has ended by an error: an engine that dies would not be started again."""
 
     @property
     def pid(self) -> int | None:
@@ -56,20 +59,19 @@ class Supervisor:
         return None if self._process is None else self._process.pid
 
     async def start(self, on_progress: Callable[[str, str], None]) -> str:
-        """Start the engine and load its models; returns the memory map. Raises the loading error."""
-        self._listener.bind(str(self.path))
-        self._listener.listen(64)
-        self._tasks.append(asyncio.create_task(self._watch_hangs()))
-        started, died = await self._launch(on_progress)
-        if not started.done():
-            self._client.died(died.result())
-        memory_map = await started
-        self._tasks.append(asyncio.create_task(self._restart_for_ever(died)))
-        return memory_map
+        """Start the engine and load its models; returns the memory map.
+
+        A start that crashes is tried again. Raises the loading error, or EngineUnavailable after several crashes.
+        """
+        first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        for work in (self._supervise(first, on_progress), self._watch_hangs()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(self._supervision_ended)
+            self._tasks.append(task)
+        return await first
 
     async def close(self) -> bool:
         """End the engine's process; False if it was killed."""
-        self._stopping = True
         for task in self._tasks:
             task.cancel()
         await self._client.close()
@@ -82,23 +84,95 @@ class Supervisor:
                 clean = False
                 self._kill()
                 await self._process.wait()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         return clean
 
-    async def _launch(self, on_progress: Callable[[str, str], None]) -> tuple[asyncio.Task[str], asyncio.Task[str]]:
-        """Start a process; returns the tasks of its loading and its end, one of which is done."""
-        descriptor = self._listener.fileno()
-        self._killed_for = None
-        process = await asyncio.create_subprocess_exec(
-            *self._command, str(descriptor), pass_fds=(descriptor,), stdin=asyncio.subprocess.DEVNULL
-        )
+    async def _supervise(self, first: asyncio.Future[str], on_progress: Callable[[str, str], None]) -> None:
+        """Start the engine, and again whenever it has ended. `first` receives what the first start comes to."""
+        failed_starts = 0
+        while True:
+            began_s = time.monotonic()
+            try:
+                memory_map = await self._launch(on_progress)
+            except Exception as error:
+                failed_starts += 1
+                is_refusal = isinstance(error, CohabitError) and not isinstance(error, EngineUnavailable)
+                if not first.done() and (is_refusal or failed_starts >= _GIVE_UP_AFTER):
+                    first.set_exception(error)
+                    return
+                self._kill()
+                death = None if self._death is None else await self._death
+                is_crash = isinstance(error, EngineUnavailable)
+                reason = death if is_crash and death is not None else str(error) or type(error).__name__
+                unexpected = None if isinstance(error, CohabitError | OSError) else error
+                _log.error(
+                    "the engine could not be started", extra={"fields": {"reason": reason}}, exc_info=unexpected
+                )
+                self._client.died(reason)
+                if first.done() and failed_starts >= _GIVE_UP_AFTER:
+                    self._client.give_up(f"the engine cannot be started again: {reason}")
+                await asyncio.sleep(min(2.0 ** (failed_starts - 2), _LONGEST_PAUSE_S))
+            else:
+                failed_starts = 0
+                if first.done():
+                    fields = {"seconds": round(time.monotonic() - began_s, 3), "pid": self.pid}
+                    _log.warning("the engine was started again", extra={"fields": fields})
+                else:
+                    first.set_result(memory_map)
+                assert self._death is not None
+                reason = await self._death
+                self._client.died(reason)
+                _log.error("the engine's process has died", extra={"fields": {"reason": reason}})
+            if first.done():
+                self._client.restarts += 1
+
+    def _supervision_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("the engine is no longer supervised; the server ends", exc_info=error)
+            self.failed.set()
+
+    async def _launch(self, on_progress: Callable[[str, str], None]) -> str:
+        """Start a process and wait until it has loaded its models; returns the memory map.
+
+        Raises the loading error, EngineUnavailable if the process ends before, and OSError if there can be none.
+        """
+        self._killed_for = self._death = None
+        # A pair of sockets of its own: nothing of an earlier process is in it, and no file that could be removed.
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                inherited = theirs.fileno(), self._listen().fileno()
+                process = await asyncio.create_subprocess_exec(
+                    *self._command, *map(str, inherited), pass_fds=inherited, stdin=asyncio.subprocess.DEVNULL
+                )
+            except OSError:
+                ours.close()
+                raise
         self._process = process
-        await self._client.connect(self.path)
-        loaded = asyncio.create_task(self._client.start(self._config, on_progress))
-        died = asyncio.create_task(self._died(process))
-        await asyncio.wait({loaded, died}, return_when=asyncio.FIRST_COMPLETED)
-        return loaded, died
+        self._death = asyncio.create_task(self._died(process))
+        await self._client.connect(ours)
+        started = asyncio.create_task(self._client.start(self._config, on_progress))
+        await asyncio.wait({started, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            raise EngineUnavailable(f"the engine's process ended while it loaded: {await self._death}")
+        return await started
+
+    def _listen(self) -> socket.socket:
+        """Return the socket for further front ends; a new one if its file was removed. Raises OSError."""
+        if self._listener is None or not self.path.exists():
+            if self._listener is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder.mkdir(mode=0o700)  # fails if it is another user's by now
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(self.path))
+            listener.listen(64)
+            if self._listener is not None:
+                self._listener.close()
+            self._listener = listener
+        return self._listener
 
     async def _died(self, process: asyncio.subprocess.Process) -> str:
         """Wait until a process has ended and its last messages were read; returns the reason."""
@@ -109,33 +183,6 @@ class Supervisor:
         if self._killed_for is not None:
             return self._killed_for
         return f"it ended with status {code}" if code >= 0 else f"it was ended by {signal.Signals(-code).name}"
-
-    async def _restart_for_ever(self, died: asyncio.Task[str]) -> None:
-        failed_starts = 0
-        while True:
-            reason = await died
-            self._client.restarts += 1
-            self._client.died(reason)
-            _log.error("the engine's process has died", extra={"fields": {"reason": reason}})
-            if failed_starts:
-                if failed_starts >= _GIVE_UP_AFTER:
-                    self._client.give_up(f"the engine cannot be started again: {reason}")
-                await asyncio.sleep(min(2.0 ** (failed_starts - 2), _LONGEST_PAUSE_S))
-            began_s = time.monotonic()
-            loaded, died = await self._launch(lambda model, stage: None)
-            if not loaded.done():
-                loaded.cancel()
-                failed_starts += 1
-            elif (error := loaded.exception()) is None:
-                failed_starts = 0
-                fields = {"seconds": round(time.monotonic() - began_s, 3), "pid": self.pid}
-                _log.warning("the engine was started again", extra={"fields": fields})
-            elif isinstance(error, CohabitError):
-                failed_starts += 1
-                _log.error("the engine could not be started again", extra={"fields": {"reason": str(error)}})
-                self._kill()
-            else:
-                raise error
 
     async def _watch_hangs(self) -> None:
         """Kill an engine that makes no progress, and refuse requests that are too late while there is none."""

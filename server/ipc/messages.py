@@ -25,20 +25,13 @@ class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-class RestoredModel(msgspec.Struct, frozen=True):
-    """A version that was served when the engine died, with the configuration that a client had sent for it."""
-
-    model: ModelKey
-    config: bytes | None
-
-
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Sent once, by the front end that supervises the engine: load the repository."""
 
     config: bytes
     """An encoded `ServeConfig`."""
-    restored: list[RestoredModel] | None = None
-    """The models to load after a restart; None for those of the configuration."""
+    before: list[ModelEntry] | None = None
+    """After a restart, the catalog of the process before, whose READY models are to be served again; None at first."""
 
 
 class Infer(msgspec.Struct, frozen=True, tag="infer"):

@@ -60,6 +60,13 @@ class Registry:
         old = self._catalog.get(name, version) or ModelEntry(name, version, ModelState.UNAVAILABLE)
         self._put(replace(old, state=ModelState.UNAVAILABLE, reason=reason, info=None, wanted=True))
 
+    def restored(self, before: ModelEntry) -> None:
+        """Record a version that was not READY when the engine's process before this one ended."""
+        interrupted = "the engine's process ended while it was being loaded; load it again"
+        reasons = {ModelState.LOADING: interrupted, ModelState.UNLOADING: "unloaded"}
+        reason, nothing = reasons.get(before.state, before.reason), ModelFootprint()
+        self._put(replace(before, state=ModelState.UNAVAILABLE, reason=reason, info=None, footprint=nothing))
+
     def request_only(self, name: str, versions: Collection[int]) -> None:
         """Record that other versions of a model than these are no longer requested."""
         for entry in self._catalog.versions(name):

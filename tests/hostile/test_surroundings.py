@@ -24,7 +24,6 @@ from cohabit.server.frontend.engine_connection import EngineConnection
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
-from cohabit.server.ipc.messages import RestoredModel
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.models.repository import Unloadable, scan
 from cohabit.server.protocol.request import InferRequest
@@ -163,7 +162,7 @@ def test_floods_of_one_fault_are_logged_in_part() -> None:
 def test_a_model_that_left_the_repository_fails_visibly_after_a_restart(tmp_path: Path) -> None:
     published: list[ModelEntry] = []
     engine = Engine(ServeConfig(tmp_path, FixedSize(1 << 20)), published.append)
-    found = engine._restored([RestoredModel(ModelKey("gone", 2), None)])
+    found = engine._served([ModelEntry("gone", 2, ModelState.READY)])
     assert engine._register(found.keys(), found["gone"]) == []
     entry = published[-1]
     assert (entry.key, entry.state) == (("gone", 2), ModelState.UNAVAILABLE)

@@ -1,4 +1,4 @@
-"""An engine whose models are numpy functions, as a process of its own: `python -m tests.server.fake_engine DESCRIPTOR`.
+"""An engine whose models are numpy functions, as a process of its own: `python -m tests.server.fake_engine SOCKETS`.
 
 Tests talk to it through files in the folder that `FAKE_ENGINE` names, because it lives in another process.
 """
@@ -47,6 +47,16 @@ def mend_starts() -> None:
     (folder() / "broken").unlink()
 
 
+def break_one_start() -> None:
+    """Let the next engine that is started end while it loads."""
+    (folder() / "broken-once").touch()
+
+
+def requested() -> list[str]:
+    """The models that the last engine was to load."""
+    return (folder() / "requested").read_text().split()
+
+
 def double(x: Array) -> dict[str, Array]:
     if x[0, 0] == REFUSED:
         raise InvalidRequest("7 is outside of the table")
@@ -60,7 +70,9 @@ def double(x: Array) -> dict[str, Array]:
 
 
 def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> FakeLoaded:
-    if (folder() / "broken").exists():
+    (folder() / "requested").write_text(" ".join(sorted(source.name for source in sources)))
+    if (folder() / "broken").exists() or (folder() / "broken-once").exists():
+        (folder() / "broken-once").unlink(missing_ok=True)
         sys.stderr.flush()
         os._exit(3)
     for source in sources:

@@ -45,7 +45,6 @@ def test_a_board_needs_a_model_that_is_measured(capsys: pytest.CaptureFixture[st
 
 
 def test_the_command_line_knows_boards_without_torch_or_the_planner() -> None:
-    script = (
-        "import sys, server.tools.flags; sys.exit(bool({'torch', 'numba', 'planner.profile'} & set(sys.modules)))"
-    )
+    unwanted = {"torch", "numba", "cohabit.planner.profile"}
+    script = f"import sys, cohabit.server.tools.flags; sys.exit(bool({unwanted} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

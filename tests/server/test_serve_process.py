@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from server_fakes import config, eventually, identity, serving
 from server_http import ask, infer, x
 
-from cohabit.server.cli import main
+from cohabit.server.cli import EXIT_FAILED, main, serve_until_stopped
 from cohabit.server.engine_host import load_repository
+from cohabit.server.serve import Server
 
 PROGRAM = Path(__file__).with_name("drain_program.py")
 ROOT = Path(__file__).parents[2]
@@ -144,6 +146,20 @@ def test_impossible_values_stop_the_start(
         status = int(stop.code or 0)
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+async def test_a_server_whose_engine_is_no_longer_supervised_ends_with_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def loaded(self: Server, on_progress: object) -> str:
+        return ""
+
+    async def at_once(self: Server) -> None:
+        return
+
+    monkeypatch.setattr(Server, "load", loaded)
+    monkeypatch.setattr(Server, "failed", at_once)
+    assert await serve_until_stopped(config(), Console(stderr=True)) == EXIT_FAILED
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

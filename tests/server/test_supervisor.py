@@ -4,7 +4,9 @@ import asyncio
 import gc
 import math
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -161,6 +163,83 @@ async def test_requests_are_refused_when_the_engine_cannot_be_started_again(fron
     np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
 
 
+async def test_a_first_start_that_crashes_is_tried_again(tmp_path: Path) -> None:
+    fake_engine.break_one_start()
+    async with frontends.process(tmp_path) as front_end:
+        np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
+        assert front_end.client.restarts == 0
+
+
+async def test_an_engine_whose_process_cannot_be_made_is_started_once_it_can(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert front_end.supervisor is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(front_end.supervisor, "_command", ("/no/such/interpreter",))
+        send(front_end, signal.SIGKILL)
+        with pytest.raises(EngineUnavailable, match=r"cannot be started again: .*No such file or directory"):
+            await front_end.double(1)
+    await until_restarted(front_end)
+    np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
+
+
+async def test_an_engine_is_started_again_after_its_folder_was_cleaned_away(front_end: FrontEnd) -> None:
+    assert front_end.supervisor is not None
+    path = front_end.supervisor.path
+    shutil.rmtree(path.parent)
+    send(front_end, signal.SIGKILL)
+    np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as further:
+        further.connect(str(path))
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+async def test_front_ends_that_leave_before_they_are_accepted_do_not_keep_others_out(front_end: FrontEnd) -> None:
+    assert front_end.supervisor is not None
+    path = str(front_end.supervisor.path)
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
+            left.connect(path)
+    memory = RequestMemory(1 << 16)
+    other, connection = EngineConnection(memory), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(path)
+    await other.connect(connection)
+    async with asyncio.timeout(20):
+        while other.unavailable:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    np.testing.assert_array_equal(await FrontEnd(other, memory, None).double(2), rows(2) * 2)
+    await other.close()
+    memory.close()
+
+
+async def test_the_end_of_supervision_is_known(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(reason: str) -> None:
+        raise RuntimeError("it was not foreseen")
+
+    assert front_end.supervisor is not None
+    monkeypatch.setattr(front_end.client, "died", fail)
+    assert not front_end.supervisor.failed.is_set()
+    send(front_end, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        await front_end.supervisor.failed.wait()
+
+
+async def test_only_what_was_served_is_loaded_after_a_death(front_end: FrontEnd) -> None:
+    """A load that was under way is not taken up again, and neither is one that had failed."""
+    catalog = front_end.client.catalog
+    catalog.update(ModelEntry("late", 1, ModelState.LOADING))
+    catalog.update(ModelEntry("broken", 1, ModelState.UNAVAILABLE, "its archive is damaged"))
+    catalog.update(ModelEntry("leaving", 1, ModelState.UNLOADING, wanted=False))
+    send(front_end, signal.SIGKILL)
+    np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
+    assert fake_engine.requested() == ["adder", "adder", "double", "empty", "slow"]
+    found = {name: catalog.find(name) for name in ("late", "broken", "leaving")}
+    assert {entry.state for entry in found.values()} == {ModelState.UNAVAILABLE}
+    assert "ended while it was being loaded; load it again" in found["late"].reason
+    assert found["broken"].reason == "its archive is damaged"
+    assert (found["leaving"].reason, found["leaving"].wanted) == ("unloaded", False)
+
+
 async def test_an_engine_that_dies_while_it_loads_for_the_first_time_fails_the_start(tmp_path: Path) -> None:
     fake_engine.break_starts()
     with pytest.raises(EngineUnavailable, match="ended while it loaded: it ended with status 3"):
@@ -285,11 +364,11 @@ async def start():
 
 asyncio.run(start())
 heavy = {{name.partition('.')[0] for name in sys.modules}}
-heavy &= {{'torch', 'numba', 'llvmlite', 'scipy', 'runtime', 'transformers'}}
-words = {{'planner.errors', 'planner.free_list', 'planner.shapes'}}
-planner = {{name for name in sys.modules if name.startswith('planner.')}} - words
+heavy &= {{'torch', 'numba', 'llvmlite', 'scipy', 'transformers'}}
+words = {{'cohabit.planner.errors', 'cohabit.planner.free_list', 'cohabit.planner.shapes'}}
+ours = {{name for name in sys.modules if name.startswith(('cohabit.planner.', 'cohabit.runtime'))}}
 assert not heavy, heavy
-assert not planner, planner
+assert ours == words, ours
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

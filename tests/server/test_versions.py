@@ -20,7 +20,6 @@ from cohabit.server.errors import InvalidRequest, ModelNotFound, ModelNotListed,
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
-from cohabit.server.ipc.messages import RestoredModel
 from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 from cohabit.server.models.prepared import _rate
 from cohabit.server.models.repository import ModelSource, Unloadable
@@ -209,8 +208,9 @@ def test_a_restart_loads_the_versions_that_were_served_with_the_configurations_t
         (tmp_path / "m" / str(version) / "model.pt2").touch()
     engine = Engine(ServeConfig(tmp_path, FixedSize(1 << 20)), lambda entry: None)
     sent = bytes(ModelConfig(max_batch_size=4).SerializeToString())
-    served = [RestoredModel(ModelKey("m", 1), sent), RestoredModel(ModelKey("m", 2), None)]
-    found = engine._restored([*served, RestoredModel(ModelKey("m", 4), None)])["m"]
+    served = {version: ModelEntry("m", version, ModelState.READY) for version in (1, 2, 4)}
+    served[1] = replace(served[1], config_override=sent)
+    found = engine._served([*served.values(), ModelEntry("m", 3, ModelState.LOADING)])["m"]
     sources = {entry.version: entry for entry in found if isinstance(entry, ModelSource)}
     assert {version: source.override for version, source in sources.items()} == {1: sent, 2: None}
     assert [entry for entry in found if isinstance(entry, Unloadable)] == [
