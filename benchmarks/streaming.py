@@ -25,7 +25,7 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep

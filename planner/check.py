@@ -1,8 +1,9 @@
 """The checker decides whether a plan may run. It shares no code with the simulator or any search.
 
-It replays a plan in its total order, byte range by byte range. Order in time is a separate question: lanes run
-concurrently, so a step has certainly ended before another starts only through lane order and `after` edges. Each step
-therefore carries a *clock*: how many steps of each lane have certainly ended when it starts."""
+It replays a plan in its total order. What has an address is followed byte range by byte range; of what is counted, the
+bytes are added up, with those that were given up and may still be in use. Order in time is a separate question: lanes
+run concurrently, so a step has certainly ended before another starts only through lane order and `after` edges. Each
+step therefore carries a *clock*: how many steps of each lane have certainly ended when it starts."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -38,7 +39,7 @@ def check(graph: Graph, profile: Profile | None, plan: Plan) -> None:
 def _unknown_names(graph: Graph, plan: Plan) -> Iterator[str]:
     """Find ids that the graph does not have; with any of these, nothing else can be said."""
     count = len(graph.tensors)
-    for placement in (*plan.inputs, *plan.residents):
+    for placement in plan.residents:
         if not 0 <= placement.tensor < count:
             yield f"tensor {placement.tensor} is placed at the start, the graph has {count} tensors"
     for index, step in enumerate(plan.steps):
@@ -47,12 +48,6 @@ def _unknown_names(graph: Graph, plan: Plan) -> Iterator[str]:
                 yield f"step {index} names tensor {step.tensor}, the graph has {count} tensors"
         elif not 0 <= step.op < len(graph.ops):
             yield f"step {index} names op {step.op}, the graph has {len(graph.ops)} ops"
-        else:
-            op = graph.ops[step.op]
-            if len(step.outputs) != len(op.writes):
-                yield f"step {index} gives {op.name} {len(step.outputs)} addresses for {len(op.writes)} outputs"
-            if op.scratch_bytes and step.scratch is None:
-                yield f"step {index} gives {op.name} no scratch, it needs {op.scratch_bytes} bytes"
 
 
 def _changes_out_of_order(graph: Graph, plan: Plan) -> Iterator[str]:
@@ -158,12 +153,15 @@ class _Ranges:
 class _Copy:
     """A tensor in memory."""
 
-    place: _Range
-    address: Address
+    place: _Range | None
+    """None for what is counted."""
+    address: Address | None
     written: Clock
     """Passed once the tensor has arrived."""
     accessed: Clock
     """Passed once the tensor has arrived and all its readers so far have ended."""
+    is_used: bool = False
+    """Whether an op has read it."""
 
 
 @dataclass
@@ -176,6 +174,11 @@ class _Replay:
     live: dict[int, _Copy] = field(default_factory=dict)
     present: _Ranges = field(default_factory=_Ranges)
     past: _Ranges = field(default_factory=_Ranges)
+    counted_bytes: int = 0
+    """Of what is in memory and has no address."""
+    given_up: tuple[list[tuple[int, Clock]], list[tuple[int, Clock]]] = field(default_factory=lambda: ([], []))
+    """For the compute and the swap-in lane: counted bytes that were given up and, as far as the lane's steps so far
+    know, may still be in use; with the clock that must have passed."""
     on_host: dict[int, Clock] = field(default_factory=dict)
     """Inputs and activations that were swapped out, with the clock at which the last copy is complete."""
     unsaved: set[int] = field(default_factory=set)
@@ -201,42 +204,41 @@ class _Replay:
         return self.found
 
     def _start(self) -> None:
-        tensors = self.graph.tensors
-        for region, nbytes in (("partition", self.plan.partition_bytes), ("workspace", self.plan.workspace_bytes)):
-            if nbytes < 0:
-                self.found.append(f"the {region} has {nbytes} bytes")
-        for placement in self.plan.inputs:
-            if tensors[placement.tensor].kind != "input":
-                self.found.append(f"{tensors[placement.tensor].name} is placed as an input, but is none")
-            if placement.address.region != "workspace" and self.plan.workspace_bytes:
-                self.found.append(f"input {tensors[placement.tensor].name} is not in the workspace")
+        tensors, memory, pool = self.graph.tensors, self.plan.memory, self.plan.pool_bytes
+        if min(memory.partition_bytes, pool) < 0 or pool > memory.workspace_bytes:
+            self.found.append(
+                f"there are {memory.partition_bytes} bytes of partition, {memory.workspace_bytes} of workspace and"
+                f" {pool} of pool; the pool is part of the workspace"
+            )
+        if memory.counted and memory.partition_bytes:
+            self.found.append("there is a partition, though everything is counted")
         for placement in self.plan.residents:
-            if tensors[placement.tensor].kind not in ("parameter", "state"):
-                self.found.append(f"{tensors[placement.tensor].name} is a resident, but no parameter")
-            if tensors[placement.tensor].kind == "state":
+            tensor = tensors[placement.tensor]
+            if not tensor.is_weight:
+                self.found.append(f"{tensor.name} is a resident, but no parameter")
+            if tensor.kind == "state":
                 self.unsaved.add(placement.tensor)  # the inference before this one changed it
-            if placement.address.region != "partition":
-                self.found.append(f"resident {tensors[placement.tensor].name} is not in the partition")
-        placed = [p.tensor for p in self.plan.inputs]
-        for i, tensor in enumerate(tensors):
-            if tensor.kind == "input" and i not in placed:
-                self.found.append(f"input {tensor.name} has no address")
-        for placement in (*self.plan.inputs, *self.plan.residents):
+            if placement.address is not None and placement.address.region != "partition":
+                self.found.append(f"resident {tensor.name} is not in the partition")
+        for i in self.graph.inputs:
+            self._bring("start", i, None, _NEVER, _NEVER)
+        for placement in self.plan.residents:
             self._bring("start", placement.tensor, placement.address, _NEVER, _NEVER)
+        self._count("start", 0, _NEVER, 1)
 
     def _compute(self, index: int, step: Compute) -> None:
         op, name, before = self.graph.ops[step.op], _name(self.graph, self.plan, index), self.clocks[index]
         ended = self._issue(0)
         for i in op.reads:
             self._read(name, i, before, ended)
+            if i in self.live:
+                self.live[i].is_used = True
         for i in op.mutates:
             self._change(name, i, before, ended)
-        for i, address in zip(op.writes, step.outputs, strict=True):
-            self._bring(name, i, address, before, ended)
-        if op.scratch_bytes and step.scratch is not None:
-            scratch = self._range(name, f"scratch of {op.name}", step.scratch, op.scratch_bytes, 1, ended)
-            self._claim(name, scratch, before)
-            self._retire(scratch)
+        for i in op.writes:
+            self._bring(name, i, None, before, ended)
+        self._count(name, op.aligned_scratch_bytes, before, 0)
+        self._uncount(op.aligned_scratch_bytes, ended)
         if index + 1 == self.plan.epilogue_start:
             self._answer(_latest(before, ended))
 
@@ -251,6 +253,8 @@ class _Replay:
             elif not _passed(saved, before):
                 self.found.append(f"{name} does not wait for the swap-out of {tensor.name}")
         self._bring(name, step.tensor, step.address, before, ended)
+        if step.address is None:
+            self._count(name, 0, before, 1)
 
     def _swap_out(self, index: int, step: SwapOut) -> None:
         tensor, before = self.graph.tensors[step.tensor], self.clocks[index]
@@ -266,9 +270,16 @@ class _Replay:
         copy = self.live.pop(tensor, None)
         if copy is None:
             self.found.append(f"{_name(self.graph, self.plan, index)}: the tensor is not in memory")
-        else:
+        elif copy.place is not None:
             self.present.remove(copy.place)
             self._retire(replace(copy.place, accessed=copy.accessed))
+        else:
+            self._uncount(self.graph.tensors[tensor].aligned_bytes, copy.accessed)
+            if not copy.is_used and any(tensor == p.tensor for p in self.plan.residents):
+                self.found.append(
+                    f"{_name(self.graph, self.plan, index)}: no op has read it, and the inference before may still"
+                    " be bringing it back"
+                )
         if tensor in self.unsaved:
             self.found.append(f"{_name(self.graph, self.plan, index)}: its changes are not in the host store")
 
@@ -298,7 +309,7 @@ class _Replay:
             copy = self.live.get(resident.tensor)
             if copy is None:
                 self.found.append(f"resident {tensors[resident.tensor].name} is not in memory at the end")
-            elif copy.address != resident.address:
+            elif copy.address != resident.address and copy.address is not None and resident.address is not None:
                 self.found.append(
                     f"resident {tensors[resident.tensor].name} ends at {_show(copy.address)},"
                     f" it started at {_show(resident.address)}"
@@ -330,22 +341,56 @@ class _Replay:
         if saved is not None and not _passed(saved, before):
             self.found.append(f"{name} changes {self.graph.tensors[tensor].name} before its swap-out has ended")
 
-    def _bring(self, name: str, tensor: int, address: Address, before: Clock, ended: Clock) -> None:
+    def _bring(self, name: str, tensor: int, address: Address | None, before: Clock, ended: Clock) -> None:
         """Put a tensor in memory, written by a step that has the clocks `before` and `ended`."""
         what = self.graph.tensors[tensor]
         if tensor in self.live:
             self.found.append(f"{name}: {what.name} is in memory already")
             return
-        place = self._range(name, what.name, address, what.nbytes, what.alignment, ended)
-        self._claim(name, place, before)
-        self.present.add(place)
+        if (address is None) != (self.plan.memory.counted or not what.is_weight):
+            self.found.append(
+                f"{name}: {what.name} has {'no' if address is None else 'an'} address, but only inputs, activations"
+                " and scratch are counted in memory with a partition, and everything is where it is one budget"
+            )
+            address = None
+        place = None
+        if address is None:
+            self.counted_bytes += what.aligned_bytes
+        else:
+            place = self._range(name, what.name, address, what.nbytes, what.alignment, ended)
+            self._claim(name, place, before)
+            self.present.add(place)
         self.live[tensor] = _Copy(place, address, ended, ended)
+
+    def _count(self, name: str, scratch_bytes: int, before: Clock, lane: int) -> None:
+        """Find out whether the pool is large enough once a step of a lane has taken its bytes."""
+        self.counted_bytes += scratch_bytes
+        pending = self.given_up[lane]
+        pending[:] = [(nbytes, clock) for nbytes, clock in pending if not _passed(clock, before)]
+        unfinished_bytes = sum(nbytes for nbytes, _ in pending)
+        if self.counted_bytes + unfinished_bytes > self.plan.pool_bytes:
+            self.found.append(
+                f"{name}: {self.counted_bytes} bytes are in memory without an address, and {unfinished_bytes} that"
+                f" were given up may still be in use; the pool has {self.plan.pool_bytes}"
+            )
+
+    def _uncount(self, nbytes: int, accessed: Clock) -> None:
+        """Give up counted bytes, whose last users have ended once a clock has passed."""
+        self.counted_bytes -= nbytes
+        if nbytes:
+            for pending in self.given_up:
+                pending.append((nbytes, accessed))
 
     def _range(
         self, name: str, what: str, address: Address, nbytes: int, alignment: int, accessed: Clock
     ) -> _Range:
-        limit = self.plan.partition_bytes if address.region == "partition" else self.plan.workspace_bytes
+        memory = self.plan.memory
+        limit = memory.partition_bytes if address.region == "partition" else memory.workspace_bytes
         end = address.offset + nbytes
+        if nbytes and address.region == "workspace" and address.offset < self.plan.pool_bytes:
+            self.found.append(
+                f"{name}: {what} at {_show(address)} lies in the pool of {self.plan.pool_bytes} bytes"
+            )
         if address.offset < 0 or end > limit:
             self.found.append(
                 f"{name}: {what} at {_show(address)} ends at {end}, the {address.region} has {limit} bytes"

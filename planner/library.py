@@ -16,10 +16,11 @@ from cohabit.planner import cache_file
 from cohabit.planner.check import check
 from cohabit.planner.errors import FormatError, InvalidPlan
 from cohabit.planner.graph import fingerprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Placement, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
+from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
 
 T = TypeVar("T")
 _DIVISION_VERSION = 3
@@ -41,24 +42,24 @@ class Library:
     def store(self, problem: Problem, searcher: str, plan: Plan) -> None:
         self._store(self.plan_path(problem, searcher), cohabit.planner.plan.encode(plan))
 
-    def plans(self, model: ModelDemand, room: Room, searcher: str) -> dict[Bucket, Plan] | None:
+    def plans(self, model: ModelDemand, memory: Memory, searcher: str) -> dict[Bucket, Plan] | None:
         """Return a searcher's plans of all a model's buckets, if they are stored."""
         plans: dict[Bucket, Plan] = {}
         residents: tuple[Placement, ...] | None = None
         for bucket in sorted(model.graphs):
             graph, profile = model.graphs[bucket], model.profiles[bucket]
-            problem = Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents)
+            problem = Problem(graph, profile, memory, residents)
             plan = self.plan(problem, searcher)
             if plan is None:
                 return None
             plans[bucket], residents = plan, plan.residents
         return plans
 
-    def store_plans(self, model: ModelDemand, room: Room, searcher: str, plans: Mapping[Bucket, Plan]) -> None:
+    def store_plans(self, model: ModelDemand, memory: Memory, searcher: str, plans: Mapping[Bucket, Plan]) -> None:
         residents: tuple[Placement, ...] | None = None
         for bucket in sorted(plans):
             graph, profile = model.graphs[bucket], model.profiles[bucket]
-            problem = Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents)
+            problem = Problem(graph, profile, memory, residents)
             self.store(problem, searcher, plans[bucket])
             residents = plans[bucket].residents
 
@@ -108,11 +109,8 @@ def _division_path(
 def _usable_plan(raw: bytes, problem: Problem) -> Plan:
     plan = cohabit.planner.plan.decode(raw)
     check(problem.graph, problem.profile, plan)
-    if (plan.partition_bytes, plan.workspace_bytes) != (problem.partition_bytes, problem.workspace_bytes):
-        raise FormatError(
-            f"plan is for {plan.partition_bytes} + {plan.workspace_bytes} bytes,"
-            f" not {problem.partition_bytes} + {problem.workspace_bytes}"
-        )
+    if plan.memory != problem.memory:
+        raise FormatError(f"plan is for {plan.memory}, not {problem.memory}")
     if problem.residents is not None and plan.residents != problem.residents:
         raise FormatError("plan has other residents than the model's other buckets")
     return plan

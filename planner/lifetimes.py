@@ -30,7 +30,8 @@ class LiveRange:
 
     tensor: int | None
     """None for scratch."""
-    address: Address
+    address: Address | None
+    """None for what is counted."""
     nbytes: int
     start: int
     """Index of the step that writes the tensor or swaps it in; START for inputs and residents."""
@@ -43,9 +44,8 @@ class LiveRange:
 def live_ranges(graph: Graph, plan: Plan) -> list[LiveRange]:
     """Return every live range of a checked plan, in order of `start`. A tensor that returns has several."""
     found: list[LiveRange] = []
-    open_: dict[int, tuple[Address, int, list[int]]] = {
-        p.tensor: (p.address, START, []) for p in (*plan.inputs, *plan.residents)
-    }
+    open_: dict[int, tuple[Address | None, int, list[int]]] = {i: (None, START, []) for i in graph.inputs}
+    open_ |= {p.tensor: (p.address, START, []) for p in plan.residents}
 
     def close(tensor: int, end: int) -> None:
         address, start, uses = open_.pop(tensor)
@@ -55,11 +55,11 @@ def live_ranges(graph: Graph, plan: Plan) -> list[LiveRange]:
         match step:
             case Compute():
                 op = graph.ops[step.op]
-                open_ |= {t: (a, index, []) for t, a in zip(op.writes, step.outputs, strict=True)}
+                open_ |= {t: (None, index, []) for t in op.writes}
                 for t in op.touched:
                     open_[t][2].append(index)
-                if step.scratch is not None:
-                    found.append(LiveRange(None, step.scratch, op.scratch_bytes, index, index + 1, (index,)))
+                if op.scratch_bytes:
+                    found.append(LiveRange(None, None, op.scratch_bytes, index, index + 1, (index,)))
             case SwapIn():
                 open_[step.tensor] = (step.address, index, [])
             case SwapOut():

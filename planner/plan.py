@@ -1,5 +1,9 @@
 """The plan: every step of one inference, the lane it runs on, and what it waits for.
 
+Inputs, activations and scratch have no address: they are *counted*. The plan proves that they never take more than its
+pool, and the device's allocator places them there. Parameters and state have addresses outside of the pool, unless
+the memory is one budget in which everything is counted.
+
 Steps stand in one total order. Each lane runs its steps in that order; `after` names earlier steps (indices into
 `Plan.steps`) of other lanes that must have ended first. Since every wait points backwards, no plan can deadlock.
 Swap-ins after the last compute step are the epilogue: they restore the initial residents and are not part of the
@@ -11,8 +15,10 @@ from typing import Literal
 import msgspec
 
 from cohabit.planner.graph import decode_as, fingerprint
+from cohabit.planner.memory import Memory
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 had an address for every activation."""
 
 Region = Literal["partition", "workspace"]
 Lane = Literal["compute", "swap_in", "swap_out"]
@@ -26,18 +32,17 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that is in memory when the inference starts."""
+    """A parameter or state that is in memory when the inference starts."""
 
     tensor: int
-    address: Address
+    address: Address | None = None
+    """None where it is counted."""
 
 
 class Compute(msgspec.Struct, frozen=True, tag="compute", forbid_unknown_fields=True):
-    """Run an op on tensors that are in memory; `outputs[i]` is where `op.writes[i]` goes."""
+    """Run an op on tensors that are in memory."""
 
     op: int
-    outputs: tuple[Address, ...] = ()
-    scratch: Address | None = None
     after: tuple[int, ...] = ()
 
 
@@ -45,19 +50,20 @@ class SwapIn(msgspec.Struct, frozen=True, tag="swap_in", forbid_unknown_fields=T
     """Copy a tensor from the host store into memory."""
 
     tensor: int
-    address: Address
+    address: Address | None = None
+    """None where the tensor is counted: an activation always is."""
     after: tuple[int, ...] = ()
 
 
 class SwapOut(msgspec.Struct, frozen=True, tag="swap_out", forbid_unknown_fields=True):
-    """Copy an activation to the host store. It stays readable until its `Drop`."""
+    """Copy an activation or state to the host store. It stays readable until its `Drop`."""
 
     tensor: int
     after: tuple[int, ...] = ()
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop", forbid_unknown_fields=True):
-    """Give up a tensor's bytes. Takes no time and no lane; the next writer must wait for the readers."""
+    """Give up a tensor's bytes. Takes no time and no lane; whoever takes the bytes next must wait for the readers."""
 
     tensor: int
 
@@ -102,17 +108,17 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """One inference of one graph in `partition_bytes` + `workspace_bytes` of memory."""
+    """One inference of one graph in some memory."""
 
     graph: str
     """Fingerprint of the graph."""
     profile: str
     """Fingerprint of the profile that the plan was evaluated with."""
-    partition_bytes: int
-    workspace_bytes: int
-    inputs: tuple[Placement, ...]
+    memory: Memory
+    pool_bytes: int
+    """The bytes at the start of the workspace in which everything lies that has no address."""
     residents: tuple[Placement, ...]
-    """Parameters in the partition before the first and after the last step, at the same addresses."""
+    """Parameters and state in memory before the first and after the last step, at the same addresses."""
     steps: tuple[Step, ...]
     provenance: Provenance | None = None
     format_version: int = FORMAT_VERSION

@@ -3,11 +3,15 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Placement
 from cohabit.planner.profile import Profile
+
+if TYPE_CHECKING:
+    from cohabit.planner.schedule.table import GraphArrays
 
 TIE: Final = 1.001
 """Latencies (and periods) within this factor count as equal."""
@@ -15,38 +19,32 @@ TIE: Final = 1.001
 
 @dataclass(frozen=True)
 class Problem:
-    """A graph, what its steps cost, and the memory to run it in.
-
-    Without a workspace the partition is one model's whole budget, as in the papers: inputs, activations and scratch
-    lie there too.
-    """
+    """A graph, what its steps cost, and the memory to run it in."""
 
     graph: Graph
     profile: Profile
-    partition_bytes: int
-    workspace_bytes: int = 0
+    memory: Memory
     residents: tuple[Placement, ...] | None = None
     """Residents that another bucket's plan has chosen; None leaves the choice to the search."""
-    overlay: bool = False
-    """Whether parameters may pass through bytes that activations use at other times. No runtime executes such plans:
-    activations come from an allocator of their own."""
 
     @property
-    def memory_bytes(self) -> int:
-        return self.partition_bytes + self.workspace_bytes
-
-    @property
-    def key(self) -> tuple[str, str, int, int, tuple[Placement, ...] | None]:
-        """What tells a problem without overlay from others; graphs of the same fingerprint are the same graph."""
-        graph, profile = self.graph.fingerprint, self.profile.fingerprint
-        return graph, profile, self.partition_bytes, self.workspace_bytes, self.residents
+    def key(self) -> tuple[str, str, Memory, tuple[Placement, ...] | None]:
+        """What tells a problem from others; graphs of the same fingerprint are the same graph."""
+        return self.graph.fingerprint, self.profile.fingerprint, self.memory, self.residents
 
     @cached_property
     def bound_s(self) -> float:
         """Lower bound of every plan's latency. Computed once, in a fraction of a second."""
         from cohabit.planner.bounds.bound import latency_bound  # scipy, which reading stored plans does not need
 
-        return latency_bound(self.graph, self.profile, self.partition_bytes, self.workspace_bytes)
+        return latency_bound(self.graph, self.profile, self.memory)
+
+    @cached_property
+    def arrays(self) -> "GraphArrays":
+        """The graph and its costs for compiled loops."""
+        from cohabit.planner.schedule.table import GraphArrays  # numpy
+
+        return GraphArrays.of(self.graph, self.profile)
 
 
 @dataclass(frozen=True, slots=True)

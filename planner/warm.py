@@ -1,10 +1,11 @@
 """Compiles the planner's inner loops ahead of time, when a container image is built."""
 
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.registry import SEARCHERS
+from cohabit.planner.search.registry import COUNTED
 from cohabit.planner.sizing.fitting import split_budget
 
 
@@ -18,8 +19,8 @@ def warm() -> None:
     graph = Graph("warm", 1, "", tuple(tensors), ops, (2 * layers,))
     link = Link(1e-5, 2e8)  # so slow that every searcher has something to improve
     profile = Profile(graph.fingerprint, "none", (1e-3,) * layers, link, link)
-    partition, workspace = split_budget({graph.bucket: graph}, {graph.bucket: profile}, 3 * nbytes)
-    search(Problem(graph, profile, partition, workspace))
-    search(Problem(graph, profile, partition, workspace), "genetic", limit=Limit(evaluations=200))
-    for searcher in SEARCHERS:
-        search(Problem(graph, profile, 3 * nbytes, overlay=True), searcher, limit=Limit(evaluations=100))
+    memory = split_budget({graph.bucket: graph}, {graph.bucket: profile}, 3 * nbytes)
+    search(Problem(graph, profile, memory))
+    search(Problem(graph, profile, memory), "genetic", limit=Limit(evaluations=200))
+    for searcher in COUNTED:
+        search(Problem(graph, profile, Memory(3 * nbytes, counted=True)), searcher, limit=Limit(evaluations=100))

@@ -39,7 +39,7 @@ from benchmarks.record import markdown_table
 from cohabit.loadgen.zoo.text import Encoder, Prefill
 from cohabit.loadgen.zoo.vision import ImageClassifier
 from cohabit.planner.lifetimes import peak_activation_bytes
-from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.schedule.serial import least_bytes
 from cohabit.runtime.lowering.exported import from_program
 from cohabit.runtime.lowering.model import FxModel
 from cohabit.runtime.lowering.rewrite import rewrite

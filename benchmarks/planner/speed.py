@@ -21,7 +21,7 @@ from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.simulate import prepare, run, simulate
+from cohabit.planner.schedule.simulate import prepare, run, simulate
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.runtime.lowering.lower import lower
 

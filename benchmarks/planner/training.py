@@ -29,7 +29,7 @@ from benchmarks.planner.recurrent import BidirectionalLstm, Lstm
 from benchmarks.record import markdown_table
 from cohabit.planner.graph import Graph, TensorKind
 from cohabit.planner.lifetimes import peak_activation_bytes
-from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.schedule.serial import least_bytes
 
 
 class Training(NamedTuple):

@@ -7,24 +7,24 @@ from typing import Final
 
 import numpy as np
 
-from cohabit.planner.bounds.relaxation import relax
+from cohabit.planner.bounds.relaxation import most_resident_bytes, relax
 from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Profile
 
 ROUNDING: Final = 1e-12
 """The simulator adds in another order."""
 
 
-def latency_bound(graph: Graph, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
+def latency_bound(graph: Graph, profile: Profile, memory: Memory) -> float:
     """Seconds below which no plan's latency can be."""
     if not graph.ops:
         return 0.0
-    memory_bytes = partition_bytes + workspace_bytes
-    room_bytes = min(partition_bytes, memory_bytes - sum(graph.tensors[i].nbytes for i in graph.inputs))
+    room_bytes = most_resident_bytes(graph, memory)
     bounds = [profile.compute_s]
-    if not _all_fits(graph, room_bytes, memory_bytes):
+    if not _all_fits(graph, room_bytes, memory.nbytes):
         bounds.append(_copying_bound(graph, profile, room_bytes))
-        relaxed = relax(graph, profile, partition_bytes, workspace_bytes)
+        relaxed = relax(graph, profile, memory)
         if relaxed is not None:
             bounds.append(relaxed.latency_s)
     return max(bounds) * (1 - ROUNDING)

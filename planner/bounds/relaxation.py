@@ -21,6 +21,7 @@ from cohabit.planner.bounds.chain import OpChain, UseInterval, exclusions, follo
 from cohabit.planner.bounds.linear import LinearProgram
 from cohabit.planner.bounds.subset_sums import largest_sum, last_absence, whole_tensor_room
 from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Profile
 
 MOST_OPS: Final = 200
@@ -45,19 +46,21 @@ class Relaxed:
     """Share of each parameter and state that it keeps in memory from the start to its first use."""
 
 
+def most_resident_bytes(graph: Graph, memory: Memory) -> int:
+    """Return the most bytes of residents: they lie in the partition, if there is one, and next to the inputs."""
+    beside_inputs = memory.nbytes - sum(t.nbytes for t in graph.tensors if t.kind == "input")
+    return beside_inputs if memory.counted else min(memory.partition_bytes, beside_inputs)
+
+
 @lru_cache(maxsize=4)  # a search asks twice: for its bound and for where to begin
-def relax(
-    graph: Graph, profile: Profile, partition_bytes: int, workspace_bytes: int, most_ops: int = MOST_OPS
-) -> Relaxed | None:
+def relax(graph: Graph, profile: Profile, memory: Memory, most_ops: int = MOST_OPS) -> Relaxed | None:
     """Solve the relaxation; None where it has no solution (then no plan has) or the solver finds none."""
-    memory = partition_bytes + workspace_bytes
-    inputs = sum(t.nbytes for t in graph.tensors if t.kind == "input")
-    resident_bytes = min(partition_bytes, memory - inputs)
+    resident_bytes = most_resident_bytes(graph, memory)
     chains = [follow(graph, profile, most_ops)]
     if sum(op_s for _, _, op_s in chains[0].loose) > MANY_LOOSE * profile.compute_s:
         chains.append(follow(graph, profile, most_ops, latest=False))
-    apart = list(exclusions(graph, profile, memory))
-    solved = [_relax(chain, apart, memory, resident_bytes) for chain in chains]
+    apart = list(exclusions(graph, profile, memory.nbytes))
+    solved = [_relax(chain, apart, memory.nbytes, resident_bytes) for chain in chains]
     return max((r for r in solved if r is not None), key=lambda r: r.latency_s, default=None)
 
 

@@ -1,9 +1,10 @@
-"""The least memory in which a graph can run with its activations resident, or in a zone of given size.
+"""The least memory in which a graph can run with its activations in a pool of their own.
 
-An op needs all its parameters at once. Each lies in one piece in the partition or in the window: what activations
-leave of the workspace during that op. All sizes are in pages. A set of reachable byte counts is an integer whose bit s
+An op needs all its parameters at once. Each lies in one piece in the partition or in the window: what the pool leaves
+of the workspace. All sizes are in pages. A set of reachable byte counts is an integer whose bit s
 says that some subset of an op's parameters takes s pages."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.graph import Graph
-from cohabit.planner.layout.placement import ActivationLayout, ByteRange, joined, place_activations
+from cohabit.planner.layout.placement import activation_tops
 from cohabit.planner.order import by_parameters, has_reuse
 
 PAGE_BYTES = 4096
@@ -31,21 +32,23 @@ class Footprint:
     """What a graph needs of memory, whatever the plan."""
 
     graph: Graph
-    activations: ActivationLayout
-    overlay: bool
-    """Whether the window of each op begins where that op's activations end; otherwise, above the peak of all ops."""
+    op_activation_bytes: tuple[int, ...]
+    """By op, what a layout of the activations takes up to its highest byte in use; what they need in a smaller pool."""
+    activation_bytes: int
+    """Size of the pool, in whole pages."""
     offloads: bool = False
-    """Whether activations are offloaded, so that the zone is smaller than their peak."""
+    """Whether activations are offloaded, so that the pool is smaller than their peak."""
 
     @staticmethod
-    def of(graph: Graph, overlay: bool = False) -> "Footprint":
-        return Footprint(graph, place_activations(graph, low=overlay), overlay)
+    def of(graph: Graph) -> "Footprint":
+        tops = activation_tops(graph)
+        return Footprint(graph, tops, page_aligned(max(tops, default=0)))
 
     @staticmethod
-    def of_zone(graph: Graph, zone_bytes: int) -> "Footprint":
-        """The footprint of a graph whose activations are offloaded to fit a zone of so many bytes."""
-        busy = ((0, zone_bytes),) if zone_bytes else ()
-        return Footprint(graph, ActivationLayout({}, {}, (busy,) * max(len(graph.ops), 1)), False, True)
+    def of_pool(graph: Graph, pool_bytes: int) -> "Footprint":
+        """The footprint of a graph whose activations are offloaded to fit a pool of so many bytes."""
+        own = [op.scratch_bytes + _other_bytes(graph, op.touched) for op in graph.ops] or [0]
+        return Footprint(graph, tuple(own), page_aligned(pool_bytes), offloads=True)
 
     @cached_property
     def by_parameters(self) -> "tuple[Footprint, tuple[int, ...]] | None":
@@ -53,28 +56,11 @@ class Footprint:
         if self.offloads or not has_reuse(self.graph):
             return None
         order = by_parameters(self.graph)
-        return Footprint.of(replace(self.graph, ops=tuple(self.graph.ops[k] for k in order)), self.overlay), order
+        return Footprint.of(replace(self.graph, ops=tuple(self.graph.ops[k] for k in order))), order
 
     @property
-    def activation_bytes(self) -> int:
-        """Size of the activations' zone at the bottom of the workspace."""
-        return page_aligned(self.activations.peak_bytes)
-
-    @cached_property
-    def zone_pages(self) -> tuple[int, ...]:
-        """Pages at the bottom of the workspace that are the activations' during each op."""
-        if not self.overlay:
-            return (pages(self.activations.peak_bytes),) * len(self.uses)
-        return tuple(pages(top) for top in self.activations.tops)
-
-    @cached_property
-    def busy_pages(self) -> tuple[tuple[ByteRange, ...], ...]:
-        """Pages of the workspace that are the activations' during each op: ranges, lowest first."""
-        if not self.overlay:
-            return tuple(((0, zone),) if zone else () for zone in self.zone_pages)
-        return tuple(
-            joined((first // PAGE_BYTES, pages(end)) for first, end in ranges) for ranges in self.activations.busy
-        )
+    def pool_pages(self) -> int:
+        return self.activation_bytes // PAGE_BYTES
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
@@ -95,31 +81,26 @@ class Footprint:
     @cached_property
     def least_bytes(self) -> int:
         """Least partition plus workspace over all ways to split them."""
-        return max(self._totals) * PAGE_BYTES
+        return self.activation_bytes + max(self.op_pages) * PAGE_BYTES
 
     @cached_property
     def neediest_op(self) -> str:
         """Name of the op that needs the most memory, and of the one with the most activations if they are kept free."""
-        return self._described(self._totals.index(max(self._totals)))
+        return self._described(self.op_pages.index(max(self.op_pages)))
 
     def _described(self, op: int) -> str:
         if not self.graph.ops:
             return "(none)"
         name = self.graph.ops[op].name
-        tops = [self._own_bytes(k) for k in range(len(self.uses))] if self.offloads else self.activations.tops
+        tops = self.op_activation_bytes
         peak = tops.index(max(tops))
-        if self.overlay or pages(tops[op]) == pages(tops[peak]):
+        if pages(tops[op]) == pages(tops[peak]):
             return name
         parameters, activations = self.op_pages[op] * PAGE_BYTES, self.activation_bytes
         return (
             f"{name} ({format_bytes(parameters)} of parameters), above the activations of"
             f" {self.graph.ops[peak].name} ({format_bytes(activations)}),"
         )
-
-    def _own_bytes(self, op: int) -> int:
-        """What an op needs of activations, even if all others are offloaded."""
-        tensors, own = self.graph.tensors, self.graph.ops[op]
-        return own.scratch_bytes + sum(tensors[i].nbytes for i in own.touched if tensors[i].kind != "parameter")
 
     def least_workspace_bytes(self, partition_bytes: int) -> int:
         """Least workspace that suffices with this partition."""
@@ -131,7 +112,7 @@ class Footprint:
             return None
         least = 0
         for k, needed in enumerate(self.op_pages):
-            window = workspace_bytes // PAGE_BYTES - self.zone_pages[k]
+            window = workspace_bytes // PAGE_BYTES - self.pool_pages
             if needed > window:
                 sums = self._sums(k) >> (needed - window)  # bit 0 is now the least that must be in the partition
                 least = max(least, needed - window + (sums & -sums).bit_length() - 1)
@@ -166,15 +147,10 @@ class Footprint:
         """The most workspace pages that any op needs next to this partition, and that op."""
         available = partition_bytes // PAGE_BYTES
         needs = [
-            zone + (needed - _largest_sum(self._sums(k), available) if needed > available else 0)
-            for k, (needed, zone) in enumerate(zip(self.op_pages, self.zone_pages, strict=True))
+            self.pool_pages + (needed - _largest_sum(self._sums(k), available) if needed > available else 0)
+            for k, needed in enumerate(self.op_pages)
         ]
         return max(needs), needs.index(max(needs))
-
-    @cached_property
-    def _totals(self) -> tuple[int, ...]:
-        """Pages that each op needs of partition and workspace together."""
-        return tuple(zone + needed for zone, needed in zip(self.zone_pages, self.op_pages, strict=True))
 
     def _page_counts(self, op: int) -> list[int]:
         return [pages(self.graph.tensors[i].nbytes) for i in self.uses[op]]
@@ -184,6 +160,11 @@ class Footprint:
         for count in self._page_counts(op):
             sums |= sums << count
         return sums
+
+
+def _other_bytes(graph: Graph, tensors: Iterable[int]) -> int:
+    """Bytes of those that are no parameters."""
+    return sum(graph.tensors[i].nbytes for i in tensors if graph.tensors[i].kind != "parameter")
 
 
 def _largest_sum(sums: int, limit: int) -> int:

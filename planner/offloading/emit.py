@@ -1,78 +1,50 @@
-"""Writes the plan in which parameters stream and activations are offloaded within their zone.
+"""The schedule in which parameters stream and activations are offloaded within their pool.
 
 Both share the swap-in lane. Of the copies that may start, the one that is needed first is issued first."""
 
 from collections import deque
 from itertools import accumulate
 
-from cohabit.planner.offloading.zone import ActivationZone
-from cohabit.planner.plan import Placement, Plan
-from cohabit.planner.problem import Problem
-from cohabit.planner.sequence.sequence import ActionKind
-from cohabit.planner.streaming.emit import ParameterCopies
+from cohabit.planner.arrays import Ints
+from cohabit.planner.offloading.pool import ActivationPool
+from cohabit.planner.schedule.table import COMPUTE, NOTHING, SWAP_IN, Row, Schedule, scheduled
+from cohabit.planner.streaming.emit import ParameterRows
 from cohabit.planner.streaming.stream import Swaps
 from cohabit.planner.streaming.workload import Workload
 
 
 class OffloadingEmitter:
-    """Writes one plan. With `strictly`, no copy overtakes another that is needed sooner but cannot start yet."""
+    """Makes one schedule. With `strictly`, no copy overtakes another that is needed sooner but cannot start yet."""
 
     def __init__(
-        self,
-        problem: Problem,
-        work: Workload,
-        zone: ActivationZone,
-        residents: tuple[Placement, ...],
-        swaps: Swaps,
-        strictly: bool,
+        self, work: Workload, pool: ActivationPool, pool_bytes: int, home: Ints, swaps: Swaps, strictly: bool
     ) -> None:
-        self._work, self._zone, self._strictly = work, zone, strictly
+        """`pool_bytes` are those that the pool has, `pool` what is done with activations in them."""
+        self._work, self._pool, self._pool_bytes, self._strictly = work, pool, pool_bytes, strictly
         self._graph = work.footprint.graph
-        self._partition_bytes = problem.partition_bytes
-        self._starting = {
-            (s.tensor, s.span.first): problem.partition_bytes + offset
-            for s, offset in zip(zone.placed.ranges, zone.placed.offsets, strict=True)
-        }
-        inputs = {i: self._starting[i, 0] for i in self._graph.inputs}
-        self._copies = ParameterCopies(problem, work, inputs, residents, swaps)
-        self._returning = deque[tuple[int, int]]()
-        """Activations that may return now, with their offsets."""
+        self._copies = ParameterRows(work, home, swaps)
+        self._rows: list[Row] = []
+        self._returning = deque[int]()
+        """Activations that may return now."""
         self._returns_due = deque(self._find_returns_due())
 
-    def plan(self) -> Plan:
-        """Write the plan and return it."""
-        writer, last = self._copies.writer, -1
-        self._copies.drop_after(-1)
+    def schedule(self) -> Schedule:
+        """Make the schedule."""
+        last = -1
+        self._rows += self._copies.drops_after(-1)
         self._issue(-1)
-        for index, action in enumerate(self._zone.actions):
-            match action.verb:
-                case ActionKind.COMPUTE:
-                    last = action.what
-                    self._compute(index, last)
-                    self._copies.drop_after(last)
-                    self._issue(last)
-                case ActionKind.SWAP_IN:
-                    self._returning.append((action.what, self._starting[action.what, index]))
-                    self._issue(last)
-                case ActionKind.SWAP_OUT:
-                    writer.swap_out(action.what)
-                case ActionKind.DROP:
-                    writer.drop(action.what)
+        for verb, what in self._pool.actions:
+            if verb == SWAP_IN:
+                self._returning.append(what)
+                self._issue(last)
+                continue
+            self._rows.append((verb, what, NOTHING, NOTHING))
+            if verb == COMPUTE:
+                last = what
+                self._rows += self._copies.drops_after(last)
+                self._issue(last)
         assert not self._returning, "an activation returns without a use"
-        return writer.plan(self._work.profile.fingerprint)
-
-    def _compute(self, index: int, k: int) -> None:
-        op, graph = self._graph.ops[k], self._graph
-        scratch = self._zone.placed.scratch.get(index)
-        arrived = [t for t in self._work.footprint.uses[k] if t not in op.reads]
-        if k == len(graph.ops) - 1:
-            arrived += [t for t in graph.outputs if graph.tensors[t].kind != "parameter" and t not in op.writes]
-        self._copies.writer.compute(
-            k,
-            [self._starting[t, index] for t in op.writes],
-            None if scratch is None else self._partition_bytes + scratch,
-            arrived,
-        )
+        return scheduled(self._work.numbering.graph, self._rows, self._copies.homes, self._pool_bytes)
 
     def _issue(self, k: int) -> None:
         """Issue, after op k, every copy that may start by now, in order of need."""
@@ -82,9 +54,9 @@ class OffloadingEmitter:
                 return
             if first:
                 self._returns_due.popleft()
-                self._copies.writer.swap_in(*self._returning.popleft())
+                self._rows.append((SWAP_IN, self._returning.popleft(), NOTHING, NOTHING))
             else:
-                self._copies.issue()
+                self._rows.append(self._copies.swap_in())
 
     def _is_activation_first(self, parameter: bool, activation: bool) -> bool | None:
         """Whether an activation is next rather than a parameter; None if the next copy cannot start yet."""
@@ -104,9 +76,9 @@ class OffloadingEmitter:
         """For each return of an activation, in order: the first op that uses it or any later return."""
         due: list[int] = []
         upcoming = {t: len(self._graph.ops) - 1 for t in self._graph.outputs}
-        for action in reversed(self._zone.actions):
-            if action.verb is ActionKind.COMPUTE:
-                upcoming |= dict.fromkeys(self._graph.ops[action.what].reads, action.what)
-            elif action.verb is ActionKind.SWAP_IN:
-                due.append(upcoming[action.what])
+        for verb, what in reversed(self._pool.actions):
+            if verb == COMPUTE:
+                upcoming |= dict.fromkeys(self._graph.ops[what].reads, what)
+            elif verb == SWAP_IN:
+                due.append(upcoming[what])
         return list(accumulate(due, min))[::-1]

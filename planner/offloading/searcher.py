@@ -1,7 +1,7 @@
 """The searcher `offloading`: activations are offloaded where they do not fit, or leave parameters too little room.
 
-The workspace is divided anew between activations and parameters in flight. For each size of the activations' zone,
-`planner.offloading.zone` chooses which of them are offloaded, and parameters stream past the zone as in
+The workspace is divided anew between activations and parameters in flight. For each size of the activations' pool,
+`planner.offloading.pool` chooses which of them are offloaded, and parameters stream past the pool as in
 `planner.streaming.searcher`, as if they had the link to themselves. Whole plans are then simulated."""
 
 from collections.abc import Iterator, Sequence
@@ -9,30 +9,28 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from msgspec.structs import replace
-
 from cohabit.planner.errors import UnsupportedProblem
 from cohabit.planner.layout.feasible import Footprint, page_aligned
 from cohabit.planner.offloading.emit import OffloadingEmitter
-from cohabit.planner.offloading.zone import RANKS, ActivationZones
-from cohabit.planner.plan import Plan
+from cohabit.planner.offloading.pool import RANKS, ActivationPools
 from cohabit.planner.problem import TIE, UNFIT, Cost, Problem
+from cohabit.planner.schedule.table import Schedule
 from cohabit.planner.search.searcher import Searcher
 from cohabit.planner.streaming import searcher as streaming
 from cohabit.planner.streaming.op_orders import OpOrders
 from cohabit.planner.streaming.searcher import Streaming
 
 SIZES: Final = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
-"""Zone sizes to try, between the smallest zone (0) and the largest that fits (1)."""
+"""Pool sizes to try, between the smallest pool (0) and the largest that fits (1)."""
 BEST: Final = 4
-"""Ways to stream past a zone that are simulated together with its activations."""
+"""Ways to stream past a pool that are simulated together with its activations."""
 LOOKED_AT: Final = 3
-"""ActivationZones that are worth that."""
+"""ActivationPools that are worth that."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadingCandidate:
-    """A zone, a way to stream past it, and the order of copies on the link."""
+    """A pool, a way to stream past it, and the order of copies on the link."""
 
     size: int
     rank: int
@@ -41,30 +39,30 @@ class OffloadingCandidate:
 
 
 def first_latency_s(problem: Problem) -> float:
-    """Latency of the better of two quick plans, with the smallest and the largest zone. Raises InfeasibleBudget."""
+    """Latency of the better of two quick plans, with the smallest and the largest pool. Raises InfeasibleBudget."""
     searcher = Offloading(problem, 0)
     return min(searcher.evaluate(guess, 0.0).latency_s for guess in searcher.extremes())
 
 
 class Offloading(Searcher[OffloadingCandidate]):
-    """Evaluates every zone with a quick choice for the parameters, then refines the best zones."""
+    """Evaluates every pool with a quick choice for the parameters, then refines the best pools."""
 
     evaluations = 1 + 2 * len(SIZES) * len(RANKS) + 2 * LOOKED_AT * BEST
 
     def __init__(self, problem: Problem, seed: int) -> None:
         """Raises InfeasibleBudget with the least budget for this partition."""
         graph = problem.graph
-        if not problem.workspace_bytes or any(t.kind == "state" for t in graph.tensors):
+        if problem.memory.counted or any(t.kind == "state" for t in graph.tensors):
             raise UnsupportedProblem(
                 f"{graph.name}: offloading needs a partition and a workspace, and a graph that changes no"
                 " parameters; ask another searcher for anything else"
             )
         self.problem = problem
-        self._zones = ActivationZones(graph)
-        self._sizes = self._zone_sizes()
-        self._zone = cache(lambda size, rank: self._zones.within(problem.profile, self._sizes[size], RANKS[rank]))
+        self._pools = ActivationPools(graph, problem.profile)
+        self._sizes = self._pool_sizes()
+        self._pool = cache(lambda size, rank: self._pools.within(self._sizes[size], RANKS[rank]))
         self._past = cache(lambda size: Streaming(problem, seed, OpOrders(problem, self._sizes[size])))
-        """The streaming search past a zone of some size."""
+        """The streaming search past a pool of some size."""
         self._ways = cache(self._find_ways)
         self._evaluated: list[tuple[float, OffloadingCandidate]] = []
         self._steps = self._search()
@@ -72,18 +70,21 @@ class Offloading(Searcher[OffloadingCandidate]):
     def tell(self, candidates: Sequence[OffloadingCandidate], costs: Sequence[Cost]) -> None:
         self._evaluated += [(cost.latency_s, c) for cost, c in zip(costs, candidates, strict=False)]
 
-    def _plan(self, candidate: OffloadingCandidate) -> Plan | None:
-        problem, zone = self.problem, self._zone(candidate.size, candidate.rank)
-        if zone is None:
+    def pool_bytes(self, candidate: OffloadingCandidate) -> int:
+        return self._sizes[candidate.size]
+
+    def _schedule(self, candidate: OffloadingCandidate) -> Schedule | None:
+        pool = self._pool(candidate.size, candidate.rank)
+        if pool is None:
             return None
-        work, residents, swaps = self._past(candidate.size).played(candidate.parameters)
-        plan = OffloadingEmitter(problem, work, zone, residents, swaps, candidate.strictly).plan()
-        return replace(plan, graph=problem.graph.fingerprint, profile=problem.profile.fingerprint)
+        work, home, swaps = self._past(candidate.size).played(candidate.parameters)
+        pool_bytes = self._sizes[candidate.size]
+        return OffloadingEmitter(work, pool, pool_bytes, home, swaps, candidate.strictly).schedule()
 
     def _search(self) -> Iterator[Sequence[OffloadingCandidate]]:
         middle = len(self._sizes) // 2
         yield [self._guess(middle, 0, strictly=False)]
-        ranks = range(len(RANKS)) if self._zones.movable else range(1)
+        ranks = range(len(RANKS)) if self._pools.movable else range(1)
         yield [
             self._guess(size, rank, strictly=strictly)
             for size in range(len(self._sizes))
@@ -91,35 +92,35 @@ class Offloading(Searcher[OffloadingCandidate]):
             for strictly in (False, True)
         ]
         best = sorted(self._evaluated, key=lambda e: e[0])
-        zones = list(dict.fromkeys((c.size, c.rank) for latency_s, c in best if latency_s < UNFIT.latency_s))
+        pools = list(dict.fromkeys((c.size, c.rank) for latency_s, c in best if latency_s < UNFIT.latency_s))
         yield [
             OffloadingCandidate(size, rank, parameters, strictly)
-            for size, rank in zones[:LOOKED_AT]
+            for size, rank in pools[:LOOKED_AT]
             for parameters in self._ways(size)
             for strictly in (False, True)
         ]
 
     def extremes(self) -> list[OffloadingCandidate]:
-        """Candidates with the smallest and the largest zone."""
+        """Candidates with the smallest and the largest pool."""
         return [self._guess(size, 0, strictly=False) for size in {0, len(self._sizes) - 1}]
 
     def _guess(self, size: int, rank: int, *, strictly: bool) -> OffloadingCandidate:
         return OffloadingCandidate(size, rank, self._past(size).first(), strictly)
 
-    def _zone_sizes(self) -> list[int]:
-        """Zone sizes in bytes, from the smallest to what the least window leaves, or what activations need."""
+    def _pool_sizes(self) -> list[int]:
+        """Pool sizes in bytes, from the smallest to what the least window leaves, or what activations need."""
         problem, graph = self.problem, self.problem.graph
-        leanest = page_aligned(self._zones.leanest().nbytes)
-        alone = Footprint.of_zone(graph, leanest)
-        alone.require(problem.partition_bytes, problem.workspace_bytes)
-        spare = problem.workspace_bytes - alone.least_workspace_bytes(problem.partition_bytes)
+        leanest = page_aligned(self._pools.leanest().nbytes)
+        alone, memory = Footprint.of_pool(graph, leanest), problem.memory
+        alone.require(memory.partition_bytes, memory.workspace_bytes)
+        spare = memory.workspace_bytes - alone.least_workspace_bytes(memory.partition_bytes)
         most = min(spare, max(Footprint.of(graph).activation_bytes - leanest, 0))
         return list(
             dict.fromkeys(leanest + page_aligned(int(share * most)) for share in SIZES if most or not share)
         )
 
     def _find_ways(self, size: int) -> list[streaming.StreamingCandidate]:
-        """The best ways to stream past a zone if parameters had the link to themselves."""
+        """The best ways to stream past a pool if parameters had the link to themselves."""
         searcher, spent = self._past(size), 0
         evaluated: list[tuple[float, streaming.StreamingCandidate]] = []
         while spent < searcher.evaluations and (candidates := searcher.ask()):

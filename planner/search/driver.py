@@ -13,9 +13,9 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import FingerprintMismatch
 from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.problem import TIE, Cost, Limit, Problem
+from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.portfolio import Best
 from cohabit.planner.search.registry import make
-from cohabit.planner.simulate import simulate
 
 Progress = Callable[[int, float, float], None]
 """Called with the evaluations so far, the best latency and its lower bound (resident latency after the first plan)."""

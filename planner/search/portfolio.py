@@ -1,16 +1,17 @@
-"""The default searcher: streaming first; if a gap to the lower bound remains, other searchers as well.
+"""The default searcher: several searchers, one after the other, until the lower bound is reached.
 
-For a single model's budget, each member first gets a small share of its own effort, and the one with the best plan
-continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and
+For a partition with a workspace, `streaming` comes first; then a population of `genetic` begins with its best
+decisions. `offloading` plans where activations do not fit, or where they leave parameters little room and the others
+are far from the bound. With time left, `streaming` and the seeded population, which takes in what `streaming` finds,
+take turns.
+
+For one budget in which everything is counted, each member first gets a small share of its own effort, and the one with
+the best plan continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and
 Hyperparameter Optimization", AISTATS 2016). Once it has spent its own effort, each of the others gets the rest of its
 own, in order of the best latency so far, so that the portfolio is never worse than a member at that effort. The best
 one then goes on. Where ops share weights, as the time steps of a recurrent network do, they can also run in an order
 in which such ops come together; `on_demand`, the quickest member, plans both orders, and all others take its better
 one.
-
-For a partition with a workspace, a population of `genetic` begins with the best decisions of `streaming`. `offloading`
-plans where activations do not fit, or where they leave parameters little room and the others are far from the bound.
-With time left, `streaming` and the seeded population, which takes in what `streaming` finds, take turns.
 """
 
 import math
@@ -18,21 +19,19 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
 from cohabit.planner.order import by_parameters, has_reuse, in_original_order, reordered
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Cost, Problem
+from cohabit.planner.schedule.gaps import Gaps
+from cohabit.planner.schedule.serial import least_bytes, require_counted
 from cohabit.planner.search.registry import make
 from cohabit.planner.search.searcher import Searcher
-from cohabit.planner.sequence.gaps import Gaps
-from cohabit.planner.sequence.serial import least_bytes, require_single_budget
 
 QUICKEST: Final = "on_demand"
 SAMPLED: Final = ("interval", "particle_swarm")
 """Quick ones first."""
-STREAMING_EFFORT: Final = 3
-"""Multiple of streaming's own effort before the others start."""
 SAMPLE: Final = 1 / 16
 """Share of its effort that each of these gets before they are ranked."""
 BY_WEIGHTS: Final = " in the order of weights"
@@ -62,33 +61,23 @@ class Best(Searcher[MemberCandidate]):
     def __init__(self, problem: Problem, seed: int) -> None:
         self.problem = problem
         self._seed = seed
-        self._names = ["streaming"]
+        self._names: list[str] = []
         self._members: dict[int, Any] = {}
         self._order: tuple[int, ...] | None = None
-        single = not problem.workspace_bytes
-        try:
-            self._member(0)
-        except (InfeasibleBudget, UnsupportedProblem) as refusal:
-            if single and problem.residents is not None:
-                raise
-            self._names.clear()
-            if not single:
-                self._offload_instead(refusal)
-        else:
-            if not single:
-                self._names += [SEEDED, *(["offloading"] if _is_narrow(problem) else [])]
-        if single and problem.residents is None:
+        if problem.memory.counted:
+            require_counted(problem, "best")
             self._names += (QUICKEST, *SAMPLED)
-            self._order = self._weights_order() if "streaming" not in self._names else None
+            self._order = self._weights_order()
             if self._order is not None:
                 self._names += [f"{name}{BY_WEIGHTS}" for name in (QUICKEST, *SAMPLED)]
-            require_single_budget(problem, "best")
+        else:
+            self._choose_serving_members()
         self._told: Sequence[Cost] = ()
         self._least_s = [math.inf] * len(self._names)
         self._count = 0
         self.evaluations = 10**12
         """Only known once every member has had its turn; a very large number before."""
-        self._steps = self._ask_single() if single else self._ask_served()
+        self._steps = self._ask_counted() if problem.memory.counted else self._ask_served()
 
     def tell(self, candidates: Sequence[MemberCandidate], costs: Sequence[Cost]) -> None:
         self._told = costs
@@ -106,15 +95,19 @@ class Best(Searcher[MemberCandidate]):
             return plan
         return in_original_order(plan, self._order, self.problem.graph, self.problem.profile)
 
-    def _offload_instead(self, refusal: InfeasibleBudget | UnsupportedProblem) -> None:
-        """Use offloading where streaming refuses. Raises the refusal that names the smaller budget."""
-        if isinstance(refusal, UnsupportedProblem):
-            raise refusal
-        self._names.append("offloading")
+    def _choose_serving_members(self) -> None:
+        """Use offloading alone where streaming refuses. Raises the refusal that names the smaller budget."""
+        self._names = ["streaming"]
         try:
             self._member(0)
-        except InfeasibleBudget as other:
-            raise min(refusal, other, key=lambda r: r.least_bytes) from other
+        except InfeasibleBudget as refusal:
+            self._names = ["offloading"]
+            try:
+                self._member(0)
+            except InfeasibleBudget as other:
+                raise min(refusal, other, key=lambda r: r.least_bytes) from other
+        else:
+            self._names += [SEEDED, *(["offloading"] if _is_narrow(self.problem) else [])]
 
     def found_by(self, candidate: MemberCandidate) -> str:
         """Name the member that found a candidate."""
@@ -139,7 +132,7 @@ class Best(Searcher[MemberCandidate]):
         if not has_reuse(graph):
             return None
         order = by_parameters(graph)
-        fits = least_bytes(reordered(graph, profile, order)[0]) <= self.problem.memory_bytes
+        fits = least_bytes(reordered(graph, profile, order)[0]) <= self.problem.memory.nbytes
         return order if fits and list(order) != sorted(order) else None
 
     def _turn_of_seeded(self) -> Iterator[Sequence[MemberCandidate]]:
@@ -149,12 +142,9 @@ class Best(Searcher[MemberCandidate]):
             seeded.adopt(self._member(0).leading())
             yield from self._turn(1, TURN * seeded.evaluations)
 
-    def _ask_single(self) -> Iterator[Sequence[MemberCandidate]]:
+    def _ask_counted(self) -> Iterator[Sequence[MemberCandidate]]:
         quickest = [i for i, name in enumerate(self._names) if name.startswith(QUICKEST)]
         left: dict[int, float] = {}
-        if "streaming" in self._names:
-            yield from self._turn(0, factor=STREAMING_EFFORT)
-            left[0] = self._member(0).evaluations
         for i in quickest:
             if self._is_at_bound():
                 return
@@ -181,12 +171,10 @@ class Best(Searcher[MemberCandidate]):
     def _is_at_bound(self) -> bool:
         return min(self._least_s) <= self.problem.bound_s * (1 + AT_BOUND)
 
-    def _turn(
-        self, i: int, most: float | None = None, factor: int = 1
-    ) -> Generator[Sequence[MemberCandidate], None, int]:
+    def _turn(self, i: int, most: float | None = None) -> Generator[Sequence[MemberCandidate], None, int]:
         """Ask a member until it has spent `most` evaluations or stops; return how many it spent.
 
-        Without `most`, `factor` times its own effort, which is read after its first candidates: it takes time.
+        Without `most`, its own effort, which is read after its first candidates: it takes time.
         """
         member, spent = self._member(i), 0
         while inner := member.ask():
@@ -194,7 +182,7 @@ class Best(Searcher[MemberCandidate]):
             yield [MemberCandidate(i, c) for c in inner]
             member.tell(inner[: len(self._told)], self._told)
             spent += len(inner)
-            if spent >= (member.evaluations * factor if most is None else most):
+            if spent >= (member.evaluations if most is None else most):
                 break
         return spent
 
@@ -212,7 +200,8 @@ def _is_narrow(problem: Problem) -> bool:
     """Whether parameters stream through little room, and some activation could be offloaded to widen it."""
     graph = problem.graph
     footprint = Footprint.of(graph)
-    window = problem.workspace_bytes - footprint.activation_bytes
-    if window >= NARROW * max(footprint.op_pages) * PAGE_BYTES or graph.parameter_bytes <= problem.partition_bytes:
+    memory = problem.memory
+    window = memory.workspace_bytes - footprint.activation_bytes
+    if window >= NARROW * max(footprint.op_pages) * PAGE_BYTES or graph.parameter_bytes <= memory.partition_bytes:
         return False
     return any(gap.is_offloadable(graph) for gap in Gaps(graph).all)

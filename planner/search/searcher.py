@@ -6,7 +6,9 @@ from typing import Any, Generic, TypeVar
 
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import UNFIT, Cost, Problem
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.simulate import evaluate
+from cohabit.planner.schedule.table import Schedule
+from cohabit.planner.schedule.write import write
 
 C = TypeVar("C")
 
@@ -14,16 +16,16 @@ C = TypeVar("C")
 class Searcher(Generic[C]):
     """One search for one problem, seeded when it is made.
 
-    Subclasses set `problem`, and `_steps`, the candidates to ask for. Those whose candidates are evaluated as whole
-    plans have `_plan`, which returns a candidate's plan or None if it does not fit in memory; all others override
-    `evaluate` and `write`.
+    Subclasses set `problem`, and `_steps`, the candidates to ask for. They have `_schedule`, which returns a
+    candidate's schedule, or None if it does not fit in memory. Those that can tell a candidate's cost without making its schedule
+    override `evaluate`; those whose pool is not all of the workspace override `pool_bytes`.
     `evaluate` and `write` depend only on the problem and the candidate: other threads may call them.
     """
 
     problem: Problem
     is_compiled = False
     """Whether evaluating the latest candidates is compiled code, which runs without the GIL."""
-    _plan: Callable[[C], Plan | None]
+    _schedule: Callable[[C], Schedule | None]
     _steps: Iterator[Sequence[C]]
 
     @cached_property
@@ -43,17 +45,18 @@ class Searcher(Generic[C]):
 
     def evaluate(self, candidate: C, good_s: float) -> Cost:
         """Simulate a candidate. The period is only simulated if the latency is at most `good_s`."""
-        plan = self._plan(candidate)
-        if plan is None:
-            return UNFIT
-        timeline = simulate(self.problem.graph, plan, self.problem.profile)
-        return Cost(timeline.latency_s, timeline.period_s or 0.0, timeline.link_bytes)
+        schedule = self._schedule(candidate)
+        return UNFIT if schedule is None else evaluate(self.problem, schedule, good_s)
+
+    def pool_bytes(self, candidate: C) -> int:
+        """Size of the pool in which a candidate's counted bytes lie."""
+        return self.problem.memory.workspace_bytes
 
     def write(self, candidate: C) -> Plan:
         """Return the candidate's plan, without provenance."""
-        plan = self._plan(candidate)
-        assert plan is not None
-        return plan
+        schedule = self._schedule(candidate)
+        assert schedule is not None
+        return write(self.problem, schedule, self.pool_bytes(candidate))
 
 
 AnySearcher = Searcher[Any]

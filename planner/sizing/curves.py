@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.offloading import searcher as offloading
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
@@ -26,19 +27,19 @@ Estimates = dict[tuple[str, bool, str, int, int], float]
 """Latencies of quick plans: by graph, whether activations are offloaded, profile, partition and workspace."""
 
 
-def estimate_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
+def estimate_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> float:
     """Latency of a quick plan, in the better of two orders of the ops; a search finds at least as good a one.
 
     Raises InfeasibleBudget.
     """
     if footprint.offloads:
-        return offloading.first_latency_s(Problem(footprint.graph, profile, partition_bytes, workspace_bytes))
-    latency_s = streaming.first_latency_s(footprint, profile, partition_bytes, workspace_bytes)
+        return offloading.first_latency_s(Problem(footprint.graph, profile, memory))
+    latency_s = streaming.first_latency_s(footprint, profile, memory)
     if footprint.by_parameters is not None:
         other, order = footprint.by_parameters
         profile = replace(profile, op_seconds=tuple(profile.op_seconds[k] for k in order))
         with suppress(InfeasibleBudget):
-            latency_s = min(latency_s, streaming.first_latency_s(other, profile, partition_bytes, workspace_bytes))
+            latency_s = min(latency_s, streaming.first_latency_s(other, profile, memory))
     return latency_s
 
 
@@ -54,7 +55,7 @@ def latency_curve(
         size = least + int(max(most - least, 0) * share) // PAGE_BYTES * PAGE_BYTES
         key = (footprint.graph.fingerprint, footprint.offloads, profile.fingerprint, size, workspace_bytes)
         if key not in known:
-            known[key] = estimate_latency_s(footprint, profile, size, workspace_bytes)
+            known[key] = estimate_latency_s(footprint, profile, Memory(workspace_bytes, size))
         latency_s = min(known[key], points[-1].latency_s) if points else known[key]
         points.append(Point(size, latency_s))
         if latency_s <= profile.compute_s * (1 + 1e-6):

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cohabit.planner.layout.feasible import Footprint, page_aligned
-from cohabit.planner.offloading.zone import ActivationZones
+from cohabit.planner.offloading.pool import ActivationPools
+from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.deployment import ModelDemand
 
 WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
-"""Division of the window to try, in units of the largest op's parameters."""
+"""Sizes of the window to try, in units of the largest op's parameters."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,13 @@ class Demand:
     def of(model: ModelDemand) -> "Demand":
         return Demand(model, {bucket: Footprint.of(g) for bucket, g in model.graphs.items()})
 
-    def leaner(self) -> "Demand":
+    def with_offloading(self) -> "Demand":
         """The same with offloaded activations: less memory, more time."""
-        return Demand(self.model, {bucket: _leanest(f) for bucket, f in self.footprints.items()})
+        smallest = {
+            bucket: _in_smallest_pool(footprint, self.model.profiles[bucket])
+            for bucket, footprint in self.footprints.items()
+        }
+        return Demand(self.model, smallest)
 
     @property
     def smallest(self) -> Bucket:
@@ -46,7 +51,7 @@ class Demand:
         return max(f.least_bytes for f in self.footprints.values())
 
     @property
-    def neediest(self) -> Footprint:
+    def largest_demand(self) -> Footprint:
         return max(self.footprints.values(), key=lambda f: f.least_bytes)
 
     def least_partition_bytes(self, workspace: int) -> int | None:
@@ -55,9 +60,9 @@ class Demand:
         return max((b for b in least if b is not None), default=0) if None not in least else None
 
 
-def _leanest(footprint: Footprint) -> Footprint:
-    zone_bytes = page_aligned(ActivationZones(footprint.graph).leanest().nbytes)
-    return Footprint.of_zone(footprint.graph, zone_bytes) if zone_bytes < footprint.activation_bytes else footprint
+def _in_smallest_pool(footprint: Footprint, profile: Profile) -> Footprint:
+    pool_bytes = page_aligned(ActivationPools(footprint.graph, profile).leanest().nbytes)
+    return Footprint.of_pool(footprint.graph, pool_bytes) if pool_bytes < footprint.activation_bytes else footprint
 
 
 def workspaces(demands: Sequence[Demand], memory: int) -> list[int]:

@@ -32,14 +32,6 @@ class ModelDemand:
     rate_per_s: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory for one model: the size of the shared workspace, and of its partition."""
-
-    workspace_bytes: int
-    partition_bytes: int
-
-
 class Division(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How memory is divided: the size of each lane's workspace, and of the partition that each model is planned for."""
 

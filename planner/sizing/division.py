@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
 from cohabit.planner.sizing.curves import Curve, Estimates, latency_curve
 from cohabit.planner.sizing.demand import Demand, workspaces
 from cohabit.planner.sizing.deployment import (
@@ -14,7 +15,6 @@ from cohabit.planner.sizing.deployment import (
     Division,
     LayoutName,
     ModelDemand,
-    Room,
     laid_out,
 )
 from cohabit.planner.sizing.fitting import plan_model
@@ -30,8 +30,8 @@ def deploy(
 ) -> Deployment:
     """Size every model and plan every bucket. Raises InfeasibleBudget with the least memory that would do."""
     division = divide(models, memory_bytes, layout, lanes=lanes)
-    rooms = [Room(division.workspace_bytes, partition) for partition in division.partition_bytes]
-    plans = [plan_model(model, room, library) for model, room in zip(models, rooms, strict=True)]
+    sizes = [Memory(division.workspace_bytes, partition) for partition in division.partition_bytes]
+    plans = [plan_model(model, memory, library) for model, memory in zip(models, sizes, strict=True)]
     return laid_out(layout, models, division, plans, lanes)
 
 
@@ -69,8 +69,8 @@ def _partition(demands: Sequence[Demand], memory: int, least_workspace: int, lan
     try:
         return _partition_for(demands, memory, least_workspace, lanes)
     except InfeasibleBudget:
-        leaner = [demand.leaner() for demand in demands]
-        return _partition_for(leaner, memory, least_workspace, lanes)
+        offloading = [demand.with_offloading() for demand in demands]
+        return _partition_for(offloading, memory, least_workspace, lanes)
 
 
 def _partition_for(
@@ -78,7 +78,9 @@ def _partition_for(
 ) -> tuple[int, list[int]]:
     neediest = max(demands, key=lambda d: d.least_bytes)
     if lanes == 1 and memory < neediest.least_bytes:
-        raise InfeasibleBudget(neediest.model.name, neediest.neediest.neediest_op, memory, neediest.least_bytes)
+        raise InfeasibleBudget(
+            neediest.model.name, neediest.largest_demand.neediest_op, memory, neediest.least_bytes
+        )
     known: Estimates = {}
     best: tuple[float, int, list[int]] | None = None
     needed: list[int] = []
@@ -95,7 +97,7 @@ def _partition_for(
         if best is None or cost < best[0] * (1 - 1e-6):
             best = (cost, workspace, partitions)
     if best is None:  # partitions of nothing next to one largest workspace are feasible, unless it must be larger
-        raise InfeasibleBudget(neediest.model.name, neediest.neediest.neediest_op, memory, min(needed))
+        raise InfeasibleBudget(neediest.model.name, neediest.largest_demand.neediest_op, memory, min(needed))
     return best[1], best[2]
 
 
@@ -179,7 +181,7 @@ def _least(demand: Demand, layout: LayoutName) -> tuple[int, str | None]:
     """What a model needs of a shared region, and the op that needs it (None for the whole model)."""
     if layout in WHOLE_MODELS:
         return demand.parameter_bytes, None
-    footprint = demand.neediest
+    footprint = demand.largest_demand
     op_pages = max(footprint.op_pages)
     ops = footprint.graph.ops
     return op_pages * PAGE_BYTES, ops[footprint.op_pages.index(op_pages)].name if ops else None

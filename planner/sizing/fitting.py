@@ -6,6 +6,7 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Placement, Plan
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -13,12 +14,10 @@ from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.curves import estimate_latency_s
 from cohabit.planner.sizing.demand import Demand, workspaces
-from cohabit.planner.sizing.deployment import ModelDemand, Room
+from cohabit.planner.sizing.deployment import ModelDemand
 
 
-def split_budget(
-    graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profile], budget_bytes: int
-) -> tuple[int, int]:
+def split_budget(graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profile], budget_bytes: int) -> Memory:
     """Split one model's memory into partition and workspace for the least latency in the smallest bucket.
 
     Every bucket is feasible with the result. Raises InfeasibleBudget.
@@ -26,54 +25,60 @@ def split_budget(
     budget = budget_bytes // PAGE_BYTES * PAGE_BYTES
     demand = Demand.of(ModelDemand(next(iter(graphs.values())).name, graphs, profiles))
     if budget < demand.least_bytes:
-        demand = demand.leaner()
-    footprints, neediest = demand.footprints, demand.neediest
-    if budget < neediest.least_bytes:
-        raise InfeasibleBudget(neediest.graph.name, neediest.neediest_op, budget_bytes, neediest.least_bytes)
+        demand = demand.with_offloading()
+    footprints, largest = demand.footprints, demand.largest_demand
+    if budget < largest.least_bytes:
+        raise InfeasibleBudget(largest.graph.name, largest.neediest_op, budget_bytes, largest.least_bytes)
     smallest = min(graphs)
     best: tuple[float, int] | None = None
     for workspace in workspaces([demand], budget):
         partition = budget - workspace
         if any(f.least_workspace_bytes(partition) > workspace for f in footprints.values()):
             continue
-        latency_s = estimate_latency_s(footprints[smallest], profiles[smallest], partition, workspace)
+        latency_s = estimate_latency_s(footprints[smallest], profiles[smallest], Memory(workspace, partition))
         if best is None or latency_s < best[0]:
             best = (latency_s, workspace)
     assert best is not None  # the whole budget as workspace is always feasible
-    return budget - best[1], best[1]
+    return Memory(best[1], budget - best[1])
 
 
-def fit(model: ModelDemand, rooms: Sequence[Room]) -> Room | None:
-    """Choose the workspace and partition of least latency for one more model; None if it fits in no room."""
+def fit(model: ModelDemand, choices: Sequence[Memory]) -> Memory | None:
+    """Choose the memory of least latency for one more model, or a part of its partition; None if it fits in none."""
     demand = Demand.of(model)
-    chosen = _fit(demand, rooms)
-    return chosen if chosen is not None else _fit(demand.leaner(), rooms)
+    chosen = _fit(demand, choices)
+    return chosen if chosen is not None else _fit(demand.with_offloading(), choices)
 
 
-def _fit(demand: Demand, rooms: Sequence[Room]) -> Room | None:
+def _fit(demand: Demand, choices: Sequence[Memory]) -> Memory | None:
     model = demand.model
     smallest = demand.smallest
-    best: tuple[float, Room] | None = None
-    for room in rooms:
-        least = demand.least_partition_bytes(room.workspace_bytes)
-        if least is None or least > room.partition_bytes:
+    best: tuple[float, Memory] | None = None
+    for free in choices:
+        least = demand.least_partition_bytes(free.workspace_bytes)
+        if least is None or least > free.partition_bytes:
             continue
-        partition = max(least, min(room.partition_bytes // PAGE_BYTES * PAGE_BYTES, demand.parameter_bytes))
+        partition = max(least, min(free.partition_bytes // PAGE_BYTES * PAGE_BYTES, demand.parameter_bytes))
         footprint, profile = demand.footprints[smallest], model.profiles[smallest]
-        latency_s = estimate_latency_s(footprint, profile, partition, room.workspace_bytes)
+        fitting = Memory(free.workspace_bytes, partition)
+        latency_s = estimate_latency_s(footprint, profile, fitting)
         if best is None or latency_s < best[0] * (1 - 1e-6):
-            best = (latency_s, Room(room.workspace_bytes, partition))
+            best = (latency_s, fitting)
     return None if best is None else best[1]
 
 
 def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
-    """Division of the workspace that are worth trying for a model."""
+    """Sizes of the workspace that are worth trying for a model."""
     demand = Demand.of(model)
-    return sorted({*workspaces([demand], memory_bytes), *workspaces([demand.leaner()], memory_bytes)})
+    return sorted({*workspaces([demand], memory_bytes), *workspaces([demand.with_offloading()], memory_bytes)})
 
 
 def plan_model(
-    model: ModelDemand, room: Room, library: Library | None = None, searcher: str = "best", *, quick: bool = False
+    model: ModelDemand,
+    memory: Memory,
+    library: Library | None = None,
+    searcher: str = "best",
+    *,
+    quick: bool = False,
 ) -> dict[Bucket, Plan]:
     """Plan every bucket; the smallest chooses the residents of all. Raises InfeasibleBudget.
 
@@ -83,7 +88,7 @@ def plan_model(
     residents: tuple[Placement, ...] | None = None
     for bucket in sorted(model.graphs):
         graph, profile = model.graphs[bucket], model.profiles[bucket]
-        problem = Problem(graph, profile, room.partition_bytes, room.workspace_bytes, residents)
+        problem = Problem(graph, profile, memory, residents)
         if quick:
             plans[bucket] = search(problem, searcher, limit=Limit(evaluations=1))
         else:

@@ -6,10 +6,10 @@ import numpy as np
 
 from cohabit.planner.arrays import Bools, Floats, Ints
 from cohabit.planner.compiled import compiled
-from cohabit.planner.simulate import NOTHING
+from cohabit.planner.schedule.table import NOTHING
 from cohabit.planner.streaming.page_map import NO_MORE
 from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, timed
-from cohabit.planner.streaming.workload import Arrays
+from cohabit.planner.streaming.workload import Arrays, Numbering
 
 LINK_WEIGHT: Final = 0.002
 """Weight of a second of link time relative to a second of latency: it breaks ties."""
@@ -55,7 +55,14 @@ class Critical(NamedTuple):
 
 @compiled
 def anneal(
-    work: Arrays, start: Decisions, home: Ints, fixed: bool, most_pages: int, steps: int, heat: float, seed: int
+    work: Arrays,
+    numbering: Numbering,
+    start: Decisions,
+    home: Ints,
+    fixed: bool,
+    steps: int,
+    heat: float,
+    seed: int,
 ) -> Decisions:
     """Walk from some decisions to better ones; return the best seen.
 
@@ -64,11 +71,11 @@ def anneal(
     """
     np.random.seed(seed)
     now = best = start
-    now_cost, urgent = _judged(work, now, home, fixed)
+    now_cost, urgent = _judged(work, numbering, now, home, fixed)
     best_cost = now_cost
     for step in range(steps):
-        tried = changed(work, now, fixed, most_pages, urgent)
-        cost, waited_for = _judged(work, tried, home, fixed)
+        tried = changed(work, now, fixed, urgent)
+        cost, waited_for = _judged(work, numbering, tried, home, fixed)
         left = heat * (1 - step / steps)
         if cost <= now_cost or np.random.random() < np.exp((now_cost - cost) / (left * best_cost + 1e-30)):
             now, now_cost, urgent = tried, cost, waited_for
@@ -78,16 +85,18 @@ def anneal(
 
 
 @compiled
-def _judged(work: Arrays, decisions: Decisions, home: Ints, fixed: bool) -> tuple[float, Critical]:
+def _judged(
+    work: Arrays, numbering: Numbering, decisions: Decisions, home: Ints, fixed: bool
+) -> tuple[float, Critical]:
     """The cost of decisions, and the copies that matter."""
     at = home if fixed else homes(work, decisions.fate)
     swaps, latency_s = play(work, at, decisions)
-    latency_s, _, link_pages = timed(work, at, swaps, latency_s, 0.0)
+    latency_s, _, link_pages = timed(work, numbering, at, swaps, latency_s, 0.0)
     return latency_s + LINK_WEIGHT * link_pages * work.page_s, critical(work, swaps)
 
 
 @compiled
-def changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, urgent: Critical) -> Decisions:
+def changed(work: Arrays, decisions: Decisions, fixed: bool, urgent: Critical) -> Decisions:
     """Change one decision, or exchange some; often one of what is waited for."""
     fate, hold = decisions.fate.copy(), decisions.hold.copy()
     fit, lead = decisions.fit.copy(), decisions.lead.copy()
@@ -117,12 +126,12 @@ def changed(work: Arrays, decisions: Decisions, fixed: bool, most_pages: int, ur
         if fate[p] != STREAMED and (fixed or np.random.random() < RESTORED):
             fate[p] = KEPT + RELEASED - fate[p]
         elif not fixed:
-            _exchange(work, fate, p, most_pages)
+            _exchange(work, fate, p)
     return Decisions(fate, hold, fit, lead)
 
 
 @compiled
-def _exchange(work: Arrays, fate: Ints, p: int, most_pages: int) -> None:
+def _exchange(work: Arrays, fate: Ints, p: int) -> None:
     """Turn a resident into a streamed parameter or the other way round, mostly with others that make up for its size.
 
     These follow one another in the order of use, from near the first or from anywhere. Residents leave until there is
@@ -147,7 +156,7 @@ def _exchange(work: Arrays, fate: Ints, p: int, most_pages: int) -> None:
                 fate[r] = np.random.randint(RELEASED, KEPT + 1)
                 more += work.size[r]
     pages = work.size[fate != STREAMED].sum()
-    while pages > most_pages:
+    while pages > work.partition_pages:
         q = np.random.randint(count)
         if fate[q] != STREAMED and q != p:
             fate[q] = STREAMED

@@ -1,48 +1,31 @@
-"""Writes the plan of a choice of residents and swap-ins. Steps come as early in the total order as lanes allow."""
+"""The schedule of a choice of residents and swap-ins. Rows come as early in the total order as lanes allow."""
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
 
 import numpy as np
 
 from cohabit.planner.arrays import Ints
 from cohabit.planner.graph import Graph
-from cohabit.planner.order import in_original_order
-from cohabit.planner.plan import Address, Placement, Plan
-from cohabit.planner.problem import Problem
-from cohabit.planner.sequence.plan_writer import PlanWriter
-from cohabit.planner.streaming.op_orders import OpOrder
+from cohabit.planner.schedule.table import COMPUTE, DROP, NOTHING, SWAP_IN, Row, Schedule, scheduled
 from cohabit.planner.streaming.page_map import NOWHERE
 from cohabit.planner.streaming.stream import Swaps
 from cohabit.planner.streaming.workload import Workload
 
 
-class ParameterCopies:
-    """A plan in the making, and the copies of its parameters that are still to be issued, in order."""
+class ParameterRows:
+    """The rows of parameters' copies and drops, to be taken in order; positions count the ops as they run."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        work: Workload,
-        inputs: Mapping[int, int],
-        residents: tuple[Placement, ...],
-        swaps: Swaps,
-    ) -> None:
-        """Inputs have offsets, which count through the partition and then the workspace."""
+    def __init__(self, work: Workload, home: Ints, swaps: Swaps) -> None:
         count = int(swaps.length[0])
         columns = (swaps.parameter, swaps.page, swaps.after_op, swaps.op)
         parameter, page, after_op, needed_by = (column[:count].tolist() for column in columns)
         tensor = [work.parameters[p] for p in parameter]
+        resident = sorted(np.flatnonzero(home != NOWHERE).tolist(), key=lambda p: (int(home[p]), p))
+        self.homes = {work.parameters[p]: work.offset(int(home[p])) for p in resident}
+        """Offsets of the residents."""
         self._work = work
-        self._partition_bytes = problem.partition_bytes
-        self._drops = _parameter_drops(work, frozenset(p.tensor for p in residents), tensor, needed_by)
+        self._drops = _parameter_drops(work, frozenset(self.homes), tensor, needed_by)
         self._left = deque(zip(tensor, page, after_op, needed_by, strict=True))
-        homes = {p.tensor: self.offset(p.address) for p in residents}
-        sizes = problem.partition_bytes, problem.workspace_bytes
-        self.writer = PlanWriter(work.footprint.graph, *sizes, inputs, homes)
-
-    def offset(self, address: Address) -> int:
-        return address.offset + (self._partition_bytes if address.region == "workspace" else 0)
 
     @property
     def needed_by(self) -> int | None:
@@ -53,49 +36,28 @@ class ParameterCopies:
         """Whether the next copy may start once op k has ended."""
         return bool(self._left) and self._left[0][2] <= k
 
-    def issue(self) -> None:
-        """Write the next copy."""
-        tensor, page, *_ = self._left.popleft()
-        self.writer.swap_in(tensor, self.offset(self._work.address(page)))
+    def swap_in(self) -> Row:
+        """Take the next copy."""
+        tensor, page, after_op, _ = self._left.popleft()
+        return SWAP_IN, tensor, self._work.offset(page), after_op
 
-    def drop_after(self, k: int) -> None:
-        """Drop the parameters that are not needed after op k (-1: from the start)."""
-        for t in self._drops.get(k, ()):
-            self.writer.drop(t)
+    def drops_after(self, k: int) -> list[Row]:
+        """The drops of parameters that are not needed after op k (-1: from the start)."""
+        return [(DROP, t, NOTHING, NOTHING) for t in self._drops.get(k, ())]
 
 
-def emit(problem: Problem, view: OpOrder, home: Ints, swaps: Swaps) -> Plan:
-    """Make a plan in which the ops run in some order and activations have fixed places."""
-    work = view.work
-    graph, layout = work.footprint.graph, work.footprint.activations
-    base = 0 if work.arrays.single else problem.partition_bytes
-    inputs = {i: base + layout.tensors[i] for i in graph.inputs}
-    copies = ParameterCopies(problem, work, inputs, residents_of(problem, work, home), swaps)
-    drops = _activation_drops(graph)
-    for k in range(-1, len(graph.ops)):
+def emit(work: Workload, home: Ints, swaps: Swaps) -> Schedule:
+    """Make the schedule in which the ops run in the order of `work`."""
+    copies, drops = ParameterRows(work, home, swaps), _activation_drops(work.footprint.graph)
+    rows: list[Row] = []
+    for k in range(-1, len(work.numbering.op)):
         if k >= 0:
-            op = graph.ops[k]
-            copies.writer.compute(
-                k,
-                [base + layout.tensors[t] for t in op.writes],
-                base + layout.scratch[k] if op.scratch_bytes else None,
-                [t for t in work.footprint.uses[k] if t not in op.reads],
-            )
-        for t in drops.get(k, ()):
-            copies.writer.drop(t)
-        copies.drop_after(k)
+            rows.append((COMPUTE, int(work.numbering.op[k]), NOTHING, NOTHING))
+        rows += [(DROP, t, NOTHING, NOTHING) for t in drops.get(k, ())]
+        rows += copies.drops_after(k)
         while copies.may_start(k):
-            copies.issue()
-    plan = copies.writer.plan(work.profile.fingerprint)
-    return in_original_order(plan, view.order, problem.graph, problem.profile)
-
-
-def residents_of(problem: Problem, work: Workload, home: Ints) -> tuple[Placement, ...]:
-    """Residents of a plan: those given, or those with a home in page order."""
-    if problem.residents is not None:
-        return problem.residents
-    chosen = sorted(np.flatnonzero(home != NOWHERE).tolist(), key=lambda p: (int(home[p]), p))
-    return tuple(Placement(work.parameters[p], work.address(int(home[p]))) for p in chosen)
+            rows.append(copies.swap_in())
+    return scheduled(work.numbering.graph, rows, copies.homes, work.footprint.activation_bytes)
 
 
 def _activation_drops(graph: Graph) -> dict[int, list[int]]:

@@ -1,8 +1,8 @@
 """The memory that parameters share while a search plays an inference: items on a line of pages, in page order.
 
-First comes the partition, then one page that no parameter may use (so that none spans the border), then the workspace,
-with the activations at its bottom. An item is a parameter, a free range or the border. All functions run inside
-compiled loops and change the map in place."""
+First comes the partition, then one page that no parameter may use (so that none spans the border), then the window:
+what the pool of counted bytes leaves of the workspace. An item is a parameter, a free range or the border. All
+functions run inside compiled loops and change the map in place."""
 
 from typing import Final, NamedTuple
 
@@ -15,7 +15,7 @@ NOWHERE: Final = -1
 """Page of a parameter that is not in memory."""
 NO_MORE: Final = 1 << 40
 """Next use of a parameter that this inference does not need again."""
-FRESH: Final = -1
+UNUSED: Final = -1
 """Last user of bytes that no op has used in this inference."""
 
 _FREE: Final = -1
@@ -29,7 +29,7 @@ class PageMap(NamedTuple):
     what: Ints
     """Parameter of each item, or one of the two above."""
     last: Ints
-    """Last op that used each item's bytes, or FRESH."""
+    """Last op that used each item's bytes, or UNUSED."""
     items: Ints
     """Number of items, [1]."""
     where: Ints
@@ -51,12 +51,12 @@ class Hole(NamedTuple):
 
 
 @compiled
-def empty_page_map(partition_pages: int, workspace_pages: int, parameters: int, most_items: int) -> PageMap:
+def empty_page_map(partition_pages: int, window_pages: int, parameters: int, most_items: int) -> PageMap:
     begin = np.empty(most_items + 1, dtype=np.int64)
     what = np.empty(most_items + 1, dtype=np.int64)
-    last = np.full(most_items + 1, FRESH)
+    last = np.full(most_items + 1, UNUSED)
     begin[0], begin[1], begin[2] = 0, partition_pages, partition_pages + 1
-    begin[3] = partition_pages + 1 + workspace_pages
+    begin[3] = partition_pages + 1 + window_pages
     what[0], what[1], what[2] = _FREE, _BORDER, _FREE
     return PageMap(begin, what, last, np.array([3]), np.full(parameters, NOWHERE))
 
@@ -88,18 +88,11 @@ def remove(memory: PageMap, parameter: int) -> None:
 
 @compiled
 def put(memory: PageMap, parameter: int, page: int, pages: int) -> int:
-    """Write a parameter over whatever is there; return the last op that used these bytes, or FRESH."""
+    """Write a parameter over whatever is there; return the last op that used these bytes, or UNUSED."""
     at, latest = _overwrite(memory, parameter, page, pages)
     memory.last[at] = latest
     memory.where[parameter] = page
     return latest
-
-
-@compiled
-def cover(memory: PageMap, page: int, pages: int, op: int) -> None:
-    """An op's activations take these pages: parameters there are displaced."""
-    at, _ = _overwrite(memory, _FREE, page, pages)
-    memory.last[at] = op
 
 
 @compiled
@@ -110,7 +103,7 @@ def _overwrite(memory: PageMap, item: int, page: int, pages: int) -> tuple[int, 
     """
     begin, what, last, items = memory.begin, memory.what, memory.last, memory.items[0]
     first = item_at(memory, page)
-    stop, latest = first, FRESH
+    stop, latest = first, UNUSED
     while stop < items and begin[stop] < page + pages:
         latest = max(latest, last[stop])
         if what[stop] >= 0:
@@ -165,31 +158,28 @@ def _copy_item(begin: Ints, what: Ints, last: Ints, source: int, target: int) ->
 
 
 @compiled
-def find_hole(memory: PageMap, pages: int, zone: int, locked: Ints, hole: Hole) -> int:
-    """First page of a range that holds nothing locked through this op; in the workspace, above `zone`; or NOWHERE.
+def find_hole(memory: PageMap, pages: int, locked: Ints, hole: Hole) -> int:
+    """First page of a range that holds nothing locked through this op, or NOWHERE.
 
     Best is what is free when the link is; else what is free first. Ranges begin or end where an item does.
     """
     begin, what, last, items = memory.begin, memory.what, memory.last, memory.items[0]
     op, op_end_s, link_s, fit, cursor = hole.op, hole.op_end_s, hole.link_s, hole.fit, hole.cursor
     best, best_late_s, best_rank = NOWHERE, np.inf, np.inf
-    lowest = 0
     run_first = run_stop = 0  # the items of the current open range
     while run_stop < items:
         run_first = run_stop
         if not _is_open(what[run_first], last[run_first], locked, op):
-            if what[run_first] == _BORDER:
-                lowest = begin[run_first + 1] + zone
             run_stop += 1
             continue
         while run_stop < items and _is_open(what[run_stop], last[run_stop], locked, op):
             run_stop += 1
-        low, high = max(begin[run_first], lowest), begin[run_stop]
+        low, high = begin[run_first], begin[run_stop]
         if high - low < pages:
             continue
         for i in range(run_first, run_stop):
             for side in range(2):
-                page = max(begin[i], low) if side == 0 else begin[i + 1] - pages
+                page = begin[i] if side == 0 else begin[i + 1] - pages
                 if page < low or page + pages > high:
                     continue
                 latest = _latest_use(begin, last, i, page, pages)
@@ -217,7 +207,7 @@ def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> in
     """The last op that used any byte of a range that begins near an item."""
     while begin[item] > page:
         item -= 1
-    latest = FRESH
+    latest = UNUSED
     while begin[item] < page + pages:
         latest = max(latest, last[item])
         item += 1
@@ -251,7 +241,7 @@ def _contents(
     begin, what, last = memory.begin, memory.what, memory.last
     while begin[item] > page:
         item -= 1
-    soonest, latest = NO_MORE, FRESH
+    soonest, latest = NO_MORE, UNUSED
     while begin[item] < page + pages:
         p = what[item]
         if p == _BORDER or (p >= 0 and early[p] > op):

@@ -13,42 +13,10 @@ from cohabit.planner.streaming.workload import Workload
 Choice = tuple[int, ...]
 
 
-def capacities(work: Workload) -> list[int]:
-    """Pages of residents worth trying.
-
-    A partition is there to be filled. In a single budget whatever residents take, the window lacks: it is left
-    some multiple of what an op's own parameters need next to its activations.
-    """
-    arrays = work.arrays
-    if not arrays.single:
-        return [work.resident_pages]
-    own = np.array(work.footprint.op_pages)
-    needed = [arrays.zone + factor * own for factor in (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-    left = [arrays.workspace_pages - int(n.max()) for n in needed]
-    left += [_released_in_time(work, arrays.workspace_pages - n) for n in needed]
-    return sorted({max(min(pages, work.resident_pages), 0) for pages in left}, reverse=True)
-
-
-def _released_in_time(work: Workload, room: Floats) -> int:
-    """Pages of the parameters used first that fit if each op's room has to hold only those not used by then."""
-    arrays = work.arrays
-    used = np.zeros(len(arrays.op_s) + 1)
-    np.add.at(used, arrays.last_use + 1, arrays.size)
-    pages = float(work.resident_pages)
-    for passed, left in zip(np.cumsum(used), room, strict=False):
-        if passed < pages:
-            pages = min(pages, passed + left)
-    return int(pages)
-
-
 def guesses(work: Workload) -> Iterator[Choice]:
-    """Some sets of residents that fit, without repeats."""
-    made = (
-        choose(work, pages)
-        for pages in capacities(work)
-        for choose in (paced, fill, spread, largest_first, costly_first)
-    )
-    yield from dict.fromkeys(made)
+    """Some sets of residents that fill the partition, without repeats."""
+    pages = work.arrays.partition_pages
+    yield from dict.fromkeys(choose(work, pages) for choose in (paced, fill, spread, largest_first, costly_first))
 
 
 def largest_first(work: Workload, pages: int) -> Choice:

@@ -1,8 +1,7 @@
 """The searcher `streaming`: parameters stream past residents; simulated annealing chooses what streams and what stays.
 
-Activations have fixed offsets. Ops run in the graph's order, in an order in which ops that read the same parameters
-are adjacent (an unrolled recurrent network then needs each layer's weights once), or, in a single budget, in
-others in which copies are less far behind."""
+Ops run in the graph's order, or in one in which ops that read the same parameters are adjacent: an unrolled recurrent
+network then needs each layer's weights once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,19 +12,19 @@ import numpy as np
 
 from cohabit.planner.arrays import Ints
 from cohabit.planner.bounds.relaxation import relax
-from cohabit.planner.errors import UnsupportedProblem
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.order import has_reuse
-from cohabit.planner.plan import Placement, Plan
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.profile import Profile
+from cohabit.planner.schedule.table import GraphArrays, Schedule
 from cohabit.planner.search.searcher import Searcher
 from cohabit.planner.streaming import stream
 from cohabit.planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to
-from cohabit.planner.streaming.emit import emit, residents_of
+from cohabit.planner.streaming.emit import emit
 from cohabit.planner.streaming.op_orders import OpOrders
 from cohabit.planner.streaming.page_map import NOWHERE
-from cohabit.planner.streaming.residents import by_share, capacities, guesses
+from cohabit.planner.streaming.residents import by_share, guesses
 from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, uniform
 from cohabit.planner.streaming.workload import Workload
 
@@ -75,10 +74,6 @@ class Streaming(Searcher[StreamingCandidate]):
     is_compiled = True
 
     def __init__(self, problem: Problem, seed: int, views: OpOrders | None = None) -> None:
-        if problem.residents is not None and not problem.workspace_bytes:
-            raise UnsupportedProblem(
-                f"{problem.graph.name}: given residents need a workspace in addition to their partition"
-            )
         self.problem = problem
         self.views = OpOrders(problem) if views is None else views
         self._seed = seed
@@ -102,20 +97,24 @@ class Streaming(Searcher[StreamingCandidate]):
 
     def evaluate(self, candidate: StreamingCandidate, good_s: float) -> Cost:
         work, decisions = self.views[candidate.order].work, self._decisions(candidate)
-        latency_s, period_s, pages = stream.evaluate(work.arrays, self._home(work, decisions), decisions, good_s)
+        home = self._home(work, decisions)
+        latency_s, period_s, pages = stream.evaluate(work.arrays, work.numbering, home, decisions, good_s)
         return Cost(latency_s, period_s, pages * PAGE_BYTES)
 
-    def write(self, candidate: StreamingCandidate) -> Plan:
-        view, decisions = self.views[candidate.order], self._decisions(candidate)
-        home = self._home(view.work, decisions)
-        return emit(self.problem, view, home, play(view.work.arrays, home, decisions)[0])
+    def pool_bytes(self, candidate: StreamingCandidate) -> int:
+        return self.views[candidate.order].work.footprint.activation_bytes
 
-    def played(self, candidate: StreamingCandidate) -> tuple[Workload, tuple[Placement, ...], Swaps]:
-        """Return a candidate's residents and the swap-ins of one inference, in the order of their ops."""
+    def _schedule(self, candidate: StreamingCandidate) -> Schedule:
+        work, decisions = self.views[candidate.order].work, self._decisions(candidate)
+        home = self._home(work, decisions)
+        return emit(work, home, play(work.arrays, home, decisions)[0])
+
+    def played(self, candidate: StreamingCandidate) -> tuple[Workload, Ints, Swaps]:
+        """Return a candidate's homes and the swap-ins of one inference, in the order of their ops."""
         work, decisions = self.views[candidate.order].work, self._decisions(candidate)
         decisions = decisions._replace(lead=np.zeros_like(decisions.lead))
         home = self._home(work, decisions)
-        return work, residents_of(self.problem, work, home), play(work.arrays, home, decisions)[0]
+        return work, home, play(work.arrays, home, decisions)[0]
 
     def leading(self) -> list[tuple[tuple[int, ...], Decisions]]:
         """Return the best orders and decisions of the latest round."""
@@ -152,13 +151,12 @@ class Streaming(Searcher[StreamingCandidate]):
     def _relaxed(self) -> Iterator[StreamingCandidate]:
         """Residents as the linear relaxation would have them, rounded."""
         problem = self.problem
-        relaxed = relax(problem.graph, problem.profile, problem.partition_bytes, problem.workspace_bytes)
+        relaxed = relax(problem.graph, problem.profile, problem.memory)
         if relaxed is None or problem.residents is not None:
             return
         for i, view in enumerate(self.views):
             shares = np.array([relaxed.resident.get(t, 0.0) for t in view.work.parameters])
-            for pages in capacities(view.work):
-                yield next(self._ways(i, by_share(view.work, shares, pages)))
+            yield next(self._ways(i, by_share(view.work, shares, view.work.arrays.partition_pages)))
 
     def _guesses(self, order: int) -> Iterator[StreamingCandidate]:
         """Quick guesses, each in the first way."""
@@ -209,7 +207,7 @@ class Streaming(Searcher[StreamingCandidate]):
             return start
         work, fixed = self.views[candidate.order].work, self.problem.residents is not None
         walk = candidate.steps, candidate.heat, candidate.seed
-        return anneal(work.arrays, start, self._home(work, start), fixed, work.resident_pages, *walk)
+        return anneal(work.arrays, work.numbering, start, self._home(work, start), fixed, *walk)
 
     def _home(self, work: Workload, decisions: Decisions) -> Ints:
         given = self.problem.residents
@@ -219,15 +217,14 @@ class Streaming(Searcher[StreamingCandidate]):
 def is_perfect(work: Workload, cost: Cost) -> bool:
     """Whether there is hardly anything to improve on: nothing ever waits, with hardly a needless copy."""
     footprint, arrays = work.footprint, work.arrays
-    pages = arrays.partition_pages + arrays.workspace_pages - max(footprint.op_pages)
-    room = pages * PAGE_BYTES - footprint.activation_bytes
-    necessary = max(footprint.graph.parameter_bytes - max(room, 0), 0)
+    pages = arrays.partition_pages + arrays.window_pages - max(footprint.op_pages)
+    necessary = max(footprint.graph.parameter_bytes - max(pages, 0) * PAGE_BYTES, 0)
     return cost.period_s <= work.profile.compute_s * (1 + 1e-6) and cost.link_bytes <= necessary
 
 
-def first_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int, workspace_bytes: int) -> float:
-    """Latency of the best of a few quick choices, in milliseconds. Raises InfeasibleBudget."""
-    work = Workload.of(footprint, profile, partition_bytes, workspace_bytes)
+def first_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> float:
+    """Seconds that the best of a few initial solutions takes. Raises InfeasibleBudget."""
+    work = Workload.of(footprint, profile, memory, GraphArrays.of(footprint.graph, profile))
     hold = holds_up_to(work.arrays, float(work.arrays.swap_s.max(initial=0.0)))
     least_s = np.inf
     for residents in guesses(work):
@@ -235,7 +232,7 @@ def first_latency_s(footprint: Footprint, profile: Profile, partition_bytes: int
         fate[list(residents)] = RELEASED
         for fit in range(FITS):
             decisions = uniform(fate, hold, fit)
-            latency_s, _, _ = stream.evaluate(work.arrays, homes(work.arrays, fate), decisions, 0.0)
+            latency_s, _, _ = stream.evaluate(work.arrays, work.numbering, homes(work.arrays, fate), decisions, 0.0)
             least_s = min(least_s, latency_s)
         if least_s <= profile.compute_s * (1 + 1e-6):
             break

@@ -14,13 +14,13 @@ import numpy as np
 
 from cohabit.planner.arrays import Bools, Floats, Ints
 from cohabit.planner.compiled import compiled
-from cohabit.planner.simulate import COMPUTE, NOTHING, SWAP_IN, LaneArrays, empty_lanes, latency_and_period
+from cohabit.planner.schedule.simulate import lanes_of, latency_and_period
+from cohabit.planner.schedule.table import COMPUTE, NOTHING, SWAP_IN, UNLIMITED, Schedule, with_waits
 from cohabit.planner.streaming.page_map import (
     NO_MORE,
     NOWHERE,
     Hole,
     PageMap,
-    cover,
     empty_page_map,
     find_hole,
     find_room,
@@ -29,7 +29,7 @@ from cohabit.planner.streaming.page_map import (
     tidy,
     use,
 )
-from cohabit.planner.streaming.workload import Arrays
+from cohabit.planner.streaming.workload import Arrays, Numbering
 
 STREAMED: Final = 0
 """Not a resident."""
@@ -76,22 +76,16 @@ class Swaps(NamedTuple):
 def homes(work: Arrays, fate: Ints) -> Ints:
     """Homes for residents, one after the other: per parameter a page, or NOWHERE.
 
-    The released ones lie together in the order of their use, so that what they leave is in one piece; in a single
-    budget they lie next to the window. Those that activations would cover before their first use are no residents
-    after all. Empty parameters take no room and are always resident.
+    The released ones lie together in the order of their use, so that what they leave is in one piece. Empty parameters
+    take no room and are always resident.
     """
     home = np.full(len(fate), NOWHERE)
     page = 0
-    end = work.workspace_pages + 1
-    ops = len(work.op_s)
     for chosen in (KEPT, RELEASED):
-        for i in range(len(fate)):
-            p = len(fate) - 1 - i if work.single and chosen == RELEASED else i
+        for p in range(len(fate)):
             if fate[p] == chosen and work.size[p] > 0:
-                home[p] = end - page - work.size[p] if work.single else page
+                home[p] = page
                 page += work.size[p]
-                if work.single and home[p] < 1 + work.zone_so_far[min(work.first_use[p], ops - 1)]:
-                    home[p] = NOWHERE
     home[work.size == 0] = 0
     return home
 
@@ -104,8 +98,7 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     """
     ops, parameters = len(work.op_s), len(work.size)
     most = 2 * len(work.use_parameter) + parameters
-    most_items = 2 * (most + parameters + len(work.busy)) + 4
-    memory = empty_page_map(work.partition_pages, work.workspace_pages, parameters, most_items)
+    memory = empty_page_map(work.partition_pages, work.window_pages, parameters, 2 * (most + parameters) + 4)
     swaps = Swaps(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64),
         np.empty(most, np.int64), np.zeros(1, np.int64),
@@ -130,8 +123,6 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
         first, last = work.use_start[k], work.use_start[k + 1]
         if last > first:
             tidy(memory, upcoming, op_end_s, link_s)
-        for i in range(work.busy_start[k], work.busy_start[k + 1]):
-            cover(memory, work.partition_pages + 1 + work.busy[i, 0], work.busy[i, 1] - work.busy[i, 0], k)
         missing = False
         for j in range(first, last):
             p = work.use_parameter[j]
@@ -144,7 +135,7 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
             ):
                 if early.max() >= k:
                     return swaps, np.inf
-                for i in range(begun, swaps.length[0]):  # what it displaced for nothing stays away
+                for i in range(begun, swaps.length[0]):  # evictions of the failed attempt are kept
                     if work.size[swaps.parameter[i]] > 0:
                         remove(memory, swaps.parameter[i])
                     memory.where[swaps.parameter[i]] = NOWHERE
@@ -157,12 +148,12 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
                 cursor = swaps.page[i] + work.size[p]
         for j in ahead[np.searchsorted(ahead, last) :]:
             op, p = work.use_op[j], work.use_parameter[j]
-            if link_s > op_end_s[k] or op > k + longest_lead:  # it has enough to do
+            if link_s > op_end_s[k] or op > k + longest_lead:  # the link is busy past this op
                 break
             if op - decisions.lead[j] > k or memory.where[p] >= 0 or work.size[p] == 0 or upcoming[p] != op:
                 continue
             hole = Hole(k, op_end_s, link_s, decisions.fit[j], cursor)
-            page = find_hole(memory, work.size[p], _zone(work, decisions, k, j), locked, hole)
+            page = find_hole(memory, work.size[p], locked, hole)
             if page < 0:
                 continue
             after_op = max(touched[p], put(memory, p, page, work.size[p]))
@@ -192,14 +183,18 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
 
 
 @compiled
-def evaluate(work: Arrays, home: Ints, decisions: Decisions, good_s: float) -> tuple[float, float, int]:
+def evaluate(
+    work: Arrays, numbering: Numbering, home: Ints, decisions: Decisions, good_s: float
+) -> tuple[float, float, int]:
     """Play an inference; return its latency, period and the pages copied as `timed` does."""
     swaps, latency_s = play(work, home, decisions)
-    return timed(work, home, swaps, latency_s, good_s)
+    return timed(work, numbering, home, swaps, latency_s, good_s)
 
 
 @compiled
-def timed(work: Arrays, home: Ints, swaps: Swaps, played_s: float, good_s: float) -> tuple[float, float, int]:
+def timed(
+    work: Arrays, numbering: Numbering, home: Ints, swaps: Swaps, played_s: float, good_s: float
+) -> tuple[float, float, int]:
     """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
     if played_s == np.inf:
         return np.inf, np.inf, 0
@@ -207,34 +202,31 @@ def timed(work: Arrays, home: Ints, swaps: Swaps, played_s: float, good_s: float
     is_exact = work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0
     if is_exact and played_s > good_s:
         return played_s, np.inf, link_pages
-    latency_s, period_s = latency_and_period(
-        _lanes(work, home, swaps), work.compute_slowdown, work.swap_slowdown, good_s
-    )
+    if len(numbering.op) == 0:
+        return 0.0, 0.0, link_pages
+    lanes = lanes_of(numbering.graph, _schedule(work, numbering, home, swaps))
+    latency_s, period_s = latency_and_period(lanes, work.compute_slowdown, work.swap_slowdown, good_s)
     return latency_s, period_s, link_pages
 
 
 @compiled
-def _lanes(work: Arrays, home: Ints, swaps: Swaps) -> LaneArrays:
-    """What `simulate.prepare` makes of the plan that these swaps become."""
+def _schedule(work: Arrays, numbering: Numbering, home: Ints, swaps: Swaps) -> Schedule:
+    """The ops and the swap-ins. Drops are left out: they take no time, and the copies know their bytes' last users."""
     ops, count = len(work.op_s), swaps.length[0]
-    lanes = empty_lanes(np.array([ops, count, 0]))
-    lanes.work_s[COMPUTE, :ops] = work.op_s
-    newest = np.full(len(work.size), NOTHING)  # each parameter's latest swap-in
-    i = 0
+    verb, what = np.empty(ops + count, np.int64), np.empty(ops + count, np.int64)
+    page, after = np.zeros(ops + count, np.int64), np.full(ops + count, NOTHING)
+    i = row = 0
     for k in range(ops + 1):
         while i < count and swaps.before[i] <= k:
-            lanes.work_s[SWAP_IN, i] = work.swap_s[swaps.parameter[i]]
-            lanes.wait[SWAP_IN, i, COMPUTE] = swaps.after_op[i]
-            newest[swaps.parameter[i]] = i
-            i += 1
+            verb[row], what[row] = SWAP_IN, numbering.tensor[swaps.parameter[i]]
+            page[row], after[row] = swaps.page[i], swaps.after_op[i]
+            i, row = i + 1, row + 1
         if k < ops:
-            for p in work.use_parameter[work.use_start[k] : work.use_start[k + 1]]:
-                lanes.wait[COMPUTE, k, SWAP_IN] = max(lanes.wait[COMPUTE, k, SWAP_IN], newest[p])
-    for k in range(ops):
-        for p in work.use_parameter[work.use_start[k] : work.use_start[k + 1]]:
-            if home[p] >= 0:
-                lanes.carried[k] = max(lanes.carried[k], newest[p])
-    return lanes
+            verb[row], what[row], row = COMPUTE, numbering.op[k], row + 1
+    residents = np.flatnonzero(home >= 0)
+    return with_waits(
+        numbering.graph, verb, what, page, after, numbering.tensor[residents], home[residents], UNLIMITED
+    )
 
 
 @compiled
@@ -260,10 +252,7 @@ def _bring(
         page, after_op = 0, NOTHING
         if work.size[p] > 0:
             hole = Hole(op, op_end_s, link_s, decisions.fit[j], cursor)
-            zone = _zone(work, decisions, op, j)
-            page = find_hole(memory, work.size[p], zone, locked, hole)
-            if page < 0 and zone > 0:
-                page = find_hole(memory, work.size[p], 0, locked, hole)
+            page = find_hole(memory, work.size[p], locked, hole)
             if page < 0:
                 page = find_room(memory, work.size[p], op, upcoming, early)
             if page < 0:
@@ -272,15 +261,6 @@ def _bring(
         memory.where[p] = page
         _append(swaps, p, page, after_op, op, op)
     return True
-
-
-@compiled
-def _zone(work: Arrays, decisions: Decisions, op: int, use: int) -> int:
-    """Pages of the workspace that activations take while a parameter stays, from `op` on to the last use held."""
-    end = work.use_op[use]
-    if decisions.hold[use] and work.use_next[use] < NO_MORE:
-        end = work.use_next[use]
-    return int(work.zone[op : end + 1].max()) if end > op else 0
 
 
 @compiled
@@ -293,14 +273,11 @@ def _make_room(work: Arrays, memory: PageMap, swaps: Swaps, home: Ints, op: int,
     uses = slice(work.use_start[op], work.use_start[op + 1])
     needed = work.use_parameter[uses]
     target = np.empty(len(needed), np.int64)
-    front = work.partition_pages + 1 + work.zone[op]
-    end = work.partition_pages + 1 + work.workspace_pages
+    front = work.partition_pages + 1
     for i, p in enumerate(needed):
         target[i] = home[p] if home[p] >= 0 else front
         front += 0 if home[p] >= 0 else work.size[p]
-        if home[p] > work.partition_pages:
-            end = min(end, home[p])
-    if front > end:
+    if front > work.partition_pages + 1 + work.window_pages:
         target[:] = work.use_split[uses]
     for i, p in enumerate(needed):
         if work.size[p] > 0 and memory.where[p] >= 0 and memory.where[p] != target[i]:

@@ -9,8 +9,10 @@ import numpy as np
 from cohabit.planner.arrays import Floats, Ints, ints
 from cohabit.planner.errors import InvalidPlan
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint, pages
-from cohabit.planner.plan import Address, Placement
+from cohabit.planner.memory import Memory
+from cohabit.planner.plan import Placement
 from cohabit.planner.profile import Profile
+from cohabit.planner.schedule.table import WORKSPACE, GraphArrays
 from cohabit.planner.streaming.page_map import NO_MORE, NOWHERE
 
 
@@ -18,15 +20,8 @@ class Arrays(NamedTuple):
     """What compiled loops see. Parameters are numbered in order of first use, time is counted in ops."""
 
     partition_pages: int
-    workspace_pages: int
-    zone: Ints
-    """Pages at the bottom of the workspace that hold all activations during each op, [ops]."""
-    zone_so_far: Ints
-    """The most that this has been by then, [ops]."""
-    busy_start: Ints
-    """During op k the activations take ranges `busy_start[k]` to `busy_start[k + 1]`, [ops + 1]."""
-    busy: Ints
-    """First and end page of each range, counted from the workspace's bottom, [ranges, 2]."""
+    window_pages: int
+    """What the pool leaves of the workspace."""
     size: Ints
     """Pages of each parameter."""
     swap_s: Floats
@@ -52,10 +47,18 @@ class Arrays(NamedTuple):
     """Uses after which the same parameter is used again."""
     page_s: float
     """Time of a page on the link, latency not counted."""
-    single: bool
-    """Whether this is one model's whole budget, without a shared workspace."""
     keeps: bool
     """Whether no resident is released, because copies to its bytes would leave the processor's cache."""
+
+
+class Numbering(NamedTuple):
+    """What the numbers of parameters and ops in `Arrays` mean in the graph."""
+
+    graph: GraphArrays
+    tensor: Ints
+    """Of each parameter."""
+    op: Ints
+    """At each position; none for a graph without ops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +70,26 @@ class Workload:
     parameters: tuple[int, ...]
     """Tensor ids of the parameters that some op reads, in order of first use, then of residents that none reads."""
     arrays: Arrays
+    numbering: Numbering
 
     @staticmethod
     def of(
         footprint: Footprint,
         profile: Profile,
-        partition_bytes: int,
-        workspace_bytes: int,
+        memory: Memory,
+        graph: GraphArrays,
+        order: Sequence[int] | None = None,
         residents: Sequence[Placement] = (),
     ) -> "Workload":
-        """Raises InfeasibleBudget if some op's parameters do not fit next to the activations.
+        """`footprint` and `profile` are of the ops in an order: `order[k]` is the op of `graph` that runs as the k-th.
 
-        Without a workspace all of the partition is used like one, and residents have their homes at its top.
+        Raises InfeasibleBudget if some op's parameters do not fit next to the activations.
         """
-        single = workspace_bytes == 0
-        if single:
-            partition_bytes, workspace_bytes = 0, partition_bytes
-        footprint.require(partition_bytes, workspace_bytes)
-        cached = not single and streams_in_cache(footprint, profile)
+        footprint.require(memory.partition_bytes, memory.workspace_bytes)
+        window_bytes = memory.workspace_bytes - footprint.activation_bytes
+        cached = streams_in_cache(footprint, profile)
         if cached:
-            workspace_bytes = min(workspace_bytes, footprint.activation_bytes + profile.window_bytes)
+            window_bytes = min(window_bytes, profile.window_bytes)
         tensors = footprint.graph.tensors
         read = (i for use in footprint.uses for i in use)
         parameters = tuple(dict.fromkeys((*read, *(r.tensor for r in residents))))
@@ -97,17 +100,13 @@ class Workload:
         first_use, last_use = np.full(len(parameters), len(uses)), np.full(len(parameters), -1)
         np.minimum.at(first_use, use_parameter, use_op)
         np.maximum.at(last_use, use_parameter, use_op)
-        partition_pages = partition_bytes // PAGE_BYTES
-        workspace_pages = workspace_bytes // PAGE_BYTES
+        partition_pages = memory.partition_bytes // PAGE_BYTES
+        window_pages = window_bytes // PAGE_BYTES
         op_s = np.array(profile.op_seconds or [0.0])
-        split = [_split(footprint, k, partition_pages, workspace_pages) for k in range(len(uses))]
+        split = [_split(footprint, k, partition_pages, window_pages) for k in range(len(uses))]
         arrays = Arrays(
             partition_pages=partition_pages,
-            workspace_pages=workspace_pages,
-            zone=ints(footprint.zone_pages),
-            zone_so_far=np.maximum.accumulate(ints(footprint.zone_pages)),
-            busy_start=ints(np.cumsum([0, *map(len, footprint.busy_pages)])),
-            busy=ints(page for op in footprint.busy_pages for each in op for page in each).reshape(-1, 2),
+            window_pages=window_pages,
             size=ints(pages(tensors[i].nbytes) for i in parameters),
             swap_s=np.array([profile.swap_in.seconds(tensors[i].nbytes) for i in parameters]),
             first_use=first_use,
@@ -123,40 +122,34 @@ class Workload:
             swap_slowdown=profile.swap_slowdown,
             reused=ints(np.flatnonzero(use_next < NO_MORE)),
             page_s=PAGE_BYTES / profile.swap_in.bandwidth_bytes_per_s,
-            single=single,
             keeps=cached,
         )
-        return Workload(footprint, profile, parameters, arrays)
+        numbering = Numbering(
+            graph, ints(parameters), ints(range(len(footprint.graph.ops)) if order is None else order)
+        )
+        return Workload(footprint, profile, parameters, arrays, numbering)
 
-    def address(self, page: int) -> Address:
-        """Where a page of `planner.streaming.page_map` lies."""
+    def offset(self, page: int) -> int:
+        """Where a page of `planner.streaming.page_map` lies, as schedules have it."""
         if page <= self.arrays.partition_pages:  # at the border itself there are empty parameters at most
-            return Address("partition", page * PAGE_BYTES)
-        offset = (page - self.arrays.partition_pages - 1) * PAGE_BYTES
-        return Address("partition" if self.arrays.single else "workspace", offset)
-
-    @property
-    def resident_pages(self) -> int:
-        """Most pages of residents. In a single budget, activations may cover what has been used by then."""
-        arrays = self.arrays
-        return arrays.workspace_pages - int(arrays.zone[0]) if self.arrays.single else arrays.partition_pages
+            return page * PAGE_BYTES
+        in_window = (page - self.arrays.partition_pages - 1) * PAGE_BYTES
+        return WORKSPACE + self.footprint.activation_bytes + in_window
 
     def homes(self, placements: Sequence[Placement]) -> Ints:
         """Homes for residents with given addresses. Raises InvalidPlan if these are no pages of the partition."""
         number = {i: n for n, i in enumerate(self.parameters)}
         home = np.full(len(self.parameters), NOWHERE, dtype=np.int64)
         for placement in placements:
-            page, rest = divmod(placement.address.offset, PAGE_BYTES)
+            address = placement.address
+            assert address is not None, "a resident of a plan with a partition"
+            page, rest = divmod(address.offset, PAGE_BYTES)
             end = page + int(self.arrays.size[number[placement.tensor]])
-            if (
-                rest
-                or placement.address.region != "partition"
-                or not 0 <= page <= end <= self.arrays.partition_pages
-            ):
+            if rest or address.region != "partition" or not 0 <= page <= end <= self.arrays.partition_pages:
                 name = self.footprint.graph.tensors[placement.tensor].name
                 raise InvalidPlan(
                     [
-                        f"resident {name} is at {placement.address.region}+{placement.address.offset}, not in one"
+                        f"resident {name} is at {address.region}+{address.offset}, not in one"
                         f" of the partition's {self.arrays.partition_pages} pages of {PAGE_BYTES} bytes"
                     ]
                 )
@@ -179,12 +172,11 @@ def _next_uses(uses: list[list[int]], parameters: int) -> Ints:
     return ints(reversed(found))
 
 
-def _split(footprint: Footprint, op: int, partition_pages: int, workspace_pages: int) -> list[int]:
+def _split(footprint: Footprint, op: int, partition_pages: int, window_pages: int) -> list[int]:
     """Pages for all of an op's parameters; the partition takes what it must if the window is too small."""
-    zone = footprint.zone_pages[op]
-    too_many = zone + footprint.op_pages[op] > workspace_pages
+    too_many = footprint.op_pages[op] > window_pages
     in_partition = footprint.split(op, partition_pages) if too_many else frozenset()
-    top = {True: 0, False: partition_pages + 1 + zone}
+    top = {True: 0, False: partition_pages + 1}
     found = []
     for parameter in footprint.uses[op]:
         side = parameter in in_partition

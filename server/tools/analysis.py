@@ -14,7 +14,7 @@ from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import START, live_ranges
 from cohabit.planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
 from cohabit.planner.profile import Profile
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.timeline import Span, Timeline
 
 Kind = Literal["resident", "parameter", "state", "input", "activation", "scratch"]

@@ -13,7 +13,7 @@ from rich.table import Table
 from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.plan import Plan, Provenance
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.simulate import simulate
 from cohabit.server.tools.files import write_graph, write_plan, write_profile
 from cohabit.server.tools.format import gap, make_table, milliseconds
 from cohabit.server.tools.instances import Instance, instances

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.simulate import simulate
 from cohabit.server.tools.files import write_graph, write_plan, write_profile
 from cohabit.server.tools.flags import MemoryBudget
 from cohabit.server.tools.format import gap, make_table, milliseconds

@@ -7,7 +7,7 @@ from fractions import Fraction
 from cohabit.planner.graph import Graph, TensorKind
 from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut, lane_of
 from cohabit.planner.profile import Profile
-from cohabit.planner.sequence.sequence import Action, ActionKind
+from cohabit.planner.schedule.sequence import Action, ActionKind
 
 ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "state", "input", "activation")
 

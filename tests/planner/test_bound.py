@@ -19,9 +19,9 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
-from cohabit.planner.sequence.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
-from cohabit.planner.sequence.serial import least_bytes, serial
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
+from cohabit.planner.schedule.serial import least_bytes, serial
+from cohabit.planner.schedule.simulate import simulate
 from tests.planner.graphs import (
     PAGE,
     parameter,

@@ -23,7 +23,7 @@ from benchmarks.planner.training import (
 )
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import peak_activation_bytes
-from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.schedule.serial import least_bytes
 
 
 class Tiny(nn.Module):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.problem import Problem
-from cohabit.planner.sequence.gaps import START, Fate, Gap, Gaps
-from cohabit.planner.sequence.no_wait import fit, no_wait
-from cohabit.planner.sequence.sequence import compute, drop, swap_in, swap_out
-from cohabit.planner.sequence.serial import least_bytes
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.gaps import START, Fate, Gap, Gaps
+from cohabit.planner.schedule.no_wait import fit, no_wait
+from cohabit.planner.schedule.sequence import compute, drop, swap_in, swap_out
+from cohabit.planner.schedule.serial import least_bytes
+from cohabit.planner.schedule.simulate import simulate
 from tests.planner.graphs import (
     PAGE,
     chain,

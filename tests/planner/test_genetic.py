@@ -31,8 +31,8 @@ from cohabit.planner.plan import Compute, SwapIn, SwapOut
 from cohabit.planner.problem import UNFIT, Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
-from cohabit.planner.sequence.serial import least_bytes
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.serial import least_bytes
+from cohabit.planner.schedule.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
 seeds = st.integers(0, 10**6)

@@ -19,8 +19,8 @@ from cohabit.planner.papers.swapadvisor.on_demand import (
 )
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
-from cohabit.planner.sequence.sequence import ActionKind, compute, drop, swap_in, swap_out
-from cohabit.planner.sequence.serial import least_bytes
+from cohabit.planner.schedule.sequence import ActionKind, compute, drop, swap_in, swap_out
+from cohabit.planner.schedule.serial import least_bytes
 from tests.planner.graphs import (
     PAGE,
     chain,

@@ -21,11 +21,11 @@ from cohabit.planner.papers.home.particle_swarm import (
 from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
-from cohabit.planner.sequence.alap import KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
-from cohabit.planner.sequence.gaps import Fate, Gaps
-from cohabit.planner.sequence.no_wait import fit, hastened, no_wait
-from cohabit.planner.sequence.serial import least_bytes
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.alap import KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
+from cohabit.planner.schedule.gaps import Fate, Gaps
+from cohabit.planner.schedule.no_wait import fit, hastened, no_wait
+from cohabit.planner.schedule.serial import least_bytes
+from cohabit.planner.schedule.simulate import simulate
 from tests.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
 
 

@@ -25,9 +25,9 @@ from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, 
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
-from cohabit.planner.sequence.sequence import lay_out, write
-from cohabit.planner.sequence.serial import least_bytes, serial
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.sequence import lay_out, write
+from cohabit.planner.schedule.serial import least_bytes, serial
+from cohabit.planner.schedule.simulate import simulate
 from tests.planner.format_checker import Broken, Json, check_plan, graph_fingerprint
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 

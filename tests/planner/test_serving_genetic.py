@@ -18,7 +18,7 @@ from cohabit.planner.problem import UNFIT, Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.sizing.deployment import ModelDemand, Room
 from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.streaming.anneal import FITS

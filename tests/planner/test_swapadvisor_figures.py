@@ -21,7 +21,7 @@ from cohabit.planner.papers.swapadvisor.schedules import cross_schedules
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.simulate import simulate
 from tests.planner.graphs import profile_of
 
 MB = 2**20

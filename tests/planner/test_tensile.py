@@ -20,11 +20,11 @@ from cohabit.planner.plan import Compute
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
-from cohabit.planner.sequence.gaps import Fate, Gaps
-from cohabit.planner.sequence.no_wait import no_wait
-from cohabit.planner.sequence.sequence import ActionKind, lay_out, swap_in, swap_out, write
-from cohabit.planner.sequence.serial import least_bytes
-from cohabit.planner.simulate import simulate
+from cohabit.planner.schedule.gaps import Fate, Gaps
+from cohabit.planner.schedule.no_wait import no_wait
+from cohabit.planner.schedule.sequence import ActionKind, lay_out, swap_in, swap_out, write
+from cohabit.planner.schedule.serial import least_bytes
+from cohabit.planner.schedule.simulate import simulate
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
 

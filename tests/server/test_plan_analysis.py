@@ -19,9 +19,9 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
-from cohabit.planner.sequence.plan_writer import PlanWriter
-from cohabit.planner.sequence.sequence import lay_out, write
-from cohabit.planner.sequence.serial import least_bytes, serial
+from cohabit.planner.schedule.plan_writer import PlanWriter
+from cohabit.planner.schedule.sequence import lay_out, write
+from cohabit.planner.schedule.serial import least_bytes, serial
 from cohabit.server.tools.analysis import PlanAnalysis, analyze, bytes_in_use
 from cohabit.server.tools.page import page
 from cohabit.server.tools.terminal import draw

@@ -27,7 +27,7 @@ from cohabit.planner.arrays import Ints
 from cohabit.planner.lifetimes import Lifespan, lifespans, live_bytes
 from cohabit.planner.papers.beaumont.layers import LayerChain
 from cohabit.planner.profile import Link, Profile
-from cohabit.planner.sequence.gaps import Gap, Gaps
+from cohabit.planner.schedule.gaps import Gap, Gaps
 
 SMALL_SHARE: Final = 0.02
 

@@ -1,123 +1,83 @@
 """The searchers `greedy` and `dynprog`: Beaumont et al.'s GREEDY and DYNPROG on a chain of virtual layers.
 
-Both choose a set of activations in a relaxation of the problem; the plan is the no-wait schedule that offloads exactly
-these (sections 4 and 5.3). The relaxations do not model fragmentation, so the choice is made for falling shares of the
-memory, until the plans stop improving."""
+Both choose a set of activations in a relaxation of the problem; the schedule is the no-wait schedule that offloads
+exactly these (sections 4 and 5.3). Weights stay in memory, as in the paper. Where they do not fit next to the chain,
+all that is left is that everything leaves over every gap."""
 
-import math
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from cohabit.planner.papers.beaumont.dynprog import optima
+from cohabit.planner.papers.beaumont.grouping import Grouped, grouped, short_layers, turn, virtual_layers
+from cohabit.planner.papers.beaumont.layers import LayerChain
 from cohabit.planner.papers.beaumont.offload import greedy
-from cohabit.planner.papers.beaumont.offload_choices import BEST, Choice, Chooser, Keep, Offload
-from cohabit.planner.papers.beaumont.prefetching import WeightChain, best, eager
-from cohabit.planner.plan import Plan
-from cohabit.planner.problem import Cost, Problem
+from cohabit.planner.problem import Problem
+from cohabit.planner.schedule.gaps import Fate, Gaps
+from cohabit.planner.schedule.no_wait import schedule_of_fates
+from cohabit.planner.schedule.serial import require_counted, serial_schedule
+from cohabit.planner.schedule.table import Schedule
 from cohabit.planner.search.searcher import Searcher
-from cohabit.planner.sequence.delayed_drops import delay_drops
-from cohabit.planner.sequence.gaps import Fate, Gaps
-from cohabit.planner.sequence.no_wait import fit, no_wait
-from cohabit.planner.sequence.sequence import Action, plan_of
-from cohabit.planner.sequence.serial import require_single_budget, serial_plan
-from cohabit.planner.simulate import simulate
 
-SHARES: Final = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
-"""Of the memory, what a choice assumes to have; the rest is for fragmentation."""
-PATIENCE: Final = 3
-"""Shares in a row that may bring no better plan, though they bring one whose transfers are timed."""
-WINDOWS: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
-"""Memory for weights that are not kept, in largest weights of an op."""
+SHORT_LAYERS: Final = 200
 
+Offload = Callable[[LayerChain, float], Sequence[Sequence[bool]]]
+"""Choices on a chain for an amount of memory that is at least the chain's least, the best first."""
+Candidate = tuple[int, ...] | str
+"""The activations and inputs that leave over the turn, or one of:"""
 LEAN: Final = "everything leaves over every gap"
 SERIAL: Final = "everything leaves after every op"
-Candidate = Choice | str
 
 
 class _ChainSearcher(Searcher[Candidate]):
-    """Evaluates the choices for each share of the memory; the plans of least memory come last."""
+    """Evaluates the choices on a chain of virtual layers and on one of short layers, and the two of least memory."""
 
-    def __init__(self, name: str, problem: Problem, offload: Offload, keep: Keep) -> None:
-        require_single_budget(problem, name)
+    def __init__(self, name: str, problem: Problem, offload: Offload) -> None:
+        require_counted(problem, name)
         self.problem = problem
-        self.evaluations = len(SHARES) * (BEST + 4) + 2
         self._gaps = Gaps(problem.graph)
-        self._chooser = Chooser(problem, self._gaps, offload, keep)
-        self._plan = cache(self._make)
-        self._timed = cache(self._with_delayed_drops)
-        self._least_s = math.inf
+        self._turn = turn(self._gaps)
+        self._offload = offload
+        self._choices = list(dict.fromkeys(self._find_choices())) if problem.graph.ops else []
+        self.evaluations = len(self._choices) + 2
         self._steps = self._search()
 
-    def tell(self, candidates: Sequence[Candidate], costs: Sequence[Cost]) -> None:
-        self._least_s = min((self._least_s, *(c.latency_s for c in costs)))
-
     def _search(self) -> Iterator[Sequence[Candidate]]:
-        seen: set[Choice] = set()
-        waited = 0
-        for share in SHARES if self.problem.graph.ops else ():
-            new = [c for c in self._chooser.choices(share) if c not in seen]
-            seen.update(new)
-            if fitting := [c for c in new if self._plan(c) is not None]:
-                before_s = self._least_s
-                yield fitting
-                better, timed = self._least_s < before_s, any(self._timed(c) for c in fitting)
-                waited = 0 if better else waited + timed
-                if waited == PATIENCE or self._least_s <= self.problem.profile.compute_s * (1 + 1e-9):
-                    return
-        yield [c for c in (LEAN, SERIAL) if self._plan(c) is not None]
+        yield [*self._choices, LEAN, SERIAL]
 
-    def _make(self, candidate: Candidate) -> Plan | None:
-        problem, graph = self.problem, self.problem.graph
-        if isinstance(candidate, Choice):
-            plans = (self._timed(candidate), fit(problem, self._gaps, self._chooser.fates(candidate)))
-            fitting = [plan for plan in plans if plan is not None]
-            return min(fitting, key=lambda p: simulate(graph, p, problem.profile).latency_s, default=None)
+    def _find_choices(self) -> Iterator[tuple[int, ...]]:
+        """The tensors that each choice offloads, in the memory that the weights leave."""
+        graph, profile = self.problem.graph, self.problem.profile
+        weights = (t for t, what in enumerate(graph.tensors) if what.is_weight and self._gaps.uses[t])
+        memory_bytes = self.problem.memory.nbytes - sum(graph.tensors[t].aligned_bytes for t in weights)
+        for ends in (virtual_layers(self._gaps, self._turn), short_layers(self._turn, SHORT_LAYERS)):
+            shape: Grouped = grouped(self._gaps, profile, self._turn, ends)
+            if shape.chain.least_bytes() <= memory_bytes:
+                for leaves in self._offload(shape.chain, memory_bytes):
+                    saved = zip(shape.saved, leaves, strict=False)
+                    yield tuple(t for tensors, leave in saved if leave for t in tensors)
+
+    def _schedule(self, candidate: Candidate) -> Schedule | None:
+        if candidate == SERIAL:
+            return serial_schedule(self.problem)
         if candidate == LEAN:
-            return fit(problem, self._gaps, [Fate.SWAP] * len(self._gaps.all))
-        return serial_plan(self.problem)
-
-    def _with_delayed_drops(self, choice: Choice) -> Plan | None:
-        """A plan whose drops are delayed until the swap-outs have ended, as far as memory allows.
-
-        It waits less than a plan with immediate drops, but packs less tightly.
-        """
-        problem, memory_bytes = self.problem, self.problem.memory_bytes
-        fates = self._chooser.fates(choice)
-        before: list[Action] | None = None
-        for share in SHARES:
-            decided = no_wait(self._gaps, int(share * memory_bytes), fates)
-            if decided is None:
-                return None
-            actions = delay_drops(problem.graph, problem.profile, *decided, int(share * memory_bytes))
-            plan = plan_of(problem, actions, decided[1]) if actions != before else None
-            if plan is not None:
-                return plan
-            before = actions
-        return None
+            return schedule_of_fates(self.problem, self._gaps, [Fate.SWAP] * len(self._gaps.all))
+        leaves = frozenset(candidate)
+        fates = [
+            Fate.SWAP if gap.tensor in leaves and gap.last_use < self._turn <= gap.next_use else Fate.KEEP
+            for gap in self._gaps.all
+        ]
+        return schedule_of_fates(self.problem, self._gaps, fates, delayed=True)
 
 
 class Greedy(_ChainSearcher):
-    """GREEDY: the first activations leave, the weights used first stay."""
+    """GREEDY: the first activations leave."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        super().__init__(
-            "greedy", problem, lambda chain, memory_bytes: [greedy(chain, memory_bytes)], _eager_by_windows
-        )
+        super().__init__("greedy", problem, lambda chain, memory_bytes: [greedy(chain, memory_bytes)])
 
 
 class DynProg(_ChainSearcher):
-    """DYNPROG: the set of activations that is best in the relaxation leaves, the best set of weights stays."""
+    """DYNPROG: the set of activations that is best in the relaxation leaves."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        super().__init__("dynprog", problem, optima, _best_by_windows)
-
-
-def _eager_by_windows(line: WeightChain) -> list[Sequence[bool]]:
-    return [eager(line, window * max(line.weight_bytes)) for window in (0.0, *WINDOWS)]
-
-
-def _best_by_windows(line: WeightChain) -> list[Sequence[bool]]:
-    room, largest = min(line.room_bytes), max(line.weight_bytes)
-    kept_bytes = dict.fromkeys(max(room - window * largest, 0.0) for window in WINDOWS)
-    return [keeps for kept in kept_bytes if (keeps := best(line, kept)) is not None]
+        super().__init__("dynprog", problem, optima)

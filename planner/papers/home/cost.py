@@ -16,21 +16,10 @@ import numpy as np
 from cohabit.planner.arrays import Floats, Ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.profile import Profile
-from cohabit.planner.sequence.alap import (
-    CHANGES,
-    COMPUTE,
-    DROP,
-    NEEDED,
-    SWAP_IN,
-    SWAP_OUT,
-    WRITES,
-    AlapSequence,
-    Codes,
-    Tables,
-    alap,
-)
-from cohabit.planner.sequence.gaps import Gaps
-from cohabit.planner.sequence.no_wait import hastened
+from cohabit.planner.schedule.alap import CHANGES, NEEDED, WRITES, AlapSequence, Codes, Tables, alap
+from cohabit.planner.schedule.gaps import Gaps
+from cohabit.planner.schedule.no_wait import with_earliest_swap_ins
+from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT
 
 TOO_MUCH_S: Final = 1e9
 """Cost of fates that need too much memory, for each memory's worth that they need."""
@@ -65,7 +54,8 @@ def evaluate(t: Tables, times: Seconds, fates: Codes, memory_bytes: int) -> floa
     peak_bytes = made.held.max()
     if peak_bytes > memory_bytes:
         return float(TOO_MUCH_S * peak_bytes / memory_bytes)
-    total_s, copying_s = overhead(t, times, made, hastened(made, t.nbytes, memory_bytes), memory_bytes)
+    order = with_earliest_swap_ins(made, t.nbytes, memory_bytes)
+    total_s, copying_s = overhead(t, times, made, order, memory_bytes)
     return float(total_s + COPYING * copying_s)
 
 

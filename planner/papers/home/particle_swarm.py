@@ -18,86 +18,63 @@ Algorithm 2 (`planner.papers.home.cost`) finds less costly. Where the paper says
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 
 from cohabit.planner.arrays import Ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.papers.home.cost import evaluate, seconds
-from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Cost, Problem
+from cohabit.planner.schedule.alap import KEEP, SWAP, Codes, Tables, alap, tables
+from cohabit.planner.schedule.gaps import Fate, Gaps
+from cohabit.planner.schedule.no_wait import schedule_of_fates
+from cohabit.planner.schedule.serial import require_counted, serial_schedule
+from cohabit.planner.schedule.table import COMPUTE, SWAP_IN, Schedule
 from cohabit.planner.search.searcher import Searcher
-from cohabit.planner.sequence.alap import COMPUTE, KEEP, SWAP, SWAP_IN, Codes, Tables, alap, tables
-from cohabit.planner.sequence.gaps import Fate, Gaps
-from cohabit.planner.sequence.no_wait import fit
-from cohabit.planner.sequence.serial import require_single_budget, serial_plan
 
 PARTICLES: Final = 12
 ITERATIONS: Final = 8
 """m and iters. The paper has 500 of both, which take it some minutes with 16 threads (sections 3.3 and 4.7)."""
 SHARES: Final = (0.5, 1.0)
 """Of the memory, what the first particles keep things in: the least and the most. The rest is for swaps."""
-PLACED: Final = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
-"""Of the memory, what swap-ins may use in plans that keep to the times of swap-outs."""
-CLOSE: Final = 1.03
-"""By how much more than it was thought to a particle may take that could be placed as it was thought of."""
-LESS: Final = 0.03
-MORE: Final = 0.01
-"""By how much the share of the memory that the cost model assumes falls if that is not so, and rises if it is."""
 TINY: Final = 0.01
 """Tensors that make up no more of the memory than this, all together, are kept."""
 AT_ONCE: Final = 4_000_000
 """Evaluations times ops between candidates that are handed out: a second or so, so that a limit in seconds is kept."""
 
-NODES: Final = 3000
-"""Partial placements that the best particles of a swarm are tried with."""
-POLISHED: Final = 3
-"""So many, of the best by the simulator and of the best by the cost model each."""
 PERIOD: Final = 0.01
 """Weight of a second of the period relative to a second of latency when particles are compared."""
 
 
-class Particle(NamedTuple):
-    """The code of the fate of each gap, and how hard to try to place the tensors."""
-
-    fates: bytes
-    nodes: int = 0
-
-
-class ParticleSwarm(Searcher[Particle]):
-    """Moves a swarm of fates."""
+class ParticleSwarm(Searcher[bytes]):
+    """Moves a swarm of fates. A candidate is the code of the fate of each gap."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        require_single_budget(problem, "particle_swarm")
+        require_counted(problem, "particle_swarm")
         self.problem = problem
-        self.evaluations = PARTICLES * ITERATIONS + 2 * POLISHED
+        self.evaluations = PARTICLES * ITERATIONS
         self._gaps = Gaps(problem.graph)
         self._lean = np.full(len(self._gaps.all), SWAP, np.int8)
         self._rng = np.random.default_rng(seed)
         self._seconds = seconds(self._gaps, problem.profile)
-        self._share = 1.0
         self._score_s: dict[bytes, float] = {}
-        self._polished: set[bytes] = set()
         self._steps = self._search()
 
-    def tell(self, candidates: Sequence[Particle], costs: Sequence[Cost]) -> None:
+    def tell(self, candidates: Sequence[bytes], costs: Sequence[Cost]) -> None:
         for c, cost in zip(candidates, costs, strict=False):
-            score_s = cost.latency_s + PERIOD * cost.period_s
-            self._score_s[c.fates] = min(score_s, self._score_s.get(c.fates, math.inf))
+            self._score_s[c] = cost.latency_s + PERIOD * cost.period_s
 
-    def _plan(self, candidate: Particle) -> Plan | None:
-        """Where all is swapped, there is always a plan: at worst, the serial one."""
-        fates, nodes = [Fate(code) for code in candidate.fates], candidate.nodes
-        plan = fit(self.problem, self._gaps, fates, PLACED, delayed=True, nodes=nodes)
-        plan = plan or fit(self.problem, self._gaps, fates, nodes=nodes)
-        if plan is None and candidate.fates == self._lean.tobytes():
-            plan = serial_plan(self.problem)
-        return plan
+    def _schedule(self, candidate: bytes) -> Schedule | None:
+        """Where all is swapped, there always is one: at worst, the serial one."""
+        made = schedule_of_fates(self.problem, self._gaps, [Fate(code) for code in candidate], delayed=True)
+        if made is None and candidate == self._lean.tobytes():
+            made = serial_schedule(self.problem)
+        return made
 
-    def _search(self) -> Iterator[Sequence[Particle]]:
-        yield [Particle(self._lean.tobytes())]
+    def _search(self) -> Iterator[Sequence[bytes]]:
+        yield [self._lean.tobytes()]
         start = InitialParticles(self.problem, self._gaps)
         if not len(start.decided):
             return
@@ -109,27 +86,11 @@ class ParticleSwarm(Searcher[Particle]):
             yield from self._new(first)
             first.append(self._descended(start.random(self._rng), start))
             yield from self._fly(first, start)
-            yield from self._polish()
             if len(self._score_s) == known:
                 return
-            first = self._best(self._score_s, self._score_s.__getitem__, 1)
+            first = [np.frombuffer(min(self._score_s, key=self._score_s.__getitem__), np.int8)]
 
-    def _polish(self) -> Iterator[Sequence[Particle]]:
-        """Try harder to place the best particles so far."""
-        fresh = [c for c in self._score_s if c not in self._polished]
-        tried = dict.fromkeys(
-            p.tobytes()
-            for score in (self._score_s.__getitem__, lambda c: self._cost(np.frombuffer(c, np.int8)))
-            for p in self._best(fresh, score, POLISHED)
-        )
-        self._polished.update(tried)
-        if tried:
-            yield [Particle(c, NODES) for c in tried]
-
-    def _best(self, fates: Iterable[bytes], score: Callable[[bytes], float], count: int) -> list[Codes]:
-        return [np.frombuffer(c, np.int8) for c in sorted(fates, key=score)[:count]]
-
-    def _fly(self, first: Sequence[Codes], start: "InitialParticles") -> Iterator[Sequence[Particle]]:
+    def _fly(self, first: Sequence[Codes], start: "InitialParticles") -> Iterator[Sequence[bytes]]:
         """Algorithm 1, begun with some particles and random ones. The best of all is for the search to keep."""
         part = max(1, AT_ONCE // (2 * len(start.decided) * len(self.problem.graph.ops)))
         swarm = list(first)
@@ -138,7 +99,6 @@ class ParticleSwarm(Searcher[Particle]):
             yield from self._new(swarm)
         own = list(swarm)
         for _ in range(ITERATIONS - 1):
-            self._adjust(swarm)
             last = min(swarm, key=self._simulated_s)
             before, swarm = swarm, []
             for i in range(0, len(before), part):
@@ -156,19 +116,10 @@ class ParticleSwarm(Searcher[Particle]):
         return decided if len(decided) <= most else np.sort(self._rng.choice(decided, most, replace=False))
 
     def _cost(self, particle: Codes) -> float:
-        room_bytes = int(self._share * self.problem.memory_bytes)
-        return evaluate(tables(self._gaps), self._seconds, particle, room_bytes)
+        return evaluate(tables(self._gaps), self._seconds, particle, self.problem.memory.nbytes)
 
     def _simulated_s(self, particle: Codes) -> float:
         return self._score_s.get(particle.tobytes(), math.inf)
-
-    def _adjust(self, swarm: Sequence[Codes]) -> None:
-        """Assume less memory if what should be the best particle could not be placed as it was thought of."""
-        best = min(swarm, key=self._cost)
-        if self._simulated_s(best) > CLOSE * self._cost(best):
-            self._share = max(self._share - LESS, min(SHARES))
-        else:
-            self._share = min(self._share + MORE, 1.0)
 
     def _descended(self, particle: Codes, start: "InitialParticles") -> Codes:
         """Give one gap after the other the action that costs the least."""
@@ -181,11 +132,11 @@ class ParticleSwarm(Searcher[Particle]):
             particle[j] = min(costs)[1]
         return particle
 
-    def _new(self, particles: Sequence[Codes]) -> Iterator[Sequence[Particle]]:
+    def _new(self, particles: Sequence[Codes]) -> Iterator[Sequence[bytes]]:
         """Those that were not evaluated yet."""
         new = [c for c in dict.fromkeys(p.tobytes() for p in particles) if c not in self._score_s]
         if new:
-            yield [Particle(c) for c in new]
+            yield new
 
 
 def updated(
@@ -214,14 +165,14 @@ class InitialParticles:
 
     def __init__(self, problem: Problem, gaps: Gaps) -> None:
         self.gaps = gaps
-        self._memory_bytes = problem.memory_bytes
+        self._memory_bytes = problem.memory.nbytes
         self._tables = tables(gaps)
         nbytes = self._tables.nbytes[self._tables.tensor]
         lean = np.full(len(gaps.all), SWAP, np.int8)
         by_size = np.argsort(nbytes, kind="stable")
-        tiny = by_size[: np.searchsorted(np.cumsum(nbytes[by_size]), TINY * problem.memory_bytes, side="right")]
+        tiny = by_size[: np.searchsorted(np.cumsum(nbytes[by_size]), TINY * problem.memory.nbytes, side="right")]
         self._spans = np.array([(g.last_use, g.next_use, g.wraps) for g in gaps.all], dtype=np.int64).reshape(-1, 3)
-        self.base = kept(self._tables, self._spans, lean, tiny, problem.memory_bytes)
+        self.base = kept(self._tables, self._spans, lean, tiny, problem.memory.nbytes)
         """Everything swapped but what is tiny."""
         self.decided: Ints = np.setdiff1d(np.arange(len(lean)), tiny)
         """Gaps that are decided about."""

@@ -3,8 +3,9 @@
 A candidate is an order of the ops and a pool; the swap planner (`pool_swaps`) makes a plan of the two, the
 simulator evaluates it. The paper leaves open, and here it is so:
 
-- The first generation has the graph's own order and random ones, and pools that ops can run in: random mappings of
-  sizes to classes, and the one that needs the least memory.
+- The first generation has the graph's own order, the one in which ops that read the same weights come together (where
+  much is read again), and random ones; and pools that ops can run in: random mappings of sizes to classes, and the one
+  that needs the least memory.
 - A generation has as many children as the population has members. Only candidates that fit survive, as long as
   there are any.
 - The population is smaller than the paper's 144, which were chosen to suit 72 cores and half an hour: in ten seconds
@@ -20,26 +21,27 @@ from typing import Final
 import numpy as np
 
 from cohabit.planner.arrays import Ints
-from cohabit.planner.papers.swapadvisor import pool_lanes
+from cohabit.planner.order import by_parameters, has_reuse
 from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
 from cohabit.planner.papers.swapadvisor.evolution import Evolution, Selection
-from cohabit.planner.papers.swapadvisor.pools import MemoryPool, pool_of, uses_of
+from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
+from cohabit.planner.papers.swapadvisor.pools import pool_of, uses_of
 from cohabit.planner.papers.swapadvisor.schedules import (
     cross_schedules,
     mutate_schedule,
     precedence,
     random_schedule,
 )
-from cohabit.planner.plan import Plan
-from cohabit.planner.problem import UNFIT, Cost, Problem
-from cohabit.planner.sequence.serial import require_single_budget, serial_plan
+from cohabit.planner.problem import Problem
+from cohabit.planner.schedule.serial import require_counted, serial_schedule
+from cohabit.planner.schedule.table import Schedule
 
 POPULATION: Final = 48
 MUTATION: Final = 0.1
 THRESHOLD: Final = 1.0
 """Of the time that the two copies of a displacement take; see `planner.papers.swapadvisor.pool_swaps`."""
-OWN_ORDER: Final = 4
-"""Of so many in the first generation, one has the graph's own order."""
+GIVEN_ORDER: Final = 4
+"""Of so many in the first generation, one has the graph's own order or the one by weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,31 +76,23 @@ class Genetic(Evolution[Chromosome]):
         schedules: bool = True,
         allocations: bool = True,
     ) -> None:
-        require_single_budget(problem, "genetic")
+        require_counted(problem, "genetic")
         super().__init__(seed, population, selection)
         self.problem = problem
         self._schedules = schedules
         self._allocations = allocations
         self._uses, sizes = uses_of(problem.graph, problem.profile)
-        self._space = AllocationSpace(sizes, problem.memory_bytes, restricted)
+        self._space = AllocationSpace(sizes, problem.memory.nbytes, restricted)
         self._precedence = precedence(problem.graph)
         self._steps = self._evolve()
 
-    def evaluate(self, candidate: Chromosome, good_s: float) -> Cost:
+    def _schedule(self, candidate: Chromosome) -> Schedule | None:
         if candidate is SERIAL:
-            return super().evaluate(candidate, good_s)
-        pool = self._pool(candidate)
-        if pool.nbytes > self.problem.memory_bytes:
-            return UNFIT
-        return pool_lanes.evaluate(self._uses, candidate.order, pool, THRESHOLD, good_s)
-
-    def _plan(self, candidate: Chromosome) -> Plan:
-        if candidate is SERIAL:
-            return serial_plan(self.problem)
-        return pool_lanes.write(self.problem, self._uses, candidate.order, self._pool(candidate), THRESHOLD)
-
-    def _pool(self, candidate: Chromosome) -> MemoryPool:
-        return pool_of(self._space.sizes, candidate.allocation.classes, candidate.allocation.counts)
+            return serial_schedule(self.problem)
+        pool = pool_of(self._space.sizes, candidate.allocation.classes, candidate.allocation.counts)
+        if pool.nbytes > self.problem.memory.nbytes:
+            return None
+        return schedule_of_pool(self.problem, self._uses, candidate.order, pool, THRESHOLD)
 
     def _evolve(self) -> Iterator[Sequence[Chromosome]]:
         yield [SERIAL]
@@ -107,11 +101,17 @@ class Genetic(Evolution[Chromosome]):
 
     def _first_generation(self) -> list[Chromosome]:
         rng, space = self._rng, self._space
-        own = np.arange(len(self.problem.graph.ops))
+        graph = self.problem.graph
+        given = [np.arange(len(graph.ops))]
+        if has_reuse(graph):
+            given.append(np.array(by_parameters(graph), np.int64))
         fixed = space.random(space.leanest, rng)
         members = []
         for i in range(self._population):
-            order = own if i % OWN_ORDER == 0 or not self._schedules else random_schedule(self._precedence, rng)
+            order = given[0]
+            if self._schedules:
+                chosen, is_random = divmod(i, GIVEN_ORDER)
+                order = random_schedule(self._precedence, rng) if is_random else given[chosen % len(given)]
             allocation = fixed
             if self._allocations:
                 allocation = space.random(space.leanest if i % 2 == 0 else space.random_classes(rng), rng)

@@ -10,51 +10,35 @@ use. Copies overlap with ops in both directions."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import islice
-from typing import Final
 
 import numpy as np
 
 from cohabit.planner.arrays import Ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.graph import Graph
-from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
+from cohabit.planner.schedule.serial import require_counted
+from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action, Schedule, columns, counted
 from cohabit.planner.search.searcher import Searcher
-from cohabit.planner.sequence.sequence import Action, compute, drop, plan_of, swap_in, swap_out
-from cohabit.planner.sequence.serial import least_bytes, require_single_budget, serial_plan
-
-SHARES: Final = (1.0, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
-"""Of the memory, what the decisions assume to have; the rest is for fragmentation."""
-FITTING: Final = 3
-"""Shares to evaluate: the largest whose tensors can be placed. Placement takes most of the time."""
 
 
-class OnDemand(Searcher[float | None]):
-    """Evaluates the decisions at the largest shares of the memory whose tensors can be placed.
-
-    The candidate without a share is the serial plan.
-    """
+class OnDemand(Searcher[None]):
+    """Evaluates the decisions of one iteration: there is nothing to choose."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        require_single_budget(problem, "on_demand")
+        require_counted(problem, "on_demand")
         self.problem = problem
-        self.evaluations = FITTING + 1
-        self._plan = cache(self._make)
+        self.evaluations = 1
         self._steps = self._search()
 
-    def _search(self) -> Iterator[Sequence[float | None]]:
-        fitting = (share for share in SHARES if self._plan(share) is not None)
-        yield [*islice(fitting, FITTING), None]
+    def _search(self) -> Iterator[Sequence[None]]:
+        yield [None]
 
-    def _make(self, share: float | None) -> Plan | None:
-        graph = self.problem.graph
-        if share is None:
-            return serial_plan(self.problem)
-        room_bytes = max(int(self.problem.memory_bytes * share), least_bytes(graph))
-        course = steady(graph, room_bytes)
-        return plan_of(self.problem, prefetched(graph, course), course.residents)
+    def _schedule(self, candidate: None) -> Schedule | None:
+        graph, memory_bytes = self.problem.graph, self.problem.memory.nbytes
+        course = steady(graph, memory_bytes)
+        actions = prefetched(graph, course)
+        return counted(self.problem.arrays, *columns(actions), course.residents, memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +102,8 @@ def on_demand(graph: Graph, course: LruDecisions) -> list[Action]:
     actions: list[Action] = []
     for k, turn in enumerate(course.turns):
         actions += [a for leave in turn.leaves for a in _leave(leave)]
-        actions += [swap_in(t) for t in turn.fetches]
-        actions += [compute(k)] if k < len(graph.ops) else []
+        actions += [(SWAP_IN, t) for t in turn.fetches]
+        actions += [(COMPUTE, k)] if k < len(graph.ops) else []
     return actions
 
 
@@ -223,8 +207,8 @@ class _LruMemory:
 
 
 def _leave(leave: Eviction) -> list[Action]:
-    actions = [swap_out(leave.tensor)] if leave.save else []
-    return actions if leave.stays else [*actions, drop(leave.tensor)]
+    actions = [(SWAP_OUT, leave.tensor)] if leave.save else []
+    return actions if leave.stays else [*actions, (DROP, leave.tensor)]
 
 
 def _held_bytes(graph: Graph, course: LruDecisions, leaves: Sequence[Sequence[Eviction]]) -> list[int]:

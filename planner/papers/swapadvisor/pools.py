@@ -1,4 +1,4 @@
-"""SwapAdvisor's memory pool: what a graph needs of it, and where its objects lie.
+"""SwapAdvisor's memory pool, and what a graph needs of it.
 
 Papers: SwapAdvisor, section 4.1 (memory allocation). A pool has size classes, a class a number of objects of one
 size. An object is a fixed range of bytes and holds one tensor, or one op's scratch, at a time.
@@ -68,22 +68,11 @@ class MemoryPool:
     """Classes count from 0 here."""
     counts: Ints
     object_bytes: Ints
-    alignment: Ints
 
     @property
     def nbytes(self) -> int:
         """All objects together."""
         return int(self.counts @ self.object_bytes)
-
-    @property
-    def offsets(self) -> Ints:
-        """Where each object starts: coarsest alignment first, so that nothing is lost between them."""
-        offsets = [np.arange(n) * each for n, each in zip(self.counts, self.object_bytes, strict=True)]
-        top = 0
-        for c in np.argsort(-self.alignment, kind="stable").tolist():
-            offsets[c] += top
-            top += int(self.counts[c] * self.object_bytes[c])
-        return np.concatenate(offsets)
 
 
 def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, TensorSizes]:
@@ -144,17 +133,13 @@ def object_bytes(sizes: TensorSizes, classes: Ints) -> Ints:
 
     `classes` count from 1, as in the paper.
     """
-    return _objects(sizes, classes)[0]
+    largest, alignment = np.zeros(classes.max(), np.int64), np.ones(classes.max(), np.int64)
+    np.maximum.at(largest, classes - 1, sizes.nbytes)
+    np.maximum.at(alignment, classes - 1, sizes.alignment)
+    objects: Ints = -(-largest // alignment) * alignment
+    return objects
 
 
 def pool_of(sizes: TensorSizes, classes: Ints, counts: Ints) -> MemoryPool:
     """The pool of an allocation: CLS and CNT."""
-    return MemoryPool(classes - 1, counts, *_objects(sizes, classes))
-
-
-def _objects(sizes: TensorSizes, classes: Ints) -> tuple[Ints, Ints]:
-    """Size and alignment of each class's objects."""
-    largest, alignment = np.zeros(classes.max(), np.int64), np.ones(classes.max(), np.int64)
-    np.maximum.at(largest, classes - 1, sizes.nbytes)
-    np.maximum.at(alignment, classes - 1, sizes.alignment)
-    return -(-largest // alignment) * alignment, alignment
+    return MemoryPool(classes - 1, counts, object_bytes(sizes, classes))

@@ -31,8 +31,8 @@ from cohabit.planner.papers.swapadvisor.schedules import (
     precedence,
     random_schedule,
 )
-from cohabit.planner.plan import Plan
 from cohabit.planner.problem import UNFIT, Cost, Problem
+from cohabit.planner.schedule.table import Schedule
 from cohabit.planner.streaming import stream
 from cohabit.planner.streaming.anneal import FITS, LINK_WEIGHT, Critical, changed, critical
 from cohabit.planner.streaming.emit import emit
@@ -132,17 +132,23 @@ class ServingGenetic(Evolution[ServingChromosome]):
         if numbered is None:
             return UNFIT
         local = numbered.local(candidate.decisions)
-        arrays = numbered.view.work.arrays
-        latency_s, period_s, pages = stream.evaluate(arrays, numbered.homes(local), local, good_s)
+        work = numbered.view.work
+        latency_s, period_s, pages = stream.evaluate(
+            work.arrays, work.numbering, numbered.homes(local), local, good_s
+        )
         return Cost(latency_s, period_s, pages * PAGE_BYTES)
 
-    def write(self, candidate: ServingChromosome) -> Plan:
+    def pool_bytes(self, candidate: ServingChromosome) -> int:
+        numbered = self._numbered(candidate.order)
+        assert numbered is not None
+        return numbered.view.work.footprint.activation_bytes
+
+    def _schedule(self, candidate: ServingChromosome) -> Schedule:
         numbered = self._numbered(candidate.order)
         assert numbered is not None
         local = numbered.local(candidate.decisions)
         home = numbered.homes(local)
-        swaps, _ = play(numbered.view.work.arrays, home, local)
-        return emit(self.problem, numbered.view, home, swaps)
+        return emit(numbered.view.work, home, play(numbered.view.work.arrays, home, local)[0])
 
     def seconds(self, cost: Cost) -> float:
         return cost.latency_s + LINK_WEIGHT * cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
@@ -196,7 +202,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
     def _filled(self, drawn: Ints) -> Bools:
         """The first of these parameters that fit in the partition together."""
         resident = np.empty(len(drawn), np.bool_)
-        resident[drawn] = np.cumsum(self._first.work.arrays.size[drawn]) <= self._first.work.resident_pages
+        resident[drawn] = np.cumsum(self._first.work.arrays.size[drawn]) <= self._first.work.arrays.partition_pages
         return resident
 
     def _crossed(self, first: ServingChromosome, second: ServingChromosome) -> list[ServingChromosome]:
@@ -222,7 +228,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
         work, local = numbered.view.work, numbered.local(child.decisions)
         home = np.empty(0, np.int64) if numbered.home is None else numbered.home
         changes, draw = int(rng.geometric(1 - CHANGES)), int(rng.integers(2**31))
-        found = mutated(work.arrays, local, home, work.resident_pages, changes, draw)
+        found = mutated(work.arrays, local, home, changes, draw)
         return ServingChromosome(order, numbered.numbered(found))
 
     @cached_property
@@ -271,13 +277,13 @@ def _joined(head: Decisions, tail: Decisions, parameters: int, uses: int) -> Dec
 
 
 @compiled
-def mutated(work: Arrays, decisions: Decisions, home: Ints, most_pages: int, changes: int, seed: int) -> Decisions:
+def mutated(work: Arrays, decisions: Decisions, home: Ints, changes: int, seed: int) -> Decisions:
     """Repair residents that do not fit, at random, then change some decisions. `home` is empty if they are open."""
     np.random.seed(seed)
     fixed = len(home) > 0
     fate = decisions.fate.copy()
     pages = work.size[fate != STREAMED].sum()
-    while not fixed and pages > most_pages:
+    while not fixed and pages > work.partition_pages:
         p = np.random.randint(len(fate))
         if fate[p] != STREAMED:
             fate[p] = STREAMED
@@ -300,5 +306,5 @@ def mutated(work: Arrays, decisions: Decisions, home: Ints, most_pages: int, cha
             else:
                 found.lead[j] = 0 if found.lead[j] > 0 else np.random.randint(1, LONGEST_LEAD + 1)
         else:
-            found = changed(work, found, fixed, most_pages, urgent)
+            found = changed(work, found, fixed, urgent)
     return found

@@ -161,11 +161,11 @@ class Axis:
         """When an access has ended; the arrival, if None."""
         return 0 if run is None else run.end_ns
 
-    def spans(self) -> Iterator[tuple[TransferSpan, bool]]:
-        """All transfers, and whether each is a swap-in."""
+    def spans(self) -> Iterator[TransferSpan]:
+        """All transfers."""
         for track in self.tracks.values():
-            yield from ((span, False) for span in track.outs.values())
-            yield from ((gap.back, True) for gap in track.gaps if gap.back is not None)
+            yield from track.outs.values()
+            yield from (gap.back for gap in track.gaps if gap.back is not None)
 
     def insert(self, op: int, before: OpRun) -> OpRun:
         """OpRun an op again right before a run. All that starts with that run or later is put off."""

@@ -1,4 +1,4 @@
-"""Turns a schedule's times into a sequence of actions, or into fates.
+"""Turns a timed iteration into rows, or into fates.
 
 A swap-in is issued after the op before its start, and a drop stands where the tensor's absence begins, so that
 memory holds at every action what the schedule says for that time.
@@ -8,35 +8,36 @@ from collections.abc import Iterator
 from typing import Final
 
 from cohabit.planner.papers.tensile.axis import Axis, TensorAccesses
-from cohabit.planner.sequence.gaps import START, Fate, Gaps
-from cohabit.planner.sequence.sequence import Action, ActionKind, compute, drop, swap_in, swap_out
+from cohabit.planner.schedule.gaps import START, Fate, Gaps
+from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action
 
-_ORDER: Final = (ActionKind.SWAP_OUT, ActionKind.DROP, ActionKind.SWAP_IN, ActionKind.COMPUTE)
+_ORDER: Final = (SWAP_OUT, DROP, SWAP_IN, COMPUTE)
 """Of actions at one time."""
 
 
 def actions_of(axis: Axis) -> tuple[list[Action], frozenset[int]]:
     """Return one iteration's actions in order of time, and the weights resident before and after it."""
-    timed = [(run.start_ns, compute(run.op)) for run in axis.runs]
+    timed = [(run.start_ns, (COMPUTE, run.op)) for run in axis.runs]
     for track in axis.tracks.values():
         timed += _actions(axis, track)
-    timed.sort(key=lambda a: (a[0], _ORDER.index(a[1].verb)))
+    timed.sort(key=lambda a: (a[0], _ORDER.index(a[1][0])))
     residents = (t for t, track in axis.tracks.items() if track.resident)
     return [action for _, action in timed], frozenset(residents)
 
 
 def _actions(axis: Axis, track: TensorAccesses) -> Iterator[tuple[int, Action]]:
-    leave, t = drop(track.tensor), track.tensor
+    t = track.tensor
+    leave = DROP, t
     yield from ((run.end_ns, leave) for run in track.extra)
     if not track.is_weight and not track.stays:
         yield axis.end_of(track.accesses[-1] if track.accesses else None), leave
     for span in track.outs.values():
-        yield span.start_ns, swap_out(t)
+        yield span.start_ns, (SWAP_OUT, t)
     for gap in track.gaps:
         if not gap.kept:
             yield axis.gone_ns(track, gap), leave
         if gap.back is not None:
-            yield gap.back.start_ns, swap_in(t)
+            yield gap.back.start_ns, (SWAP_IN, t)
 
 
 def fates_of(axis: Axis, gaps: Gaps) -> list[Fate]:

@@ -31,24 +31,14 @@ LEAST_GAIN: Final = 0.0005
 
 
 class TensileSchedule:
-    """One iteration with its transfers. `duplex` gives each direction a channel; the paper's link has one for both."""
+    """One iteration with its transfers. The link has one channel for both directions."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        profile: Profile,
-        most_swapped: float = 1.0,
-        *,
-        duplex: bool = False,
-        thorough: bool = True,
-    ) -> None:
-        """`thorough` releases a swapped tensor before its other accesses as well, as the paper does."""
+    def __init__(self, graph: Graph, profile: Profile, most_swapped: float = 1.0) -> None:
+        """`most_swapped` is the maximum swapping rate: a share of the tensors."""
         self.axis = Axis(graph, profile)
         self.usage = MemoryUsage(self.axis)
         self._most_swapped = most_swapped
-        self._thorough = thorough
-        self._inbound = Channel()
-        self._outbound = Channel() if duplex else self._inbound
+        self._channel = Channel()
         self._refused: set[tuple[int, int]] = set()
         """(tensor, time of a peak) of swaps for which the link had no room: it will not have more later."""
 
@@ -93,11 +83,11 @@ class TensileSchedule:
         """End a gap with a swap-in, and add a swap-out where the host store lacks a copy."""
         if out is not None:
             track.outs[gap.version] = out
-            self._outbound.take(out)
+            self._channel.take(out)
         gap.back = back
-        self._inbound.take(back)
+        self._channel.take(back)
         if track.kind == "state" and not track.resident and 0 in track.outs:  # from now on it arrives unchanged
-            self._outbound.release(track.outs.pop(0))
+            self._channel.release(track.outs.pop(0))
 
     # Swaps: algorithm 2
 
@@ -111,8 +101,7 @@ class TensileSchedule:
             gap = self._gap_around(track, peak.time_ns)
             allowed = gap is not None and gap.kept and not (full and _counts(track, gap))
             if gap is not None and allowed and self._swap(track, gap, peak.time_ns):
-                if self._thorough:
-                    self._swap_rest(track)
+                self._swap_rest(track)
                 self.usage.update(track)
                 return True
             self._refused.add((tensor, peak.time_ns))
@@ -131,13 +120,13 @@ class TensileSchedule:
                 out = self._swap_out(track, gap, gone_by_ns)
                 if out is None:
                     return False
-                self._outbound.take(out)
+                self._channel.take(out)
         low_ns = 0 if gap.across and not ahead else peak_ns + 1
-        back = self._inbound.latest(axis.in_ns(track), low_ns, gap.after.start_ns)
+        back = self._channel.latest(axis.in_ns(track), low_ns, gap.after.start_ns)
         if back is None and gap.across and not ahead and not (track.kind == "state" and gap.version == 0):
-            back = self._inbound.latest(axis.in_ns(track), peak_ns + 1, axis.end_ns)
+            back = self._channel.latest(axis.in_ns(track), peak_ns + 1, axis.end_ns)
         if out is not None:
-            self._outbound.release(out)
+            self._channel.release(out)
         if back is None:
             return False
         self._put(track, gap, out, back)
@@ -146,26 +135,26 @@ class TensileSchedule:
     def _swap_out(self, track: TensorAccesses, gap: AccessGap, gone_by_ns: int) -> TransferSpan | None:
         changed = track.changes[gap.version - 1] if gap.version else None
         accesses = [TransferSpan(r.start_ns, r.end_ns) for r in track.accesses]
-        return self._outbound.earliest(self.axis.out_ns(track), self.axis.end_of(changed), gone_by_ns, accesses)
+        return self._channel.earliest(self.axis.out_ns(track), self.axis.end_of(changed), gone_by_ns, accesses)
 
     def _swap_rest(self, track: TensorAccesses) -> None:
         """Release the tensor before its other accesses too, in order of time, wherever a swap-in finds room."""
         for gap in track.gaps:
             if gap.kept and not gap.across and (not track.needs_out(gap) or gap.version in track.outs):
                 gone_ns = self.axis.gone_ns(track, gap)
-                back = self._inbound.latest(self.axis.in_ns(track), gone_ns + 1, gap.after.start_ns)
+                back = self._channel.latest(self.axis.in_ns(track), gone_ns + 1, gap.after.start_ns)
                 if back is not None:
                     self._put(track, gap, None, back)
 
     def _swap_with_pause(self, track: TensorAccesses, gap: AccessGap) -> None:
         """The tensor leaves right after the access before the gap and returns right before the access after it."""
         if gap.back is not None:
-            self._inbound.release(gap.back)
+            self._channel.release(gap.back)
         gone_ns, back_ns = self.axis.end_of(gap.before), gap.after.start_ns
         out: TransferSpan | None = None
         if track.needs_out(gap) and (gap.version not in track.outs or track.outs[gap.version].end_ns > gone_ns):
             if gap.version in track.outs:
-                self._outbound.release(track.outs[gap.version])
+                self._channel.release(track.outs[gap.version])
             out = TransferSpan(gone_ns, gone_ns)
         self._put(track, gap, out, TransferSpan(back_ns, back_ns))
 
@@ -215,9 +204,7 @@ class TensileSchedule:
             if t != track.tensor:
                 axis.tracks[t].extra.append(gap.rerun)
         self.usage.rebuild()
-        spans, one = list(axis.spans()), self._inbound is self._outbound
-        self._inbound = Channel(span for span, swap_in in spans if swap_in or one)
-        self._outbound = self._inbound if one else Channel(span for span, swap_in in spans if not swap_in)
+        self._channel = Channel(axis.spans())
         self._refused.clear()
 
 

@@ -5,15 +5,15 @@ No-wait (Beaumont et al., Proposition 1) means to wait only for lack of memory, 
 returns that takes the memory of what is still being copied out (Lemma 3)."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.profile import Profile
-from cohabit.planner.sequence.sequence import Action, ActionKind
+from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action
 
 
 def delay_drops(
-    graph: Graph, profile: Profile, actions: Sequence[Action], residents: Collection[int], memory_bytes: int
+    graph: Graph, profile: Profile, actions: Iterable[Action], residents: Collection[int], memory_bytes: int
 ) -> list[Action]:
     """Return the sequence with each drop after the op during which its swap-out ends, as far as memory allows.
 
@@ -35,44 +35,43 @@ class _DelayedDrops:
         self._coming = deque[int]()
         self._actions: list[Action] = []
 
-    def replayed(self, actions: Sequence[Action]) -> list[Action]:
-        for action in actions:
-            match action.verb:
-                case ActionKind.COMPUTE:
-                    self._compute(action)
-                case ActionKind.SWAP_IN:
-                    self._coming.append(action.what)
-                    self._bring()
-                case ActionKind.SWAP_OUT:
-                    self._fetch_until((action.what,))
-                    begin_s = max(self._out_s, self._there_s.get(action.what, 0.0))
-                    self._out_s = begin_s + self._profile.swap_out.seconds(self._graph.tensors[action.what].nbytes)
-                    self._saved_s[action.what] = self._out_s
-                    self._actions.append(action)
-                case ActionKind.DROP:
-                    self._fetch_until((action.what,))
-                    self._leaving.append(action.what)
-                    if self._saved_s.get(action.what, 0.0) <= self._now_s:
-                        self._leaving.pop()
-                        self._drop(action.what)
+    def replayed(self, actions: Iterable[Action]) -> list[Action]:
+        for verb, what in actions:
+            if verb == COMPUTE:
+                self._compute(what)
+            elif verb == SWAP_IN:
+                self._coming.append(what)
+                self._bring()
+            elif verb == SWAP_OUT:
+                self._fetch_until((what,))
+                begin_s = max(self._out_s, self._there_s.get(what, 0.0))
+                self._out_s = begin_s + self._profile.swap_out.seconds(self._graph.tensors[what].nbytes)
+                self._saved_s[what] = self._out_s
+                self._actions.append((verb, what))
+            else:
+                self._fetch_until((what,))
+                self._leaving.append(what)
+                if self._saved_s.get(what, 0.0) <= self._now_s:
+                    self._leaving.pop()
+                    self._drop(what)
         self._fetch_until(tuple(self._coming))
         while self._leaving:
             self._drop(self._leaving.popleft())
         return self._actions
 
-    def _compute(self, action: Action) -> None:
-        op = self._graph.ops[action.what]
+    def _compute(self, k: int) -> None:
+        op = self._graph.ops[k]
         last = len(self._graph.ops) - 1
-        self._fetch_until((*op.reads, *(self._graph.outputs if action.what == last else ())))
+        self._fetch_until((*op.reads, *(self._graph.outputs if k == last else ())))
         begin_s = max((self._now_s, *(self._there_s.get(t, 0.0) for t in op.reads)))
         self._let_go(begin_s)
         scratch = op.aligned_scratch_bytes
         written = sum(self._nbytes[t] for t in op.writes)
         begin_s = max(begin_s, self._make_room(written + scratch, op.writes))
-        self._now_s = begin_s + self._profile.op_seconds[action.what]
+        self._now_s = begin_s + self._profile.op_seconds[k]
         self._there_s |= dict.fromkeys((*op.writes, *op.mutates), self._now_s)
         self._held_bytes += written
-        self._actions.append(action)
+        self._actions.append((COMPUTE, k))
         self._bring()
 
     def _bring(self) -> None:
@@ -94,7 +93,7 @@ class _DelayedDrops:
         self._in_s = begin_s + self._profile.swap_in.seconds(self._graph.tensors[tensor].nbytes)
         self._there_s[tensor] = self._in_s
         self._held_bytes += self._nbytes[tensor]
-        self._actions.append(Action(ActionKind.SWAP_IN, tensor))
+        self._actions.append((SWAP_IN, tensor))
 
     def _let_go(self, now_s: float) -> None:
         while self._leaving and self._saved_s.get(self._leaving[0], 0.0) <= now_s:
@@ -112,4 +111,4 @@ class _DelayedDrops:
 
     def _drop(self, tensor: int) -> None:
         self._held_bytes -= self._nbytes[tensor]
-        self._actions.append(Action(ActionKind.DROP, tensor))
+        self._actions.append((DROP, tensor))

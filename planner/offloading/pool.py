@@ -1,4 +1,4 @@
-"""The activations' zone, in fewer bytes than the peak of activations: some are offloaded between two of their uses.
+"""A pool for activations in fewer bytes than their peak: some are offloaded between two of their uses.
 
 Parameters have bytes of their own and play no part here. What is offloaded is decided per gap between two uses; the
 result is a sequence over the graph without its parameters."""
@@ -12,23 +12,28 @@ from msgspec.structs import replace
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.profile import Profile
-from cohabit.planner.sequence.alap import COMPUTE, SWAP_IN, AlapSequence, alap, codes, tables
-from cohabit.planner.sequence.delayed_drops import delay_drops
-from cohabit.planner.sequence.gaps import Fate, Gap, Gaps
-from cohabit.planner.sequence.no_wait import SHARES, no_wait
-from cohabit.planner.sequence.sequence import Action, ActionKind, Placed, lay_out
+from cohabit.planner.schedule.alap import AlapSequence, alap, codes, tables
+from cohabit.planner.schedule.delayed_drops import delay_drops
+from cohabit.planner.schedule.gaps import Fate, Gap, Gaps
+from cohabit.planner.schedule.no_wait import no_wait
+from cohabit.planner.schedule.table import (
+    COMPUTE,
+    SWAP_IN,
+    SWAP_OUT,
+    UNLIMITED,
+    Action,
+    GraphArrays,
+    columns,
+    peak_bytes,
+)
 
 
 @dataclass(frozen=True)
-class ActivationZone:
-    """The actions on activations, in order, and their offsets in the zone."""
+class ActivationPool:
+    """The actions on activations, in order, and the most bytes that they take at once."""
 
     actions: tuple[Action, ...]
-    placed: Placed
-
-    @property
-    def nbytes(self) -> int:
-        return self.placed.peak_bytes
+    nbytes: int
 
 
 Rank = Callable[["_OffloadCost"], tuple[float, ...]]
@@ -61,48 +66,36 @@ def without_parameters(graph: Graph) -> Graph:
     return replace(graph, tensors=tensors, ops=ops, outputs=tuple(i for i in graph.outputs if i in held))
 
 
-class ActivationZones:
-    """ActivationZones of one graph, with its ops in its own order."""
+class ActivationPools:
+    """Pools for one graph, with its ops in its own order."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, profile: Profile) -> None:
         self.graph = without_parameters(graph)
+        self._profile = profile
+        self._arrays = GraphArrays.of(self.graph, profile)
         self._gaps = Gaps(self.graph)
         self.movable = [i for i, gap in enumerate(self._gaps.all) if gap.is_offloadable(self.graph)]
         """Gaps, by number, during which an activation could be offloaded."""
 
-    def leanest(self) -> ActivationZone:
-        """Return the smallest zone: every activation is offloaded in every gap."""
-        return self._zone(self._fates(self.movable), 0)
+    def leanest(self) -> ActivationPool:
+        """Return the smallest pool: every activation is offloaded in every gap."""
+        return self._pool(self._fates(self.movable), 0)
 
-    def within(self, profile: Profile, zone_bytes: int, rank: Rank) -> ActivationZone | None:
-        """Return a zone of at most so many bytes with few offloads; None if even the smallest is larger."""
-        before: ActivationZone | None = None
-        for share in SHARES:
-            fates = self._fates_within(profile, int(share * zone_bytes), rank)
-            if fates is None:
-                break
-            zone = self._zone(fates, int(share * zone_bytes), profile, zone_bytes)
-            if zone.nbytes <= zone_bytes:
-                return zone
-            if before is not None and zone.actions == before.actions:
-                break
-            before = zone
-        leanest = self.leanest()
-        return leanest if leanest.nbytes <= zone_bytes else None
+    def within(self, pool_bytes: int, rank: Rank) -> ActivationPool | None:
+        """Return a pool of at most so many bytes with few offloads; None if even the smallest is larger."""
+        fates = self._fates_within(pool_bytes, rank)
+        return None if fates is None else self._pool(fates, pool_bytes)
 
-    def _zone(
-        self, fates: Sequence[Fate], ahead_bytes: int, profile: Profile | None = None, enough_bytes: int = 0
-    ) -> ActivationZone:
-        """The zone of these fates. Swap-ins are issued early and drops late as far as `ahead_bytes` allow."""
+    def _pool(self, fates: Sequence[Fate], ahead_bytes: int) -> ActivationPool:
+        """The pool of these fates. Swap-ins are issued early and drops late as far as `ahead_bytes` allow."""
         if not self.graph.ops:
-            actions: list[Action] = []
-        else:
-            decided = no_wait(self._gaps, 1 << 62, fates, ahead_bytes)
-            assert decided is not None, "nothing is computed again"
-            actions, _ = decided
-            if profile is not None and any(action.verb is ActionKind.SWAP_OUT for action in actions):
-                actions = delay_drops(self.graph, profile, actions, (), ahead_bytes)
-        return ActivationZone(tuple(actions), lay_out(self.graph, actions, (), enough_bytes))
+            return ActivationPool((), sum(self.graph.tensors[i].aligned_bytes for i in self.graph.inputs))
+        found = no_wait(self._gaps, UNLIMITED, fates, ahead_bytes)
+        assert found is not None, "nothing is computed again"
+        actions = list(zip(found.verb.tolist(), found.what.tolist(), strict=True))
+        if ahead_bytes and any(verb == SWAP_OUT for verb, _ in actions):
+            actions = delay_drops(self.graph, self._profile, actions, (), ahead_bytes)
+        return ActivationPool(tuple(actions), peak_bytes(self._arrays, *columns(actions)))
 
     def _fates(self, moved: Sequence[int]) -> list[Fate]:
         fates = [Fate.KEEP] * len(self._gaps.all)
@@ -110,11 +103,11 @@ class ActivationZones:
             fates[i] = Fate.SWAP
         return fates
 
-    def _fates_within(self, profile: Profile, nbytes: int, rank: Rank) -> list[Fate] | None:
+    def _fates_within(self, nbytes: int, rank: Rank) -> list[Fate] | None:
         """Offload gaps over the fullest moment until every moment fits."""
         moved: list[int] = []
         gaps = self._gaps.all
-        left = sorted(self.movable, key=lambda i: rank(self._offload_cost(profile, gaps[i])))
+        left = sorted(self.movable, key=lambda i: rank(self._offload_cost(gaps[i])))
         while True:
             made = alap(tables(self._gaps), codes(self._fates(moved)))
             fullest = int(made.held.argmax()) if len(made.held) else 0
@@ -127,8 +120,8 @@ class ActivationZones:
             left.remove(helping)
             moved.append(helping)
 
-    def _offload_cost(self, profile: Profile, gap: Gap) -> _OffloadCost:
-        nbytes = self.graph.tensors[gap.tensor].nbytes
+    def _offload_cost(self, gap: Gap) -> _OffloadCost:
+        nbytes, profile = self.graph.tensors[gap.tensor].nbytes, self._profile
         copies_s = profile.swap_out.seconds(nbytes) + profile.swap_in.seconds(nbytes)
         between_s = sum(profile.op_seconds[gap.last_use + 1 : gap.next_use])
         return _OffloadCost(nbytes, between_s - copies_s, copies_s)

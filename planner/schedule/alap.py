@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from cohabit.planner.arrays import Bools, Ints, ints
 from cohabit.planner.compiled import compiled
-from cohabit.planner.sequence.gaps import START, Fate, Gaps
-from cohabit.planner.sequence.sequence import ActionKind
+from cohabit.planner.schedule.gaps import START, Fate, Gaps
+from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT
 
 Codes = NDArray[np.int8]
 """A fate per gap, as a number."""
@@ -22,8 +22,6 @@ Codes = NDArray[np.int8]
 KEEP, SWAP, RECOMPUTE, RESTORE = map(int, Fate)
 GONE: Final = 4
 """Not needed any more."""
-
-COMPUTE, SWAP_IN, SWAP_OUT, DROP = map(int, ActionKind)
 
 _NONE: Final = -1
 _PARAMETER: Final = 0

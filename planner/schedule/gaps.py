@@ -1,6 +1,6 @@
 """Gaps between a tensor's uses, and the fate of the tensor in each: the decisions of swapping.
 
-A searcher gives every gap a fate; `planner.sequence.no_wait` makes a sequence and a plan of them:
+A searcher gives every gap a fate; `planner.schedule.no_wait` makes a sequence and a plan of them:
 
     Gaps(graph)                                   .all: tuple[Gap, ...], .uses
     no_wait(gaps, memory_bytes, fates)            -> (actions, residents) | None where they need more memory

@@ -1,36 +1,33 @@
-"""The planner's model of time: when each step of a plan runs. It is the only cost function.
+"""The planner's model of time: when each step of a schedule runs. It is the only cost function.
 
 Three lanes (compute, swap-in, swap-out) work through their steps in order; a step starts when its lane is free and
-every step in its `after` has ended. While an op and a transfer overlap, both slow down by the profile's factors. The
+every step that it waits for has ended. While an op and a transfer overlap, both slow down by the profile's factors. The
 simulation advances from one completion to the next and rescales the remaining work."""
 
-from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from cohabit.planner.arrays import Floats, Ints
+from cohabit.planner.arrays import Floats, Ints, ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.graph import Graph
-from cohabit.planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
+from cohabit.planner.plan import Compute, Drop, Lane, Plan, SwapIn, SwapOut
+from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.profile import Profile
+from cohabit.planner.schedule.table import COMPUTE, DROP, NOTHING, SWAP_IN, SWAP_OUT, GraphArrays, Schedule
 from cohabit.planner.timeline import Span, Timeline
 
-COMPUTE: Final = 0
-SWAP_IN: Final = 1
-SWAP_OUT: Final = 2
 LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
-NOTHING: Final = -1
-"""In the arrays of this file: waits for no step."""
+_VERBS: Final = {Compute: COMPUTE, SwapIn: SWAP_IN, SwapOut: SWAP_OUT, Drop: DROP}
 
 MOST_INFERENCES: Final = 8
 """Inferences after which the search for a stable period ends."""
 
 
 class LaneArrays(NamedTuple):
-    """A plan as arrays, for search loops. `n` is the length of the longest lane.
+    """A schedule by lanes. `n` is the length of the longest lane.
 
-    LaneArrays are in order, so of all the steps of one lane that a step waits for only the last one matters.
+    Lanes are in order, so of all the steps of one lane that a step waits for only the last one matters.
     """
 
     length: Ints
@@ -40,8 +37,63 @@ class LaneArrays(NamedTuple):
     wait: Ints
     """`wait[lane, i, other]`: position on the other lane that must have ended, or NOTHING, [3, n, 3]."""
     carried: Ints
-    """Per compute step, the previous inference's swap-in that restored a resident it reads, or overwrites
-    unread, or NOTHING, [n]."""
+    """Per compute step, the previous inference's swap-in that restored a resident it reads, or NOTHING, [n]."""
+
+
+@compiled
+def lanes_of(g: GraphArrays, schedule: Schedule) -> LaneArrays:
+    """Sort a schedule's rows by lane: what `run` reads."""
+    length = np.zeros(3, np.int64)
+    for verb in schedule.verb:
+        if verb != DROP:
+            length[verb] += 1
+    longest = length.max()
+    work_s, wait = np.zeros((3, longest)), np.full((3, longest, 3), NOTHING)
+    carried, restored = np.full(longest, NOTHING), np.full(len(g.nbytes), NOTHING)
+    done = np.zeros(3, np.int64)
+    for i in range(len(schedule.verb)):
+        lane, x = schedule.verb[i], schedule.what[i]
+        if lane == DROP:
+            continue
+        position = done[lane]
+        if lane == COMPUTE:
+            work_s[lane, position] = g.op_s[x]
+        elif lane == SWAP_IN:
+            work_s[lane, position] = g.swap_in_s[x]
+            restored[x] = position
+        else:
+            work_s[lane, position] = g.swap_out_s[x]
+        for other in range(3):
+            wait[lane, position, other] = schedule.wait[i, other]
+        done[lane] += 1
+    back = np.full(len(g.nbytes), NOTHING)
+    for t in schedule.residents:
+        back[t] = restored[t]
+    position = 0
+    for i in range(len(schedule.verb)):
+        if schedule.verb[i] == COMPUTE:
+            x = schedule.what[i]
+            for t in g.read[g.read_start[x] : g.read_start[x + 1]]:
+                carried[position] = max(carried[position], back[t])
+            position += 1
+    return LaneArrays(length, work_s, wait, carried)
+
+
+def evaluate(problem: Problem, schedule: Schedule, good_s: float) -> Cost:
+    """Simulate a schedule; its period only if the latency is at most `good_s`."""
+    return Cost(*_evaluate(problem.arrays, schedule, good_s))
+
+
+@compiled
+def _evaluate(g: GraphArrays, schedule: Schedule, good_s: float) -> tuple[float, float, int]:
+    lanes, copied = lanes_of(g, schedule), 0
+    for i in range(len(schedule.verb)):
+        if schedule.verb[i] == SWAP_IN or schedule.verb[i] == SWAP_OUT:
+            copied += g.copied_bytes[schedule.what[i]]
+    if lanes.length[COMPUTE] == 0:
+        return 0.0, 0.0, copied
+    latency_s, period_s = latency_and_period(lanes, g.compute_slowdown, g.swap_slowdown, good_s)
+    return latency_s, period_s, copied
 
 
 def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
@@ -51,10 +103,16 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     epilogue and never start before this one's last op has ended. Nothing of it starts before this one's last
     swap-out has ended: bytes and host copies are free by then.
     """
-    lanes, issued = prepare(graph, plan, profile)
+    arrays = GraphArrays.of(graph, profile)
+    lanes = lanes_of(arrays, schedule_of(plan))
     slowdowns = profile.compute_slowdown, profile.swap_slowdown
     start, end = (times.tolist() for times in run(lanes, *slowdowns, 1)[:2])
-    spans = [Span(index, LANES[lane], start[lane][i], end[lane][i]) for index, lane, i in issued]
+    spans, done = [], [0, 0, 0]
+    for index, step in enumerate(plan.steps):
+        if not isinstance(step, Drop):
+            lane = _VERBS[type(step)]
+            spans.append(Span(index, LANES[lane], start[lane][done[lane]], end[lane][done[lane]]))
+            done[lane] += 1
     computes = int(lanes.length[COMPUTE])
     return Timeline(
         spans=tuple(spans),
@@ -66,79 +124,32 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     )
 
 
-def prepare(graph: Graph, plan: Plan, profile: Profile) -> tuple[LaneArrays, list[tuple[int, int, int]]]:
-    """Turn a plan into arrays; return these, and each step that has a lane as (index, lane, position).
-
-    Plain loops: this runs per evaluation.
-    """
-    tensors, op_seconds = graph.tensors, profile.op_seconds
-    transfer_s = {SwapIn: profile.swap_in.seconds, SwapOut: profile.swap_out.seconds}
-    lane_of_type = {Compute: COMPUTE, SwapIn: SWAP_IN, SwapOut: SWAP_OUT}
-    work: list[list[float]] = [[], [], []]
-    where: list[tuple[int, int]] = []  # of every step: lane, position
-    issued: list[tuple[int, int, int]] = []
-    waits: list[tuple[int, int, int, int]] = []
-    restored: dict[int, int] = {}
-    reads: list[tuple[int, ...]] = []
-    unread = {p.tensor: p.address for p in plan.residents}
-    given_up: dict[int, Address] = {}  # residents that no op read before they were dropped
+def schedule_of(plan: Plan) -> Schedule:
+    """Return a plan's steps as a schedule with the plan's own waits. Addresses are left out."""
+    where: list[tuple[int, int]] = []  # lane and position of every step
+    done = [0, 0, 0]
+    wait = np.full((len(plan.steps), 3), NOTHING)
     for index, step in enumerate(plan.steps):
-        kind = type(step)
         if isinstance(step, Drop):
             where.append((NOTHING, NOTHING))
-            if step.tensor in unread:
-                given_up[step.tensor] = unread.pop(step.tensor)
             continue
-        lane = lane_of_type[kind]
-        position = len(work[lane])
-        if isinstance(step, Compute):
-            work[COMPUTE].append(op_seconds[step.op])
-            read = graph.ops[step.op].reads
-            for i in read:
-                unread.pop(i, None)
-            reads.append((*read, *_overwritten(graph, step, given_up)) if given_up else read)
-        else:
-            work[lane].append(transfer_s[kind](tensors[step.tensor].nbytes))
-            if lane == SWAP_IN:
-                restored[step.tensor] = position
-        where.append((lane, position))
-        issued.append((index, lane, position))
-        waits += [(lane, position, *where[earlier]) for earlier in step.after]
-    lanes = empty_lanes(np.array([len(w) for w in work], dtype=np.int64))
-    for lane, seconds_by_position in enumerate(work):
-        lanes.work_s[lane, : len(seconds_by_position)] = seconds_by_position
-    if waits:
-        lane_at, position_at, other_at, earlier = np.array(waits, dtype=np.int64).T
-        np.maximum.at(lanes.wait, (lane_at, position_at, other_at), earlier)
-    residents = {p.tensor for p in plan.residents}
-    if back := {tensor: position for tensor, position in restored.items() if tensor in residents}:
-        lanes.carried[: len(reads)] = [max((back[i] for i in read if i in back), default=NOTHING) for read in reads]
-    return lanes, issued
-
-
-def _overwritten(graph: Graph, step: Compute, given_up: Mapping[int, Address]) -> Iterator[int]:
-    """The residents whose bytes an op overwrites: the previous inference may still be restoring them there."""
-    op = graph.ops[step.op]
-    written = [(a, graph.tensors[i].nbytes) for a, i in zip(step.outputs, op.writes, strict=True)]
-    if step.scratch is not None:
-        written.append((step.scratch, op.scratch_bytes))
-    for tensor, home in given_up.items():
-        end = home.offset + graph.tensors[tensor].nbytes
-        if any(a.region == home.region and a.offset < end and home.offset < a.offset + n for a, n in written):
-            yield tensor
-
-
-@compiled
-def empty_lanes(length: Ints) -> LaneArrays:
-    """Arrays for lanes without any waits."""
-    longest = length.max()
-    return LaneArrays(length, np.zeros((3, longest)), np.full((3, longest, 3), NOTHING), np.full(longest, NOTHING))
-
-
-@compiled
-def wait_for(lanes: LaneArrays, lane: int, i: int, other: int, earlier: int) -> None:
-    """Let step `i` of a lane wait for step `earlier` of another lane, or for none if that is NOTHING."""
-    lanes.wait[lane, i, other] = max(lanes.wait[lane, i, other], earlier)
+        lane = _VERBS[type(step)]
+        where.append((lane, done[lane]))
+        done[lane] += 1
+        for earlier in step.after:
+            other, position = where[earlier]
+            wait[index, other] = max(wait[index, other], position)
+    whats = [step.op if isinstance(step, Compute) else step.tensor for step in plan.steps]
+    residents = ints(p.tensor for p in plan.residents)
+    nowhere = np.full(len(plan.steps), NOTHING)
+    return Schedule(
+        ints(_VERBS[type(step)] for step in plan.steps),
+        ints(whats),
+        nowhere,
+        wait,
+        residents,
+        np.full(len(residents), NOTHING),
+    )
 
 
 @compiled

@@ -1,0 +1,293 @@
+"""The schedule: the one form of what happens when, made by every searcher, as a table that compiled loops read.
+
+Its rows stand in one total order: ops, copies and drops. A searcher chooses rows; `with_waits` finds out what each has
+to wait for. `lanes_of` turns a schedule into what the simulator reads, `write` into a plan."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from cohabit.planner.arrays import Bools, Floats, Ints, ints
+from cohabit.planner.compiled import compiled
+from cohabit.planner.graph import Graph
+from cohabit.planner.profile import Profile
+
+COMPUTE: Final = 0
+SWAP_IN: Final = 1
+SWAP_OUT: Final = 2
+"""Verbs, and the lanes that they run on."""
+DROP: Final = 3
+
+NOTHING: Final = -1
+"""No step to wait for; no address, because the tensor is counted; no use."""
+
+WORKSPACE: Final = 1 << 48
+"""Offsets below this lie in the partition; from here on they count from the workspace's start."""
+
+UNLIMITED: Final = 1 << 62
+"""A pool in which nothing has to wait for bytes."""
+
+
+class GraphArrays(NamedTuple):
+    """A graph and its costs. Bytes are aligned."""
+
+    read_start: Ints
+    """Op k reads `read[read_start[k]:read_start[k + 1]]`, [ops + 1]."""
+    read: Ints
+    write_start: Ints
+    write: Ints
+    change_start: Ints
+    change: Ints
+    """Likewise, what it writes, and what it changes in place."""
+    scratch_bytes: Ints
+    nbytes: Ints
+    is_weight: Bools
+    inputs: Ints
+    outputs: Ints
+    op_s: Floats
+    swap_in_s: Floats
+    """Of each tensor."""
+    swap_out_s: Floats
+    copied_bytes: Ints
+    """Bytes of each tensor as copies move them, not aligned."""
+    compute_slowdown: float
+    swap_slowdown: float
+
+    @staticmethod
+    def of(graph: Graph, profile: Profile) -> "GraphArrays":
+        return GraphArrays(
+            *_lists([op.reads for op in graph.ops]),
+            *_lists([op.writes for op in graph.ops]),
+            *_lists([op.mutates for op in graph.ops]),
+            scratch_bytes=ints(op.aligned_scratch_bytes for op in graph.ops),
+            nbytes=ints(t.aligned_bytes for t in graph.tensors),
+            is_weight=np.array([t.is_weight for t in graph.tensors], np.bool_),
+            inputs=ints(graph.inputs),
+            outputs=ints(graph.outputs),
+            op_s=np.array(profile.op_seconds, np.float64),
+            swap_in_s=np.array([profile.swap_in.seconds(t.nbytes) for t in graph.tensors]),
+            swap_out_s=np.array([profile.swap_out.seconds(t.nbytes) for t in graph.tensors]),
+            copied_bytes=ints(t.nbytes for t in graph.tensors),
+            compute_slowdown=profile.compute_slowdown,
+            swap_slowdown=profile.swap_slowdown,
+        )
+
+
+def _lists(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Where each row starts, [rows + 1], and all rows in a row."""
+    return ints(np.cumsum([0, *map(len, rows)])), ints(i for row in rows for i in row)
+
+
+class Schedule(NamedTuple):
+    """One inference, `n` rows in total order."""
+
+    verb: Ints
+    what: Ints
+    """An op, or the tensor that is copied or dropped, [n]. An op may be computed again."""
+    offset: Ints
+    """Where a swap-in goes, in the partition or from WORKSPACE on; NOTHING where the tensor is counted, [n]."""
+    wait: Ints
+    """`wait[i, lane]`: the position on another lane that must have ended before, or NOTHING, [n, 3]."""
+    residents: Ints
+    """Weights that are in memory at the start and at the end."""
+    homes: Ints
+    """The offset of each resident, or NOTHING."""
+
+
+Row = tuple[int, int, int, int]
+"""Verb, what, offset, and `after`: see `with_waits`."""
+Action = tuple[int, int]
+"""Verb and what, of a row that is counted."""
+
+
+def scheduled(
+    arrays: GraphArrays, rows: Iterable[Row], homes: Mapping[int, int], pool_bytes: int = UNLIMITED
+) -> Schedule:
+    """Make a schedule of rows and of the residents with their offsets. See `with_waits`."""
+    table = np.array([*rows], np.int64).reshape(-1, 4)
+    verb, what, offset, after = (np.ascontiguousarray(column) for column in table.T)
+    return with_waits(arrays, verb, what, offset, after, ints(homes), ints(homes.values()), pool_bytes)
+
+
+def counted(
+    arrays: GraphArrays, verb: Ints, what: Ints, residents: Collection[int], memory_bytes: int
+) -> Schedule | None:
+    """Make a schedule in which everything is counted; None if it needs more than the memory."""
+    if peak_bytes(arrays, verb, what, residents) > memory_bytes:
+        return None
+    nothing, homes = np.full(len(verb), NOTHING), np.full(len(residents), NOTHING)
+    return with_waits(arrays, verb, what, nothing, nothing, ints(residents), homes, memory_bytes)
+
+
+def columns(actions: Sequence[Action]) -> tuple[Ints, Ints]:
+    """Return the verbs and what they are about as arrays."""
+    table = np.array(actions, np.int64).reshape(-1, 2)
+    return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
+
+
+@compiled
+def with_waits(
+    g: GraphArrays, verb: Ints, what: Ints, offset: Ints, after: Ints, residents: Ints, homes: Ints, pool_bytes: int
+) -> Schedule:
+    """Find out what every row waits for.
+
+    An op waits for the arrival of what it reads, and the last op for that of the outputs. A copy waits for what made
+    its source, and for `after`, a position on the compute lane: the last user of the bytes that a swap-in with an
+    address takes. A row that takes counted bytes waits until so many that were given up before are certain to be free
+    that all fit in the pool: those that were given up first come first.
+    """
+    n, tensors = len(verb), len(g.nbytes)
+    wait = np.full((n, 3), NOTHING)
+    # Clocks: how many steps of each lane have ended. Arrival, last use and swap-out of each tensor; what each lane's
+    # next step knows to have ended; what is known once a step has ended.
+    arrived, used, saved = (
+        np.zeros((tensors, 3), np.int64),
+        np.zeros((tensors, 3), np.int64),
+        np.zeros(tensors, np.int64),
+    )
+    done, known, ended = np.zeros(3, np.int64), np.zeros((3, 3), np.int64), np.zeros((3, n + 1, 3), np.int64)
+    counted = np.ones(tensors, np.bool_)
+    given_bytes, given_clock = np.zeros(2 * n, np.int64), np.zeros((2 * n, 3), np.int64)
+    head, tail = np.zeros(3, np.int64), 0
+    held = g.nbytes[g.inputs].sum()
+    for i in range(len(residents)):
+        counted[residents[i]] = homes[i] < 0
+        held += g.nbytes[residents[i]] if homes[i] < 0 else 0
+    last = n - 1
+    while last >= 0 and verb[last] != COMPUTE:
+        last -= 1
+    need, mine = np.zeros(3, np.int64), np.zeros(3, np.int64)
+    for i in range(n):
+        lane, x = verb[i], what[i]
+        if lane == DROP:
+            if counted[x]:
+                held -= g.nbytes[x]
+                given_bytes[tail], given_clock[tail], tail = g.nbytes[x], used[x], tail + 1
+            continue
+        need[:] = 0
+        more = scratch = 0
+        if lane == COMPUTE:
+            for t in g.read[g.read_start[x] : g.read_start[x + 1]]:
+                _merge(need, arrived[t])
+            for t in g.change[g.change_start[x] : g.change_start[x + 1]]:
+                need[SWAP_OUT] = max(need[SWAP_OUT], saved[t])
+                saved[t] = 0
+            for t in g.write[g.write_start[x] : g.write_start[x + 1]]:
+                arrived[t] = 0
+                more += g.nbytes[t]
+            if i == last:
+                for t in g.outputs:
+                    _merge(need, arrived[t])
+            scratch = g.scratch_bytes[x]
+        elif lane == SWAP_IN:
+            need[COMPUTE], need[SWAP_OUT] = after[i] + 1, saved[x]
+            counted[x] = offset[i] < 0
+            more = g.nbytes[x] if counted[x] else 0
+        else:
+            _merge(need, arrived[x])
+            need[COMPUTE] = max(need[COMPUTE], after[i] + 1)
+        now = known[lane]
+        _learn(now, need, ended)
+        if more + scratch > 0:
+            _wait_for_bytes(
+                now, need, ended, given_bytes, given_clock, head, tail, lane, held + more + scratch, pool_bytes
+            )
+        held += more
+        for other in range(3):
+            if other != lane and need[other] > 0:
+                wait[i, other] = need[other] - 1
+        done[lane] += 1
+        now[lane] = done[lane]
+        ended[lane, done[lane]] = now
+        mine[:] = 0
+        mine[lane] = done[lane]
+        if lane == COMPUTE:
+            for t in g.read[g.read_start[x] : g.read_start[x + 1]]:
+                used[t, COMPUTE] = done[COMPUTE]
+            for t in g.change[g.change_start[x] : g.change_start[x + 1]]:
+                arrived[t, COMPUTE] = done[COMPUTE]
+            for t in g.write[g.write_start[x] : g.write_start[x + 1]]:
+                arrived[t], used[t], counted[t] = mine, mine, True
+            if scratch > 0:
+                given_bytes[tail], given_clock[tail], tail = scratch, mine, tail + 1
+        elif lane == SWAP_IN:
+            arrived[x], used[x] = mine, mine
+        else:
+            used[x, SWAP_OUT], saved[x] = done[SWAP_OUT], done[SWAP_OUT]
+    return Schedule(verb, what, offset, wait, residents, homes)
+
+
+@compiled
+def _merge(clock: Ints, other: Ints) -> None:
+    for lane in range(3):
+        clock[lane] = max(clock[lane], other[lane])
+
+
+@compiled
+def _learn(now: Ints, need: Ints, ended: Ints) -> None:
+    """Add to what a step knows what it waits for, and what is known once that has ended."""
+    for other in range(3):
+        if need[other] > now[other]:
+            _merge(now, ended[other, need[other]])
+
+
+@compiled
+def _wait_for_bytes(
+    now: Ints,
+    need: Ints,
+    ended: Ints,
+    given_bytes: Ints,
+    given_clock: Ints,
+    head: Ints,
+    tail: int,
+    lane: int,
+    wanted_bytes: int,
+    pool_bytes: int,
+) -> None:
+    """Wait for bytes that were given up, first those that were given up first, until all that is held fits."""
+    unfinished = 0
+    for r in range(head[lane], tail):
+        if _is_past(given_clock[r], now):
+            if r == head[lane]:
+                head[lane] += 1
+        else:
+            unfinished += given_bytes[r]
+    r = head[lane]
+    while wanted_bytes + unfinished > pool_bytes and r < tail:
+        if not _is_past(given_clock[r], now):
+            _merge(need, given_clock[r])
+            _learn(now, need, ended)
+            unfinished = 0
+            for later in range(r + 1, tail):
+                if not _is_past(given_clock[later], now):
+                    unfinished += given_bytes[later]
+        r += 1
+
+
+@compiled
+def _is_past(clock: Ints, now: Ints) -> bool:
+    return bool(clock[0] <= now[0] and clock[1] <= now[1] and clock[2] <= now[2])
+
+
+def peak_bytes(arrays: GraphArrays, verb: Ints, what: Ints, residents: Collection[int] = ()) -> int:
+    """The most bytes in memory at once where everything is counted: the least pool that these rows can have."""
+    return int(_peak_bytes(arrays, verb, what, ints(residents)))
+
+
+@compiled
+def _peak_bytes(g: GraphArrays, verb: Ints, what: Ints, residents: Ints) -> int:
+    held = g.nbytes[g.inputs].sum() + g.nbytes[residents].sum()
+    peak = held
+    for i in range(len(verb)):
+        x = what[i]
+        if verb[i] == COMPUTE:
+            for t in g.write[g.write_start[x] : g.write_start[x + 1]]:
+                held += g.nbytes[t]
+            peak = max(peak, held + g.scratch_bytes[x])
+        elif verb[i] == SWAP_IN:
+            held += g.nbytes[x]
+            peak = max(peak, held)
+        elif verb[i] == DROP:
+            held -= g.nbytes[x]
+    return int(peak)

@@ -1,1 +1,0 @@
-"""Plans without addresses: actions in order, and how they become a plan."""
