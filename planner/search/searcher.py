@@ -17,8 +17,8 @@ class Searcher(Generic[C]):
     """One search for one problem, seeded when it is made.
 
     Subclasses set `problem`, and `_steps`, the candidates to ask for. They have `_schedule`, which returns a
-    candidate's schedule, or None if it does not fit in memory. Those that can tell a candidate's cost without making its schedule
-    override `evaluate`; those whose pool is not all of the workspace override `pool_bytes`.
+    candidate's schedule, or None if it does not fit in memory. Those that can tell a candidate's cost without making
+    its schedule override `evaluate`; those whose pool is not all of the workspace override `pool_bytes`.
     `evaluate` and `write` depend only on the problem and the candidate: other threads may call them.
     """
 
