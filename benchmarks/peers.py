@@ -140,11 +140,11 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
             profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda text: None)[1][Bucket(batch)]
             with suppress(InfeasibleBudget):  # the activations alone need more
                 budget = int(weights * SHARE) // 4096 * 4096
-                partition, workspace = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, budget)
-                plans[swapped] = search(Problem(graph, profile, partition, workspace)), profile
+                memory = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, budget)
+                plans[swapped] = search(Problem(graph, profile, memory)), profile
             for way, (plan, judged) in plans.items():
-                arena = stack.enter_context(CpuArena(plan.partition_bytes + plan.workspace_bytes + 4096))
-                bases = Bases(-(-plan.workspace_bytes // 4096) * 4096, 0)
+                arena = stack.enter_context(CpuArena(plan.memory.nbytes + 4096))
+                bases = Bases(-(-plan.memory.workspace_bytes // 4096) * 4096, 0)
                 named = replace(lowered, name=f"{name}-{way}")
                 program = replace(CpuBackend().build(named, plan, judged, arena, bases, store), name=named.name)
                 executor.load(program)

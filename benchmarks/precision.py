@@ -92,8 +92,8 @@ def _outputs(lowered: Lowered, examples: Inputs) -> Iterator[tuple[list[torch.Te
     plan = resident_plan(lowered.graphs[Bucket(BATCH)])
     store = open_store("ram", lowered.weights_path, lowered.manifest)
     generator = torch.Generator().manual_seed(0)
-    workspace = -(-plan.workspace_bytes // 4096) * 4096
-    with CpuArena(workspace + plan.partition_bytes) as arena, CpuExecutor() as executor:
+    workspace = -(-plan.memory.workspace_bytes // 4096) * 4096
+    with CpuArena(workspace + plan.memory.partition_bytes) as arena, CpuExecutor() as executor:
         program = CpuBackend().build(lowered, plan, None, arena, Bases(workspace, 0), store)
         executor.load(program)
         for _ in range(BATCHES):

@@ -23,9 +23,9 @@ from cohabit.planner.graph import aligned
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
+from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep
@@ -102,16 +102,16 @@ def _measure(lowered: Lowered, store: Store, options: argparse.Namespace, say: C
     plans = []
     for share in options.shares:
         budget = int(weights * share) // 4096 * 4096
-        partition, workspace = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
-        plans.append(search(Problem(graph, profile, partition, workspace)))
+        memory = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
+        plans.append(search(Problem(graph, profile, memory)))
     *starts, end = accumulate(
-        (aligned(p.workspace_bytes, BLOCK_BYTES) + p.partition_bytes for p in plans), initial=0
+        (aligned(p.memory.workspace_bytes, BLOCK_BYTES) + p.memory.partition_bytes for p in plans), initial=0
     )
-    size = end + aligned(resident.workspace_bytes, BLOCK_BYTES) + resident.partition_bytes
+    size = end + aligned(resident.memory.workspace_bytes, BLOCK_BYTES) + resident.memory.partition_bytes
     with CpuArena(size) as arena, CpuExecutor() as executor:
 
         def build(plan: Plan, start: int) -> Program:
-            bases = Bases(start + aligned(plan.workspace_bytes, BLOCK_BYTES), start)
+            bases = Bases(start + aligned(plan.memory.workspace_bytes, BLOCK_BYTES), start)
             return backend.build(lowered, plan, profile if plan is not resident else None, arena, bases, store)
 
         whole = _Runs(lowered, resident, build(resident, end), executor)

@@ -27,6 +27,7 @@ from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.graph import aligned
 from cohabit.planner.layout.feasible import Footprint, page_aligned
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
@@ -129,17 +130,18 @@ def _measure(
     profile = backend.measure(lowered, store, None, lambda text: None)[1][Bucket(1)]
     plans: list[Plan] = []
     for memory in sizes(lowered):
-        partition, workspace = split_budget({Bucket(1): graph}, {Bucket(1): profile}, memory)
-        plans.append(search(Problem(graph, profile, partition, workspace)))
+        split = split_budget({Bucket(1): graph}, {Bucket(1): profile}, memory)
+        plans.append(search(Problem(graph, profile, split)))
     plans.append(resident_plan(graph))
     rooms = [
-        aligned(plan.partition_bytes, BLOCK_BYTES) + aligned(plan.workspace_bytes, BLOCK_BYTES) for plan in plans
+        aligned(plan.memory.partition_bytes, BLOCK_BYTES) + aligned(plan.memory.workspace_bytes, BLOCK_BYTES)
+        for plan in plans
     ]
     starts = np.cumsum([0, *rooms]).tolist()
     with CpuArena(starts[-1]) as arena, CpuExecutor() as executor:
         programs = []
         for plan, start in zip(plans, starts, strict=False):
-            bases = Bases(start + aligned(plan.workspace_bytes, BLOCK_BYTES), start)
+            bases = Bases(start + aligned(plan.memory.workspace_bytes, BLOCK_BYTES), start)
             programs.append(backend.build(lowered, plan, profile if plan.provenance else None, arena, bases, store))
 
         def run(program: Program) -> float:
@@ -197,7 +199,7 @@ def bound_s(lowered: Lowered, profile: Profile, memory: int, resident_s: float, 
         swap_slowdown=1.0,
     )
     activations = Footprint.of(graph).activation_bytes
-    return latency_bound(graph, ideal, memory - activations, activations)
+    return latency_bound(graph, ideal, Memory(activations, memory - activations))
 
 
 def _median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:

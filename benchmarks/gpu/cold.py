@@ -18,6 +18,7 @@ from benchmarks.gpu.common import RUNS, Measured, latencies_s, loaded, open_gpu,
 from benchmarks.gpu.resnet import INPUT, resnet152
 from benchmarks.record import markdown_table
 from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.memory import Memory
 from cohabit.runtime.cuda.backend import CudaBackend
 
 OURS = "ours"
@@ -75,10 +76,10 @@ def _ours(backend: CudaBackend, model: Measured) -> Iterator[tuple[str, float]]:
     yield "ready: everything resident, one graph", ready_s
     yield "cold: load, then run", statistics.median(serial)
     room = -(-(graph.parameter_bytes + peak_activation_bytes(graph)) // 4096) * 4096
-    with loaded(backend, model, planned(model, 1, 0, room), 1) as program:
+    with loaded(backend, model, planned(model, 1, Memory(room)), 1) as program:
         yield "cold: streamed while it runs", statistics.median(latencies_s(backend, program))
     half = graph.parameter_bytes // 2 // 4096 * 4096
-    with loaded(backend, model, planned(model, 1, half, room - half), 1) as program:
+    with loaded(backend, model, planned(model, 1, Memory(room - half, half)), 1) as program:
         yield "half of the weights resident", statistics.median(latencies_s(backend, program))
 
 

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu.resnet import export_resnet152
 from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -60,9 +61,9 @@ def resnet(backend: CudaBackend, batches: list[int], options: Options = DEFAULTS
 @contextmanager
 def loaded(backend: CudaBackend, model: Measured, plan: Plan, batch: int) -> Iterator[CudaProgram]:
     """A plan's program in memory of exactly its size."""
-    arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
+    arena = backend.arena(plan.memory.nbytes)
     profile = model.profiles[Bucket(batch)] if plan.profile else None
-    program = backend.build(model.lowered, plan, profile, arena, Bases(0, plan.partition_bytes), model.store)
+    program = backend.build(model.lowered, plan, profile, arena, Bases(0, plan.memory.partition_bytes), model.store)
     backend.executor.load(program)
     try:
         yield program
@@ -78,8 +79,8 @@ def resident(backend: CudaBackend, model: Measured, batch: int) -> Iterator[Cuda
         yield program
 
 
-def planned(model: Measured, batch: int, partition_bytes: int, workspace_bytes: int) -> Plan:
-    problem = Problem(model.graph(batch), model.profiles[Bucket(batch)], partition_bytes, workspace_bytes)
+def planned(model: Measured, batch: int, memory: Memory) -> Plan:
+    problem = Problem(model.graph(batch), model.profiles[Bucket(batch)], memory)
     return search(problem, limit=Limit(seconds=PLAN_S))
 
 

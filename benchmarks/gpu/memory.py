@@ -48,12 +48,14 @@ def measure(cell: str) -> Iterator[Row | str]:
         f" {_mib(libraries.process_bytes)} for this process."
     )
     budget = int(share * model.graph(1).parameter_bytes)
-    partition, workspace = split_budget({Bucket(1): model.graph(1)}, {Bucket(1): model.profiles[Bucket(1)]}, budget)
-    plan = planned(model, 1, partition, workspace)
+    memory = split_budget({Bucket(1): model.graph(1)}, {Bucket(1): model.profiles[Bucket(1)]}, budget)
+    plan = planned(model, 1, memory)
     free = [backend.driver.memory().free_bytes]
-    arena = backend.arena(partition + workspace)
+    arena = backend.arena(memory.nbytes)
     free.append(backend.driver.memory().free_bytes)
-    program = backend.build(model.lowered, plan, model.profiles[Bucket(1)], arena, Bases(0, partition), model.store)
+    program = backend.build(
+        model.lowered, plan, model.profiles[Bucket(1)], arena, Bases(0, memory.partition_bytes), model.store
+    )
     backend.executor.load(program)
     free.append(backend.driver.memory().free_bytes)
     inputs = program.examples()
@@ -61,7 +63,7 @@ def measure(cell: str) -> Iterator[Row | str]:
         backend.executor.run(program, inputs)
     free.append(backend.driver.memory().free_bytes)
     taken, graphs, growth = (a - b for a, b in pairwise(free))
-    yield Row(share, partition + workspace, taken, graphs, INFERENCES, growth)
+    yield Row(share, memory.nbytes, taken, graphs, INFERENCES, growth)
 
 
 def _sections(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:

@@ -73,7 +73,7 @@ def _cell(
     backend: CudaBackend, model: Measured, name: str, batch: int, budget_bytes: int, resident_s: float
 ) -> Row:
     graphs, profiles = {Bucket(batch): model.graph(batch)}, {Bucket(batch): model.profiles[Bucket(batch)]}
-    plan = planned(model, batch, *split_budget(graphs, profiles, budget_bytes))
+    plan = planned(model, batch, split_budget(graphs, profiles, budget_bytes))
     assert plan.provenance is not None
     with loaded(backend, model, plan, batch) as program:
         times = latencies_s(backend, program)

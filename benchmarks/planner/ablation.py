@@ -20,6 +20,7 @@ from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, training_graph
 from benchmarks.record import RESULTS, markdown_table, record
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.genetic import Genetic
 from cohabit.planner.problem import Problem
 from cohabit.planner.warm import warm
@@ -45,7 +46,7 @@ class Course:
 
 def problem_of(name: str, memory_bytes: int, cache: Path | None) -> Problem:
     graph, work = training_graph(name, None, cache) if name in TRAININGS else inference_graph(name, 1, cache)
-    return Problem(graph, v100_pcie3(graph, work), memory_bytes, overlay=True)
+    return Problem(graph, v100_pcie3(graph, work), Memory(memory_bytes, counted=True))
 
 
 def evolve(problem: Problem, seconds: float, switches: Mapping[str, object], population: int) -> Course:

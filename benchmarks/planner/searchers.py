@@ -24,6 +24,7 @@ from benchmarks.planner.profiles import cpu_file, h100_pcie5, v100_pcie3
 from benchmarks.record import markdown_table, record
 from cohabit.planner.errors import CohabitError
 from cohabit.planner.layout.feasible import page_aligned
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
@@ -51,8 +52,8 @@ class Case:
         profile = DEVICES[self.device](graph, work)
         memory = page_aligned(int(self.share * graph.parameter_bytes))
         if not self.served:
-            return Problem(graph, profile, memory, overlay=True)
-        return Problem(graph, profile, *split_budget({Bucket(1): graph}, {Bucket(1): profile}, memory))
+            return Problem(graph, profile, Memory(memory, counted=True))
+        return Problem(graph, profile, split_budget({Bucket(1): graph}, {Bucket(1): profile}, memory))
 
 
 @dataclass(frozen=True)

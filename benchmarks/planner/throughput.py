@@ -22,6 +22,7 @@ from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, peak_bytes, training_graph
 from benchmarks.record import markdown_table, record
 from cohabit.planner.errors import CohabitError
+from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import SEARCHERS
@@ -52,7 +53,7 @@ brackets."""
 def run(network: str, memory_gb: float, searcher: str, seconds: float, cache: Path | None) -> str:
     """Resident time over the period of steps run back to back; the refusal's first words if there is no plan."""
     graph, work = training_graph(network, None, cache)
-    problem = Problem(graph, v100_pcie3(graph, work), int(memory_gb * GB), overlay=True)
+    problem = Problem(graph, v100_pcie3(graph, work), Memory(int(memory_gb * GB), counted=True))
     started = time.monotonic()
     try:
         plan = search(problem, searcher, limit=Limit(seconds=seconds, strict=True))

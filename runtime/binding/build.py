@@ -9,8 +9,7 @@ import torch
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph
-from cohabit.planner.lifetimes import live_ranges
-from cohabit.planner.plan import Compute, Plan, Region
+from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.calls import Call, bind_with_store, static_value, weight_at
 from cohabit.runtime.binding.draft import Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
@@ -19,9 +18,6 @@ from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import Destination, DeviceArena, HostStore
 from cohabit.runtime.offload.activation import OffloadedActivation
-
-ByteRange = tuple[Region, int, int]
-"""Region, first byte, and the first byte after it."""
 
 
 def draft(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Draft:
@@ -82,31 +78,12 @@ def build(
 
 
 def require_supported(graph: Graph, plan: Plan) -> None:
-    """Refuse unsupported plans: torch's allocator places activations, and each op is computed once."""
+    """Refuse unsupported plans: each op is computed once, and parameters have addresses."""
     computes = [s for s in plan.steps if isinstance(s, Compute)]
     if len({s.op for s in computes}) < len(computes):
         raise UnsupportedPlan(f"{graph.name}: the plan computes an op again, which this runtime does not do")
-    parameters, activations = byte_ranges(graph, plan)
-    ranges = [*((*r, True) for r in activations), *((*r, False) for r in parameters)]
-    ends: dict[tuple[str, bool], int] = {}  # furthest end so far of a region's activations, and of its parameters
-    for region, start, end, is_activation in sorted(ranges):
-        if ends.get((region, not is_activation), 0) > start:
-            raise UnsupportedPlan(
-                f"{graph.name}: the plan lets parameters pass through bytes of activations ({region}+{start});"
-                " activations come from an allocator of their own, so plan with a workspace and without overlay"
-            )
-        ends[region, is_activation] = max(end, ends.get((region, is_activation), 0))
-
-
-def byte_ranges(graph: Graph, plan: Plan) -> tuple[list[ByteRange], list[ByteRange]]:
-    """Return the bytes of all parameters of a checked plan, and those of all else: inputs, activations and scratch."""
-    found: tuple[list[ByteRange], list[ByteRange]] = ([], [])
-    for live in live_ranges(graph, plan):
-        is_parameter = live.tensor is not None and graph.tensors[live.tensor].kind == "parameter"
-        if live.nbytes:
-            start = live.address.offset
-            found[0 if is_parameter else 1].append((live.address.region, start, start + live.nbytes))
-    return found
+    if plan.memory.counted:
+        raise UnsupportedPlan(f"{graph.name}: the plan has one budget for everything; plan with a partition")
 
 
 def _values(static_slots: Statics, statics: Sequence[Any]) -> dict[int, Any]:

@@ -134,7 +134,7 @@ class Drafter:
         self.numbers = [i for i in trace.instructions if i.out in trace.numbers]
         self.statics = _StaticValues(trace, manifest, device)
         self.made: set[int] = set()
-        self.addresses = {p.tensor: p.address for p in plan.residents}
+        self.addresses = {p.tensor: p.address for p in plan.residents if p.address is not None}
         self.unread = set(self.addresses)
         self.computes: list[ComputeStep[PendingCall]] = []
         self.swap_ins: list[SwapStep] = []
@@ -196,6 +196,7 @@ class Drafter:
         if step.tensor in self.spills:  # it returns to the storage that it left, whose users must have finished
             computes = max(computes, 1 + self.spills[step.tensor].last_use_before(len(self.computes)))
         else:
+            assert step.address is not None, "only activations of a plan with a partition are counted"
             address = self.addresses[step.tensor] = step.address
         self.position[index] = len(self.swap_ins)
         nbytes = self._nbytes(step.tensor)

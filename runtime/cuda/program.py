@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 
-from cohabit.planner.plan import Plan
+from cohabit.planner.plan import Plan, SwapIn
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from cohabit.runtime.cuda.buffers import Buffers
 from cohabit.runtime.cuda.issue import Perform
-from cohabit.runtime.cuda.pool_range import pool_range
 from cohabit.runtime.cuda.schedule import Copy, Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.lowering.lower import Lowered
@@ -24,6 +23,8 @@ from cohabit.runtime.offload.activation import OffloadedActivation
 from cohabit.runtime.shared_region.region import FetchPlan
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
+ALIGNMENT_BYTES = 512
+"""What torch's allocator rounds to."""
 _READS_ON_HOST = ("item", "_local_scalar_dense")
 _RELOCATED = "its parameters lie elsewhere at every run"
 
@@ -175,7 +176,6 @@ def prepare(
     Raises UnsupportedPlan, and MemoryExceeded for its buffers.
     """
     scheduled = schedule(program, join=not store.staged)
-    memory = pool_range(program.graph, program.plan)
     own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
     return CudaProgram(
         **own,
@@ -189,7 +189,7 @@ def prepare(
             pinned,
             is_dynamic=bool(program.bucket.sizes),
         ),
-        pool_memory=arena.bytes(bases.offset(memory.address), memory.nbytes),
+        pool_memory=arena.bytes(bases.workspace, _pool_bytes(program.plan)),
         examples=lambda: lowered.examples(program.bucket),
         admission=AdmissionState(refused=_obstacle(lowered.traces[program.bucket], staged=store.staged)),
         device=arena.device,
@@ -197,6 +197,13 @@ def prepare(
         compute_s=None if profile is None else profile.compute_s,
         tf32=lowered.options.tf32,
     )
+
+
+def _pool_bytes(plan: Plan) -> int:
+    """Return the bytes at the workspace's start that no parameter passes through: the plan's pool, or more."""
+    addresses = (step.address for step in plan.steps if isinstance(step, SwapIn))
+    lowest = min((a.offset for a in addresses if a is not None and a.region == "workspace"), default=None)
+    return (plan.memory.workspace_bytes if lowest is None else lowest) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
 def _obstacle(trace: Trace, *, staged: bool) -> str | None:

@@ -13,6 +13,7 @@ from cohabit.planner import cache_file
 from cohabit.planner import profile as profile_format
 from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import Graph, fingerprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Placement, Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
@@ -177,27 +178,19 @@ def _scaled_from(lowered: Lowered, bucket: Bucket) -> tuple[Bucket, Bucket, Buck
 
 
 def resident_plan(graph: Graph) -> Plan:
-    """Return a plan with every parameter resident and every activation at bytes of its own: valid, and wasteful."""
-    partition = workspace = 0
+    """Return a plan with every parameter resident and room for all activations at once: valid, and wasteful."""
+    partition = 0
     residents: list[Placement] = []
     for i in graph.parameters:
         residents.append(Placement(i, Address("partition", partition)))
         partition += graph.tensors[i].nbytes
-    addresses: dict[int, Address] = {}
-    for i, tensor in enumerate(graph.tensors):
-        if tensor.kind != "parameter":
-            addresses[i] = Address("workspace", workspace)
-            workspace += tensor.aligned_bytes
-    scratch = Address("workspace", workspace)
+    activations = sum(t.aligned_bytes for t in graph.tensors if t.kind != "parameter")
+    pool = activations + max((op.aligned_scratch_bytes for op in graph.ops), default=0)
     return Plan(
         graph=graph.fingerprint,
         profile="",
-        partition_bytes=partition,
-        workspace_bytes=workspace + max((op.scratch_bytes for op in graph.ops), default=0),
-        inputs=tuple(Placement(i, addresses[i]) for i, t in enumerate(graph.tensors) if t.kind == "input"),
+        memory=Memory(pool, partition),
+        pool_bytes=pool,
         residents=tuple(residents),
-        steps=tuple(
-            Compute(n, tuple(addresses[i] for i in op.writes), scratch if op.scratch_bytes else None)
-            for n, op in enumerate(graph.ops)
-        ),
+        steps=tuple(Compute(k) for k in range(len(graph.ops))),
     )

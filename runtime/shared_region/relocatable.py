@@ -157,11 +157,9 @@ class _StaticsAt:
 def _require_relocatable(name: str, plan: Plan) -> None:
     if any(isinstance(step, SwapIn | SwapOut) for step in plan.steps):
         raise UnsupportedPlan(f"{name}: only a program whose plan keeps every parameter can move")
-    addresses = [p.address for p in plan.inputs]
-    addresses += [a for step in plan.steps if isinstance(step, Compute) for a in (*step.outputs, step.scratch) if a]
-    if any(address.region == "partition" for address in addresses):
+    if plan.memory.counted:
         raise UnsupportedPlan(
-            f"{name}: the plan has activations among parameters; a program that moves needs them in a workspace"
+            f"{name}: the plan has one budget for everything; a program that moves needs a workspace"
         )
 
 

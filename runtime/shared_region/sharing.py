@@ -90,9 +90,9 @@ class SharedRegion:
 
         Raises MemoryExceeded if it can never run here, and what `Backend.build` raises.
         """
-        if plan.workspace_bytes > self._workspace_bytes:
+        if plan.memory.workspace_bytes > self._workspace_bytes:
             raise MemoryExceeded(
-                f"{lowered.name}: the plan has a workspace of {format_bytes(plan.workspace_bytes)}, there are"
+                f"{lowered.name}: the plan has a workspace of {format_bytes(plan.memory.workspace_bytes)}, there are"
                 f" {format_bytes(self._workspace_bytes)} below the region that models share"
             )
         relocatable = self._backend.relocatable(lowered, plan, profile, self._arena, store)

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Profile
-from cohabit.planner.sizing.deployment import Room
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint
 from cohabit.runtime.lowering.lower import cached_files
 from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, BundledModel, described, read_bundle
@@ -58,7 +58,7 @@ def export(config: ServeConfig, output: Path, profile: str, adapt: Adapt, on_pro
     entries: list[BundledModel] = []
     try:
         for model, partition_bytes in zip(models, division.partition_bytes, strict=True):
-            room = Room(division.workspace_bytes, partition_bytes)
+            room = Memory(division.workspace_bytes, partition_bytes)
             on_progress(model.source.name, f"planning, {len(entries)} of {len(models)} models done")
             plans = planning.plan_model(model.demand, room, Library(cache_of(config)), config.search)
             on_progress(model.source.name, "writing")
@@ -95,11 +95,11 @@ def fitting_bundle(folder: Path, config: ServeConfig) -> Bundle:
     return bundle
 
 
-def room_in(bundle: Bundle, source: ModelSource) -> Room:
+def room_in(bundle: Bundle, source: ModelSource) -> Memory:
     """Return the memory for which a bundle has a model's plans. Raises RepositoryError for an unknown model."""
     for model in bundle.models:
         if (model.name, model.version) == source.key:
-            return Room(bundle.workspace_bytes, model.partition_bytes)
+            return Memory(bundle.workspace_bytes, model.partition_bytes)
     raise RepositoryError(f"{source.name} version {source.version} is not in {MANIFEST}; export the bundle again")
 
 
@@ -121,7 +121,7 @@ def _prepared(source: ModelSource, config: ServeConfig, adapt: Adapt, on_progres
     return replace(prepared, known=replace(prepared.known, profiles=profiles))
 
 
-def _write(model: Prepared, room: Room, plans: Plans, config: ServeConfig, output: Path) -> None:
+def _write(model: Prepared, room: Memory, plans: Plans, config: ServeConfig, output: Path) -> None:
     """Write a model's part of a bundle."""
     source, cache = model.source, cache_of(config)
     lowered, batches, buckets = model.lowered, wanted_batches(source, config), wanted_buckets(source, config)
@@ -154,7 +154,7 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _entry(model: Prepared, room: Room, plans: Plans) -> BundledModel:
+def _entry(model: Prepared, room: Memory, plans: Plans) -> BundledModel:
     provenance = plans[min(plans)].provenance
     assert provenance is not None
     source = model.source

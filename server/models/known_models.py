@@ -5,10 +5,10 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Room
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.server.file_state import FileState
 
@@ -62,9 +62,11 @@ class KnownModel:
     profiles: dict[Bucket, Profile]
     weights: FileState | None
     """The weights file as it was when its checksum was verified."""
-    plans: LeastRecentlyUsed[Room, Plans] = field(default_factory=lambda: LeastRecentlyUsed(_MOST_ROOMS))
+    plans: LeastRecentlyUsed[Memory, Plans] = field(default_factory=lambda: LeastRecentlyUsed(_MOST_ROOMS))
     """Plans from the library, by workspace and partition size."""
-    rooms: LeastRecentlyUsed[Hashable, Room | None] = field(default_factory=lambda: LeastRecentlyUsed(_MOST_ROOMS))
+    rooms: LeastRecentlyUsed[Hashable, Memory | None] = field(
+        default_factory=lambda: LeastRecentlyUsed(_MOST_ROOMS)
+    )
     """The best workspace and partition for the model, by the state of the arena."""
 
     @property

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand, Room
+from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
 
 
 def divide(
@@ -33,7 +34,7 @@ def least_memory(models: Sequence[ModelDemand], layout: LayoutName, lanes: int) 
 
 
 def plan_model(
-    model: ModelDemand, room: Room, library: Library | None, searcher: str, quick: bool = False
+    model: ModelDemand, room: Memory, library: Library | None, searcher: str, quick: bool = False
 ) -> Mapping[Bucket, Plan]:
     """See `planner.sizing.fitting.plan_model`."""
     from cohabit.planner.sizing import fitting
@@ -48,7 +49,7 @@ def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
     return fitting.workspaces_for(model, memory_bytes)
 
 
-def fit(model: ModelDemand, rooms: Sequence[Room]) -> Room | None:
+def fit(model: ModelDemand, rooms: Sequence[Memory]) -> Memory | None:
     """See `planner.sizing.fitting.fit`."""
     from cohabit.planner.sizing import fitting
 

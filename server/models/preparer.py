@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from cohabit.planner.library import Library
-from cohabit.planner.sizing.deployment import Room
+from cohabit.planner.memory import Memory
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.errors import StoreChanged
 from cohabit.runtime.lowering.lower import NotCached
@@ -101,7 +101,7 @@ class ModelPreparer:
             self._cache[key_of(measured.source, self._config)] = measured.known
         return measured
 
-    def known_plans(self, prepared: Prepared, room: Room) -> Plans | None:
+    def known_plans(self, prepared: Prepared, room: Memory) -> Plans | None:
         """Return the best plans for a room, if they are cached."""
         cached = prepared.known.plans
         with self._lock:
@@ -118,16 +118,16 @@ class ModelPreparer:
         """Whether these plans are the result of a full search, for a measured model."""
         plan = plans[min(plans)]
         with self._lock:
-            best = prepared.known.plans.get(Room(plan.workspace_bytes, plan.partition_bytes))
+            best = prepared.known.plans.get(plan.memory)
         return best is not None and best[min(plans)] is plan and not prepared.known.is_provisional
 
-    def quick_plans(self, prepared: Prepared, room: Room) -> Plans:
+    def quick_plans(self, prepared: Prepared, room: Memory) -> Plans:
         """Return plans to start with: the library's, or else the first feasible ones."""
         return self.known_plans(prepared, room) or self.quick_planners.call(
             planning.plan_model, prepared.demand, room, None, self._config.search, quick=True
         )
 
-    def best_plans(self, prepared: Prepared, room: Room) -> Plans:
+    def best_plans(self, prepared: Prepared, room: Memory) -> Plans:
         """Return the library's plans, after a full search if necessary."""
         plans = self.known_plans(prepared, room)
         if plans is None:
@@ -152,7 +152,7 @@ class ModelPreparer:
             division = self.planners.call(planning.divide, demands, memory_bytes, layout, lanes)
             self._library.store_division(demands, memory_bytes, layout, lanes, division)
             for model, partition_bytes in zip(models, division.partition_bytes, strict=True):
-                self.best_plans(model, Room(division.workspace_bytes, partition_bytes))
+                self.best_plans(model, Memory(division.workspace_bytes, partition_bytes))
 
     def release(self) -> None:
         """End the worker processes that have nothing to do."""

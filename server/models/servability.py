@@ -7,7 +7,7 @@ import msgspec
 
 from cohabit.planner.errors import CohabitError, InfeasibleBudget
 from cohabit.planner.sizing.demand import Demand
-from cohabit.planner.sizing.deployment import ModelDemand, Room
+from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model, split_budget
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
@@ -108,7 +108,7 @@ def report(
 def _memory(prepared: Prepared, budgets: Sequence[MemorySize], config: ServeConfig) -> MemoryReport:
     demand, manifest = prepared.demand, prepared.lowered.manifest
     kept = Demand.of(demand)
-    least = kept.leaner().least_bytes
+    least = kept.with_offloading().least_bytes
     tried = budgets or (FixedSize(least), *map(ShareOfWeights, _SHARES))
     return MemoryReport(
         prepared.weight_bytes,
@@ -123,10 +123,10 @@ def _memory(prepared: Prepared, budgets: Sequence[MemorySize], config: ServeConf
 
 def _budget(demand: ModelDemand, memory_bytes: int, searcher: str) -> BudgetReport:
     try:
-        partition, workspace = split_budget(demand.graphs, demand.profiles, memory_bytes)
-        plans = plan_model(demand, Room(workspace, partition), None, searcher, quick=True)
+        memory = split_budget(demand.graphs, demand.profiles, memory_bytes)
+        plans = plan_model(demand, memory, None, searcher, quick=True)
     except InfeasibleBudget as error:
         return BudgetReport(memory_bytes, load_reason(demand.name, error))
     made = {str(bucket): plan.provenance for bucket, plan in plans.items()}
     latencies = {bucket: provenance.latency_s for bucket, provenance in made.items() if provenance is not None}
-    return BudgetReport(memory_bytes, None, partition, workspace, latencies)
+    return BudgetReport(memory_bytes, None, memory.partition_bytes, memory.workspace_bytes, latencies)

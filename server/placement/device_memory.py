@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cohabit.planner.memory import Memory
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Room
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.memory import DeviceArena
@@ -45,7 +45,7 @@ class PlacedModel:
         plan = self.plans[min(self.plans)]
         tensors = self.prepared.lowered.graphs[min(self.plans)].tensors
         return ModelFootprint(
-            partition_bytes=0 if self.shares else plan.partition_bytes,
+            partition_bytes=0 if self.shares else plan.memory.partition_bytes,
             parameter_bytes=self.prepared.parameter_bytes,
             resident_bytes=0 if self.shares else sum(tensors[p.tensor].nbytes for p in plan.residents),
             predicted_s={b: p.provenance.latency_s for b, p in self.plans.items() if p.provenance is not None},
@@ -95,7 +95,7 @@ class PartitionedMemory:
         self._admitted += 1
         return f"{model.name}:{model.version}#{self._admitted}"
 
-    def rooms(self, workspaces: Sequence[int], without: str | None = None) -> list[Room]:
+    def rooms(self, workspaces: Sequence[int], without: str | None = None) -> list[Memory]:
         """Return the largest free partition next to each of these workspaces that fits.
 
         The bytes of the owner `without` count as free.

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from cohabit.planner.errors import CohabitError
 from cohabit.planner.library import Library
-from cohabit.planner.sizing.deployment import Deployment, Division, Room, laid_out
+from cohabit.planner.memory import Memory
+from cohabit.planner.sizing.deployment import Deployment, Division, laid_out
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.heap import KEPT_BYTES, keep_freed_memory
 from cohabit.runtime.shared_region.sharing import SHARINGS
@@ -226,7 +227,7 @@ def _deployment(
         library.store_division(demands, memory_bytes, layout, lanes, division)
     plans = []
     for done, (model, partition_bytes) in enumerate(zip(models, division.partition_bytes, strict=True)):
-        room = Room(division.workspace_bytes, partition_bytes)
+        room = Memory(division.workspace_bytes, partition_bytes)
         found = preparer.known_plans(model, room)
         if found is None:
             on_progress("planning", f"{done} of {len(models)}, {model.source.name}")

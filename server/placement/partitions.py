@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cohabit.planner.sizing.deployment import Room
+from cohabit.planner.memory import Memory
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,11 +50,11 @@ class Partitions:
             low = max(low, extent.end)
         return gaps
 
-    def rooms(self, workspaces: Iterable[int]) -> list[Room]:
+    def rooms(self, workspaces: Iterable[int]) -> list[Memory]:
         """Return each possible workspace size, not below the present one, with the largest free partition."""
         sizes = sorted({max(size, self.workspace_bytes) for size in (0, *workspaces)})
         return [
-            Room(size, max((gap.nbytes for gap in self.gaps(size)), default=0))
+            Memory(size, max((gap.nbytes for gap in self.gaps(size)), default=0))
             for size in sizes
             if self._may_grow_to(size)
         ]

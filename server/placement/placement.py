@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cohabit.planner.errors import CohabitError, InfeasibleBudget, format_bytes
+from cohabit.planner.memory import Memory
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Room
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.server.engine.compute_lanes import ComputeLanes
@@ -91,14 +91,14 @@ class ModelPlacement:
         async with self._places:
             await self._vacate(placed, forget=False)
 
-    async def _room(self, prepared: Prepared, without: PlacedModel | None) -> Room | None:
+    async def _room(self, prepared: Prepared, without: PlacedModel | None) -> Memory | None:
         owner = None if without is None else without.owner
         room = await asyncio.to_thread(self._cached_room, prepared, owner)
         if room is None or (self._all_resident and room.partition_bytes < prepared.parameter_bytes):
             return None
         return room
 
-    def _cached_room(self, prepared: Prepared, without: str | None) -> Room | None:
+    def _cached_room(self, prepared: Prepared, without: str | None) -> Memory | None:
         """Return the best room for a model in free memory, cached by that; None if it does not fit.
 
         The bytes of the owner `without` count as free. The caller holds the lock.
@@ -112,7 +112,7 @@ class ModelPlacement:
             rooms[free] = self.preparer.quick_planners.call(planning.fit, prepared.demand, within)
         return rooms[free]
 
-    async def _install(self, prepared: Prepared, room: Room, plans: Plans, lane: int) -> PlacedModel:
+    async def _install(self, prepared: Prepared, room: Memory, plans: Plans, lane: int) -> PlacedModel:
         """Allocate a room that is free, and load a model into it."""
         memory = self.memory
         owner = memory.new_owner(prepared.source.key)
@@ -157,7 +157,7 @@ class ModelPlacement:
         self.memory.remove(placed.owner)
         await asyncio.to_thread(placed.prepared.store.close)
 
-    async def _make_room(self, prepared: Prepared, old: PlacedModel | None, stop_old: StopOld) -> Room:
+    async def _make_room(self, prepared: Prepared, old: PlacedModel | None, stop_old: StopOld) -> Memory:
         """Divide memory again, and move the models that get less. Raises CohabitError if memory is too small."""
         memory = self.memory
         others = [placed for placed in memory.placed_models.values() if placed is not old]
@@ -189,7 +189,7 @@ class ModelPlacement:
         for placed in others:
             if placed.owner in plans:
                 self._start(self.improve(placed))
-        return Room(workspace, share)
+        return Memory(workspace, share)
 
     def _no_room_for_all(self, prepared: Prepared, others: list[PlacedModel]) -> CohabitError:
         """Return the error for a model that does not fit where every parameter must be resident."""
@@ -210,7 +210,7 @@ class ModelPlacement:
         """Return quick plans for the models whose partition shrinks."""
         return {
             t.owner: await asyncio.to_thread(
-                self.preparer.quick_plans, t.prepared, Room(workspace, wanted[t.owner].nbytes)
+                self.preparer.quick_plans, t.prepared, Memory(workspace, wanted[t.owner].nbytes)
             )
             for t in placed_models
             if wanted[t.owner].nbytes < self.memory.partitions.held[t.owner].nbytes
@@ -316,7 +316,7 @@ class ModelPlacement:
         """
         begun = placed.plans
         plan = begun[min(begun)]
-        room = Room(plan.workspace_bytes, plan.partition_bytes)
+        room = plan.memory
         measured = await asyncio.to_thread(self.preparer.measured, placed.prepared, again=again)
         if measured is not placed.prepared:
             warn_of_noise(measured)

@@ -11,8 +11,9 @@ from functools import cached_property
 from typing import Literal
 
 from cohabit.planner.graph import Graph
-from cohabit.planner.lifetimes import START, live_ranges
-from cohabit.planner.plan import Address, Compute, Drop, Lane, Plan, SwapIn, SwapOut
+from cohabit.planner.layout.placement import Block, place
+from cohabit.planner.lifetimes import START, Lifespan, LiveRange, live_ranges
+from cohabit.planner.plan import Compute, Drop, Lane, Plan, SwapIn, SwapOut
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.timeline import Span, Timeline
@@ -32,10 +33,15 @@ class Occupancy:
     kind: Kind
     what: int
     """A tensor's id; for scratch, an op's."""
-    address: Address
     nbytes: int
     start_s: float
     end_s: float
+    has_address: bool
+    """Whether the plan says where these bytes are. Counted ones are drawn in some place of the pool."""
+    drawn_at: int
+    """The first byte, counted through the partition and then the workspace."""
+    drawn_bytes: int
+    """Less than the bytes, if the pool has no place for them in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ class PlanAnalysis:
 
     @property
     def memory_bytes(self) -> int:
-        return self.plan.partition_bytes + self.plan.workspace_bytes
+        return self.plan.memory.nbytes
 
     @property
     def resident_bytes(self) -> int:
@@ -114,11 +120,6 @@ class PlanAnalysis:
 
     def spans_of(self, lane: Lane) -> list[Span]:
         return [span for span in self.timeline.spans if span.lane == lane]
-
-    def start_of(self, occupancy: Occupancy) -> int:
-        """The first byte, counted through the partition and then the workspace."""
-        offset = occupancy.address.offset
-        return offset if occupancy.address.region == "partition" else self.plan.partition_bytes + offset
 
     def name_of(self, step: int) -> str:
         """Describe a step: `op conv1` or `swap-in of conv1.weight`."""
@@ -162,26 +163,56 @@ def bytes_in_use(occupancies: Sequence[Occupancy]) -> list[tuple[float, dict[Kin
     return found
 
 
-def _occupancies(graph: Graph, plan: Plan, timeline: Timeline) -> Iterator[Occupancy]:
+def _occupancies(graph: Graph, plan: Plan, timeline: Timeline) -> list[Occupancy]:
     span_of = {span.step: span for span in timeline.spans}
     last_s = max((s.end_s for s in timeline.spans), default=0.0)
-    inputs = {placement.tensor for placement in plan.inputs}
-    for live in live_ranges(graph, plan):
-        kind: Kind
-        if live.tensor is None:
-            step = plan.steps[live.start]
-            assert isinstance(step, Compute)
-            kind, what = "scratch", step.op
-        else:
-            kind, what = graph.tensors[live.tensor].kind, live.tensor
-            if live.start == START:
-                kind = "input" if what in inputs else "resident"
+    lives = live_ranges(graph, plan)
+    times: list[tuple[float, float]] = []
+    for live in lives:
         start_s = 0.0 if live.start == START else span_of[live.start].start_s
         steps = [index for index in (live.start, *live.uses) if index != START]
         end_s = max((span_of[index].end_s for index in steps), default=0.0)
-        if live.tensor is not None and live.end == len(plan.steps):
-            end_s = last_s
-        yield Occupancy(kind, what, live.address, live.nbytes, start_s, end_s)
+        stays = live.tensor is not None and live.end == len(plan.steps)
+        times.append((start_s, last_s if stays else end_s))
+    drawn = _drawn(lives, times, plan)
+    return [
+        Occupancy(kind, what, live.nbytes, start_s, end_s, live.address is not None, at, nbytes)
+        for live, (start_s, end_s), (at, nbytes) in zip(lives, times, drawn, strict=True)
+        for kind, what in [_subject(graph, plan, live)]
+    ]
+
+
+def _subject(graph: Graph, plan: Plan, live: LiveRange) -> tuple[Kind, int]:
+    if live.tensor is None:
+        step = plan.steps[live.start]
+        assert isinstance(step, Compute)
+        return "scratch", step.op
+    kind: Kind = graph.tensors[live.tensor].kind
+    return ("resident" if live.start == START and kind != "input" else kind), live.tensor
+
+
+def _drawn(
+    lives: Sequence[LiveRange], times: Sequence[tuple[float, float]], plan: Plan
+) -> Iterator[tuple[int, int]]:
+    """For each live range, its first byte and its bytes as drawn. What is counted gets some place in the pool."""
+    moments = {time_s: n for n, time_s in enumerate(sorted({time_s for time in times for time_s in time}))}
+    counted = [i for i, live in enumerate(lives) if live.address is None]
+    blocks = [
+        Block(lives[i].nbytes, 1, Lifespan(first, max(end, first + 1)))
+        for i in counted
+        for first, end in [(moments[times[i][0]], moments[times[i][1]])]
+    ]
+    layout = place(blocks, plan.pool_bytes)
+    scale = min(1.0, plan.pool_bytes / max(layout.peak_bytes, 1))
+    offsets = dict(zip(counted, layout.offsets, strict=True))
+    partition_bytes = plan.memory.partition_bytes
+    for i, live in enumerate(lives):
+        if live.address is None:
+            start, end = int(offsets[i] * scale), int((offsets[i] + live.nbytes) * scale)
+            yield partition_bytes + start, end - start
+        else:
+            base = 0 if live.address.region == "partition" else partition_bytes
+            yield base + live.address.offset, live.nbytes
 
 
 def _stalls(plan: Plan, timeline: Timeline) -> Iterator[Stall]:

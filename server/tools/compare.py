@@ -12,6 +12,7 @@ from rich.table import Table
 
 from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.server.tools.files import write_graph, write_plan, write_profile
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Table:
     """Return a table of the results, lowest latency first."""
     graph, profile = instance.graph, instance.profile
-    bound_s = latency_bound(graph, profile, memory_bytes, 0)
+    bound_s = latency_bound(graph, profile, Memory(memory_bytes, counted=True))
     table = make_table(
         *("searcher", "latency", "over bound", "over resident"),
         *("over link", "planned in", "evaluations", "memory as"),
@@ -76,7 +77,7 @@ def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Tab
         f" {milliseconds(profile.compute_s)} resident, lower bound {milliseconds(bound_s)}",
     )
     for _, plan, made, seconds in sorted(results, key=lambda r: r[2].latency_s):
-        split = f"{format_bytes(plan.partition_bytes)} + {format_bytes(plan.workspace_bytes)}"
+        split = f"{format_bytes(plan.memory.partition_bytes)} + {format_bytes(plan.memory.workspace_bytes)}"
         table.add_row(
             made.searcher,
             milliseconds(made.latency_s),
@@ -85,6 +86,6 @@ def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Tab
             format_bytes(simulate(graph, plan, profile).link_bytes),
             f"{seconds:.2f} s",
             str(made.evaluations),
-            split if plan.workspace_bytes else "one budget",
+            "one budget" if plan.memory.counted else split,
         )
     return table

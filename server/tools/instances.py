@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -49,10 +50,10 @@ class Instance:
 
     def _problem(self, memory_bytes: int, searcher: str, single: bool) -> Problem:
         if searcher not in SPLITTING or single:
-            return Problem(self.graph, self.profile, memory_bytes, overlay=True)
+            return Problem(self.graph, self.profile, Memory(memory_bytes, counted=True))
         bucket = self.graph.bucket
-        partition, workspace = split_budget({bucket: self.graph}, {bucket: self.profile}, memory_bytes)
-        return Problem(self.graph, self.profile, partition, workspace)
+        memory = split_budget({bucket: self.graph}, {bucket: self.profile}, memory_bytes)
+        return Problem(self.graph, self.profile, memory)
 
 
 def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:

@@ -84,14 +84,16 @@
 
   const memory = document.getElementById("memory");
   const groups = new Map(data.kinds.map((kind) => [kind, add(memory, "g", { class: kind })]));
-  data.occupancies.forEach(([kind, what, start, size, from, to]) => {
-    const top = levelOf(start + size);
+  data.occupancies.forEach(([kind, what, start, drawn, size, hasAddress, from, to]) => {
+    const top = levelOf(start + drawn);
     const workspace = start >= data.partition && data.partition < data.memory;
     const offset = workspace ? start - data.partition : start;
     const rect = rectangle(groups.get(kind), from, to, top, levelOf(start) - top, (when) => [
       kind === "scratch" ? `scratch of ${nameOf(kind, what)}` : nameOf(kind, what),
       `${{ resident: "resident parameter", parameter: "parameter, swapped in" }[kind] || kind}, ${bytes(size)}`,
-      `${workspace ? "workspace" : "partition"} ${offset.toLocaleString()} to ${(offset + size).toLocaleString()}`,
+      hasAddress
+        ? `${workspace ? "workspace" : "partition"} ${offset.toLocaleString()} to ${(offset + size).toLocaleString()}`
+        : "in the pool, wherever the allocator puts it",
       when,
     ]);
     if (kind !== "scratch") relate(rect, what);

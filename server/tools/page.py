@@ -51,9 +51,10 @@ def page(analysis: PlanAnalysis) -> str:
 def _subtitle(analysis: PlanAnalysis) -> str:
     plan = analysis.plan
     parts = [f"{len(analysis.graph.ops)} ops", f"{len(plan.steps)} steps"]
-    if plan.workspace_bytes:
+    if not plan.memory.counted:
+        memory = plan.memory
         parts.append(
-            f"{format_bytes(plan.partition_bytes)} partition + {format_bytes(plan.workspace_bytes)} workspace"
+            f"{format_bytes(memory.partition_bytes)} partition + {format_bytes(memory.workspace_bytes)} workspace"
         )
     return html.escape(" · ".join((*parts, analysis.profile.device)))
 
@@ -110,7 +111,7 @@ def _memory_axis(analysis: PlanAnalysis) -> str:
         f'<span style="bottom:{t * unit / memory:.3%}">{format_bytes(round(t * unit)) if t else "0"}</span>'
         for t in nice_ticks(memory / unit, 6)
     ]
-    partition = analysis.plan.partition_bytes / memory
+    partition = analysis.plan.memory.partition_bytes / memory
     if 0 < partition < 1:
         parts.append(f'<b style="bottom:{partition / 2:.3%}">partition</b>')
         parts.append(f'<b style="bottom:{(1 + partition) / 2:.3%}">workspace</b>')
@@ -215,7 +216,7 @@ def _data(analysis: PlanAnalysis) -> dict[str, Any]:
         "end": analysis.end_s,
         "answer": x(analysis.timeline.latency_s)[0] if analysis.has_epilogue else None,
         "memory": analysis.memory_bytes,
-        "partition": plan.partition_bytes,
+        "partition": plan.memory.partition_bytes,
         "units": TIME_UNITS,
         "tensors": [[t.name, t.nbytes, t.kind] for t in graph.tensors],
         "ops": [[op.name, op.target] for op in graph.ops],
@@ -224,7 +225,7 @@ def _data(analysis: PlanAnalysis) -> dict[str, Any]:
         "kinds": KINDS,
         "use": [[*x(time_s), [now[kind] for kind in KINDS]] for time_s, now in bytes_in_use(analysis.occupancies)],
         "occupancies": [
-            [o.kind, o.what, analysis.start_of(o), o.nbytes, *x(o.start_s, o.end_s)]
+            [o.kind, o.what, o.drawn_at, o.drawn_bytes, o.nbytes, o.has_address, *x(o.start_s, o.end_s)]
             for o in analysis.occupancies
             if o.nbytes
         ],

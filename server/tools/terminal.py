@@ -38,10 +38,9 @@ def _header(analysis: PlanAnalysis) -> Text:
     graph, plan, timeline, about = analysis.graph, analysis.plan, analysis.timeline, analysis.plan.provenance
     text = Text()
     text.append(f"{graph.name}, batch {graph.bucket}, in {format_bytes(analysis.memory_bytes)}", "bold")
-    if plan.workspace_bytes:
-        text.append(
-            f" ({format_bytes(plan.partition_bytes)} partition + {format_bytes(plan.workspace_bytes)} workspace)"
-        )
+    if not plan.memory.counted:
+        partition, workspace = plan.memory.partition_bytes, plan.memory.workspace_bytes
+        text.append(f" ({format_bytes(partition)} partition + {format_bytes(workspace)} workspace)")
     text.append("\n")
     if about is not None:
         text.append(f"{about.searcher}, seed {about.seed}, {about.evaluations} evaluations")

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from cohabit.planner.sizing.deployment import Room
+from cohabit.planner.memory import Memory
 from cohabit.runtime.binding.program import Program
 from cohabit.server.models import preparer
 from cohabit.server.models.known_models import Plans
@@ -151,7 +151,7 @@ def test_a_model_that_comes_back_runs_the_plans_that_were_found_for_it(
         assert placement is not None
         best_plans, found = placement.preparer.best_plans, list[Plans]()
 
-        def noted(prepared: Prepared, room: Room) -> Plans:
+        def noted(prepared: Prepared, room: Memory) -> Plans:
             found.append(best_plans(prepared, room))
             return found[-1]
 

@@ -203,8 +203,8 @@ def test_no_step_of_a_plan_needs_more_than_partition_and_workspace(
                 graph = device.lowered[name].graphs[bucket]
                 most = max(*live_bytes(graph, plan), peak_bytes(graph, plan))
                 assert most <= entry.partition_bytes + device.deployment.workspace_bytes
-                assert entry.partition_bytes == plan.partition_bytes
-                assert device.deployment.workspace_bytes == plan.workspace_bytes
+                assert entry.partition_bytes == plan.memory.partition_bytes
+                assert device.deployment.workspace_bytes == plan.memory.workspace_bytes
 
 
 @contextmanager

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 import pytest
+from cohabit.planner.papers.beaumont.offload_choices import Choice
+from cohabit.planner.papers.beaumont.prefetching import WeightChain, best, eager, fetching_s
+from cohabit.planner.schedule.sequence import lay_out, write
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
@@ -14,18 +17,15 @@ from cohabit.planner.papers.beaumont.dynprog import Offloaded, incumbents, optim
 from cohabit.planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers, turn, virtual_layers
 from cohabit.planner.papers.beaumont.layers import LayerChain
 from cohabit.planner.papers.beaumont.offload import greedy, relaxed_s, whole
-from cohabit.planner.papers.beaumont.offload_choices import Choice
-from cohabit.planner.papers.beaumont.prefetching import WeightChain, best, eager, fetching_s
 from cohabit.planner.papers.beaumont.searcher import DynProg, Greedy
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.delayed_drops import delay_drops
 from cohabit.planner.schedule.gaps import Fate, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
-from cohabit.planner.schedule.sequence import lay_out, write
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
 

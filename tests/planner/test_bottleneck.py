@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cohabit.planner.streaming.bottleneck import least_latency_s, less_behind
 
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.layout.feasible import Footprint
@@ -12,7 +13,6 @@ from cohabit.planner.lifetimes import lifespans, peak_activation_bytes
 from cohabit.planner.order import predecessors, reordered
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.streaming.bottleneck import least_latency_s, less_behind
 from cohabit.planner.streaming.searcher import Streaming
 from cohabit.planner.streaming.stream import RELEASED, STREAMED, homes, play, uniform
 from cohabit.planner.streaming.workload import Workload

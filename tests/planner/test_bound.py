@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from cohabit.planner.schedule.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -18,10 +19,9 @@ from cohabit.planner.order import predecessors
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
-from cohabit.planner.schedule.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
 from cohabit.planner.schedule.serial import least_bytes, serial
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from tests.planner.graphs import (
     PAGE,
     parameter,

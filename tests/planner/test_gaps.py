@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from cohabit.planner.schedule.sequence import compute, drop, swap_in, swap_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.gaps import START, Fate, Gap, Gaps
 from cohabit.planner.schedule.no_wait import fit, no_wait
-from cohabit.planner.schedule.sequence import compute, drop, swap_in, swap_out
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from tests.planner.graphs import (

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cohabit.planner.papers.swapadvisor.pool_lanes import evaluate, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, raised, shrink
 from cohabit.planner.papers.swapadvisor.evolution import Evolution, select, survival
 from cohabit.planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
-from cohabit.planner.papers.swapadvisor.pool_lanes import evaluate, write
 from cohabit.planner.papers.swapadvisor.pools import object_bytes, pool_of, uses_of
 from cohabit.planner.papers.swapadvisor.schedules import (
     Ints,
@@ -30,9 +30,9 @@ from cohabit.planner.papers.swapadvisor.serving import ServingGenetic
 from cohabit.planner.plan import Compute, SwapIn, SwapOut
 from cohabit.planner.problem import UNFIT, Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
 seeds = st.integers(0, 10**6)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 import pytest
+from cohabit.planner.offloading.zone import RANKS, ActivationZones
 from msgspec.structs import replace
 
 from cohabit.planner.check import check
@@ -13,7 +14,6 @@ from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.offloading.searcher import Offloading, OffloadingCandidate
-from cohabit.planner.offloading.zone import RANKS, ActivationZones
 from cohabit.planner.plan import Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from cohabit.planner.schedule.sequence import ActionKind, compute, drop, swap_in, swap_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +19,8 @@ from cohabit.planner.papers.swapadvisor.on_demand import (
     steady,
 )
 from cohabit.planner.problem import Problem
-from cohabit.planner.search.driver import search
-from cohabit.planner.schedule.sequence import ActionKind, compute, drop, swap_in, swap_out
 from cohabit.planner.schedule.serial import least_bytes
+from cohabit.planner.search.driver import search
 from tests.planner.graphs import (
     PAGE,
     chain,

@@ -3,13 +3,13 @@
 import random
 
 import pytest
+from cohabit.planner.streaming.memory_order import by_memory
 from msgspec.structs import replace
 
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.order import by_parameters, predecessors
 from cohabit.planner.problem import Problem
-from cohabit.planner.streaming.memory_order import by_memory
 from cohabit.planner.streaming.searcher import Streaming
 from tests.planner.graphs import profile_of, random_graph
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cohabit.planner.schedule.sequence import lay_out, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -24,10 +25,9 @@ from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
-from cohabit.planner.schedule.sequence import lay_out, write
 from cohabit.planner.schedule.serial import least_bytes, serial
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from tests.planner.format_checker import Broken, Json, check_plan, graph_fingerprint
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 

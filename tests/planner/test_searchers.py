@@ -14,11 +14,11 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.plan import SwapIn
 from cohabit.planner.problem import TIE, Limit, Problem
+from cohabit.planner.schedule.serial import least_bytes
+from cohabit.planner.schedule.simulate import MOST_INFERENCES, simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.portfolio import BY_WEIGHTS, QUICKEST, SAMPLE, SAMPLED, Best
 from cohabit.planner.search.registry import make
-from cohabit.planner.schedule.serial import least_bytes
-from cohabit.planner.schedule.simulate import MOST_INFERENCES, simulate
 from tests.planner.graphs import (
     PAGE,
     chain,

@@ -3,13 +3,13 @@
 import random
 
 import pytest
+from cohabit.planner.schedule.sequence import compute, drop, lay_out, swap_in, swap_out, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.problem import Problem
-from cohabit.planner.schedule.sequence import compute, drop, lay_out, swap_in, swap_out, write
 from cohabit.planner.schedule.serial import least_bytes, require_single_budget, serial_plan
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes

@@ -16,9 +16,9 @@ from cohabit.planner.papers.swapadvisor.serving import LONGEST_LEAD, ServingChro
 from cohabit.planner.plan import Compute, SwapIn
 from cohabit.planner.problem import UNFIT, Limit, Problem
 from cohabit.planner.profile import Profile
+from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.sizing.deployment import ModelDemand, Room
 from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.streaming.anneal import FITS

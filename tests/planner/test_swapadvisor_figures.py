@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cohabit.planner.papers.swapadvisor.pool_lanes import write
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
@@ -15,7 +16,6 @@ from cohabit.planner.papers.swapadvisor.allocations import (
 )
 from cohabit.planner.papers.swapadvisor.evolution import survival
 from cohabit.planner.papers.swapadvisor.genetic import THRESHOLD
-from cohabit.planner.papers.swapadvisor.pool_lanes import write
 from cohabit.planner.papers.swapadvisor.pools import TensorSizes, object_bytes, pool_of, uses_of
 from cohabit.planner.papers.swapadvisor.schedules import cross_schedules
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut

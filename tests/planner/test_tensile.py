@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
+from cohabit.planner.schedule.sequence import ActionKind, lay_out, swap_in, swap_out, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,12 +20,11 @@ from cohabit.planner.papers.tensile.searcher import ScheduleCandidate, ScheduleO
 from cohabit.planner.plan import Compute
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.gaps import Fate, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
-from cohabit.planner.schedule.sequence import ActionKind, lay_out, swap_in, swap_out, write
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
 

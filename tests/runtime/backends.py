@@ -129,11 +129,11 @@ class Bench:
         return source
 
     def program(self, plan: Plan, store: HostStore[Any] | None = None) -> Program:
-        return self.beside(self.lowered, plan, Bases(0, plan.partition_bytes), store)
+        return self.beside(self.lowered, plan, Bases(0, plan.memory.partition_bytes), store)
 
     def beside(self, lowered: Lowered, plan: Plan, bases: Bases, store: HostStore[Any] | None = None) -> Program:
         """Bind a plan, with some room for activations on top, and bring its residents in."""
-        roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
+        roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES)
         program = self.backend.build(lowered, roomy, None, self.arena, bases, store or self.store)
         self.executor.load(program)
         return program

@@ -2,12 +2,12 @@
 
 from itertools import accumulate
 
+from cohabit.planner.schedule.plan_writer import PlanWriter
+from cohabit.planner.schedule.sequence import Action, ActionKind, compute, drop, lay_out, swap_in, swap_out
 from msgspec import structs
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
-from cohabit.planner.schedule.plan_writer import PlanWriter
-from cohabit.planner.schedule.sequence import Action, ActionKind, compute, drop, lay_out, swap_in, swap_out
 
 
 def _up(value: int, multiple: int) -> int:

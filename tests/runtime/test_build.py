@@ -73,11 +73,11 @@ def test_a_plan_is_checked(tied: Lowered, plan: Plan, arena: CpuArena) -> None:
     store = open_store("ram", tied.weights_path, tied.manifest)
     bases = Bases(0, 2 * tied.manifest.segment_bytes)
     without_its_end = Plan(
-        plan.graph, "", plan.partition_bytes, plan.workspace_bytes, plan.inputs, (), plan.steps[:1]
+        plan.graph, "", plan.memory.partition_bytes, plan.memory.workspace_bytes, plan.inputs, (), plan.steps[:1]
     )
     with pytest.raises(InvalidPlan):
         build(tied, without_its_end, None, arena, bases, store)
-    foreign = Plan("0" * 64, "", plan.partition_bytes, plan.workspace_bytes, (), (), ())
+    foreign = Plan("0" * 64, "", plan.memory.partition_bytes, plan.memory.workspace_bytes, (), (), ())
     with pytest.raises(FingerprintMismatch):
         build(tied, foreign, None, arena, bases, store)
 

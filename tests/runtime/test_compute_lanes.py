@@ -41,7 +41,7 @@ def bench(request: pytest.FixtureRequest, wide: Lowered) -> Iterator[Bench]:
 def placed(bench: Bench, plan: Plan, lane: int, store: HostStore[Any] | None = None) -> Program:
     """A model of its own on a lane, with its residents there."""
     lowered = replace(bench.lowered, name=f"model {lane}")
-    roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
+    roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES)
     assert roomy.workspace_bytes <= WORKSPACE_BYTES
     bases = Bases(PARTITIONS[lane], lane * WORKSPACE_BYTES)
     program = bench.backend.build(lowered, roomy, None, bench.arena, bases, store or bench.store)

@@ -36,14 +36,14 @@ def test_every_construct_equals_eager_and_has_the_same_bits_at_every_budget(
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     outputs = []
     for plan in (resident_plan(lowered.graphs[Bucket(4)]), streaming_plan(lowered.graphs[Bucket(4)])):
-        roomy = plan.workspace_bytes + ROOM_BYTES
-        arena = backend.arena(plan.partition_bytes + roomy)
+        roomy = plan.memory.workspace_bytes + ROOM_BYTES
+        arena = backend.arena(plan.memory.partition_bytes + roomy)
         program = backend.build(
             lowered,
             structs.replace(plan, workspace_bytes=roomy),
             None,
             arena,
-            Bases(0, plan.partition_bytes),
+            Bases(0, plan.memory.partition_bytes),
             store,
         )
         backend.executor.load(program)

@@ -112,7 +112,7 @@ def test_measured_plans_have_the_resident_program_s_bits_at_every_budget(
             arena = backend.arena(whole.partition_bytes + whole.workspace_bytes + room + 4 * largest)
 
             def run(plan, profile=None):  # type: ignore[no-untyped-def]
-                program = backend.build(sized, plan, profile, arena, Bases(0, plan.partition_bytes), store)  # noqa: B023
+                program = backend.build(sized, plan, profile, arena, Bases(0, plan.memory.partition_bytes), store)  # noqa: B023
                 backend.executor.load(program)
                 results = [backend.executor.run(program, inputs).outputs[0] for _ in range(4)]  # noqa: B023
                 assert program.admission.graph is not None, program.admission.refused
@@ -137,11 +137,11 @@ def test_ten_thousand_inferences_allocate_nothing(backend: CudaBackend, wide: Lo
     offset = 0
     for batch in wide.buckets:
         plan = streaming_plan(wide.graphs[batch], frozenset({0, 1, 2}))
-        roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 32 * MIB)
+        roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 32 * MIB)
         program = backend.build(wide, roomy, None, arena, Bases(offset, 128 * MIB), store)
         backend.executor.load(program)
         programs.append((program, wide.examples(batch)))
-        offset += plan.partition_bytes
+        offset += plan.memory.partition_bytes
     for program, inputs in programs:
         backend.executor.run(program, inputs)
     before, statistics = backend.driver.memory(), torch.cuda.memory_stats()
@@ -158,7 +158,7 @@ def test_ten_thousand_inferences_allocate_nothing(backend: CudaBackend, wide: Lo
 def test_a_replay_and_streams_give_the_same_bits(backend: CudaBackend, convolutions: Lowered) -> None:
     store = backend.open_store("ram", convolutions.weights_path, convolutions.manifest)
     plan = streaming_plan(convolutions.graphs[Bucket(8)])
-    roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 256 * MIB)
+    roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 256 * MIB)
     arena = backend.arena(512 * MIB)
     program = backend.build(convolutions, roomy, None, arena, Bases(0, 0), store)
     backend.executor.load(program)
@@ -186,8 +186,8 @@ lowered = lower(folder / "model.pt2", "tied", [2], folder / "cache")
 backend = real_cuda()
 store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
 plan = resident_plan(lowered.graphs[Bucket(2)])
-plan = structs.replace(plan, workspace_bytes=plan.workspace_bytes + (64 << 20))
-program = backend.build(lowered, plan, None, backend.arena(256 << 20), Bases(0, plan.partition_bytes), store)
+plan = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + (64 << 20))
+program = backend.build(lowered, plan, None, backend.arena(256 << 20), Bases(0, plan.memory.partition_bytes), store)
 backend.executor.load(program)
 for _ in range(2):
     try:

@@ -103,8 +103,8 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered, scratch_bytes: in
     workspace = peak_activation_bytes(graph) + 2 * max(graph.tensors[i].nbytes for i in graph.parameters)
     problem = Problem(graph, profiles[Bucket(2)], graph.parameter_bytes // 2, -(-workspace // 4096) * 4096)
     plan = search(problem, limit=Limit(evaluations=20))
-    arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
-    program = backend.build(sized, plan, profiles[Bucket(2)], arena, Bases(0, plan.partition_bytes), store)
+    arena = backend.arena(plan.memory.nbytes)
+    program = backend.build(sized, plan, profiles[Bucket(2)], arena, Bases(0, plan.memory.partition_bytes), store)
     torch.manual_seed(0)
     with torch.no_grad():
         expected = models.Wide(4, 264).eval()(*lowered.examples(Bucket(2)))

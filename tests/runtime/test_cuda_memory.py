@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cohabit.runtime.cuda.pool_range import pool_range
 from msgspec import structs
 
 from cohabit.planner.lifetimes import peak_activation_bytes
@@ -12,7 +13,6 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.backend import CudaBackend
-from cohabit.runtime.cuda.pool_range import pool_range
 from cohabit.runtime.cuda.profiling.dry_run import large_bytes
 from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, StagedStore
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedPlan
@@ -39,8 +39,8 @@ def test_a_zone_is_all_that_parameters_leave_around_the_activations() -> None:
     plan = streaming_plan(graph)
     pool_memory = pool_range(graph, plan)
     assert pool_memory.address == Address("workspace", PAGE), "behind the window"
-    assert pool_memory.nbytes == plan.workspace_bytes - PAGE
-    more = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 5 * PAGE)
+    assert pool_memory.nbytes == plan.memory.workspace_bytes - PAGE
+    more = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 5 * PAGE)
     assert pool_range(graph, more).nbytes == pool_memory.nbytes + 5 * PAGE
 
 
@@ -128,8 +128,8 @@ def test_a_plan_whose_zone_is_too_small_is_refused_with_the_numbers(tied: Lowere
     backend = CudaBackend(driver)
     store = backend.open_store("ram", tied.weights_path, tied.manifest)
     plan = resident_plan(tied.graphs[Bucket(1)])
-    arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
-    program = backend.build(tied, plan, None, arena, Bases(0, plan.partition_bytes), store)
+    arena = backend.arena(plan.memory.nbytes)
+    program = backend.build(tied, plan, None, arena, Bases(0, plan.memory.partition_bytes), store)
     driver.least_pool_bytes = 64 * MIB
     with pytest.raises(MemoryExceeded, match="cannot place its activations and scratch in the"):
         backend.executor.load(program)
@@ -138,7 +138,7 @@ def test_a_plan_whose_zone_is_too_small_is_refused_with_the_numbers(tied: Lowere
         backend.executor.load(program)
     backend.executor.release(program)
     driver.kernel_bytes = 0
-    backend.executor.load(backend.build(tied, plan, None, arena, Bases(0, plan.partition_bytes), store))
+    backend.executor.load(backend.build(tied, plan, None, arena, Bases(0, plan.memory.partition_bytes), store))
     backend.close()
     store.close()
     assert driver.pinned_bytes == 0, "also what refused programs had pinned"
@@ -150,7 +150,7 @@ def test_a_pool_with_too_few_segments_for_small_tensors_is_followed_by_the_next(
     backend = CudaBackend(driver)
     store = backend.open_store("ram", tied.weights_path, tied.manifest)
     plan = resident_plan(tied.graphs[Bucket(1)])
-    roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 32 * MIB)
+    roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 32 * MIB)
     arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
     program = backend.build(tied, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
     driver.small_tensors_bytes = 7 * MIB
@@ -178,7 +178,8 @@ def test_two_pools_of_a_program_are_never_in_use_at_once(tied: Lowered, tmp_path
     plans = {b: resident_plan(lowered.graphs[b]) for b in (Bucket(1), Bucket(4))}
     arena = backend.arena(8 * MIB)
     programs = {
-        b: backend.build(lowered, p, None, arena, Bases(0, p.partition_bytes), store) for b, p in plans.items()
+        b: backend.build(lowered, p, None, arena, Bases(0, p.memory.partition_bytes), store)
+        for b, p in plans.items()
     }
     backend.executor.load(programs[Bucket(1)])
     one = backend.executor.run(programs[Bucket(1)], [lowered.examples(Bucket(4))[0][:1]]).outputs[0]

@@ -219,10 +219,10 @@ def run(
     backend: Backend, lowered: Lowered, plan: Plan, inputs: Examples, held: dict[int, int] | None = None
 ) -> list[torch.Tensor]:
     """Load a plan by itself, and run it twice. `held` gets the bytes outside of the arena before each step."""
-    roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + 64 * MIB)
+    roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 64 * MIB)
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    arena = backend.arena(plan.partition_bytes + roomy.workspace_bytes)
-    program = backend.build(lowered, roomy, None, arena, Bases(0, plan.partition_bytes), store)
+    arena = backend.arena(plan.memory.partition_bytes + roomy.workspace_bytes)
+    program = backend.build(lowered, roomy, None, arena, Bases(0, plan.memory.partition_bytes), store)
     backend.executor.load(program)
     if held is not None:
         program = observed(program, partial(note_held, held, addresses(arena)))

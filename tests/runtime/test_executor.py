@@ -128,7 +128,7 @@ def addresses_in_use(bench: Bench) -> int:
     plan = streaming_plan(bench.graph, frozenset({1, 2}))
     program = bench.program(plan)
     arena = addresses(bench.arena)
-    high = arena.start + plan.partition_bytes + plan.workspace_bytes
+    high = arena.start + plan.memory.nbytes
     seen = 0
 
     def watch(step: int, frame: list[object]) -> None:
@@ -141,7 +141,7 @@ def addresses_in_use(bench: Bench) -> int:
                     seen += 1
 
     bench.executor.run(observed(program, watch), bench.lowered.examples(Bucket(2)))
-    assert max(live_bytes(bench.graph, plan)) <= plan.partition_bytes + plan.workspace_bytes
+    assert max(live_bytes(bench.graph, plan)) <= plan.memory.nbytes
     return seen
 
 

@@ -112,7 +112,7 @@ def served(backend: CudaBackend, lowered: Lowered) -> list[torch.Tensor]:
     graph, outputs = lowered.graphs[Bucket(2)], []
     for plan in (resident_plan(graph), streaming_plan(graph)):
         roomy = structs.replace(
-            plan, workspace_bytes=plan.workspace_bytes + peak_activation_bytes(graph) + ROOM_BYTES
+            plan, workspace_bytes=plan.memory.workspace_bytes + peak_activation_bytes(graph) + ROOM_BYTES
         )
         arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
         program = backend.build(lowered, roomy, None, arena, Bases(0, roomy.partition_bytes), store)

@@ -43,8 +43,8 @@ def run(
     graph = lowered.graphs[Bucket(batch)]
     plan = streaming_plan(graph) if streaming else resident_plan(graph)
     store = open_store(kind, lowered.weights_path, lowered.manifest)
-    with CpuArena(plan.partition_bytes + plan.workspace_bytes) as arena, CpuExecutor() as executor:
-        program = build(lowered, plan, None, arena, Bases(0, plan.partition_bytes), store)
+    with CpuArena(plan.memory.nbytes) as arena, CpuExecutor() as executor:
+        program = build(lowered, plan, None, arena, Bases(0, plan.memory.partition_bytes), store)
         executor.load(program)
         for _ in range(3):
             copies = [inputs[p.name].clone() for p in lowered.inputs]

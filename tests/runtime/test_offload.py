@@ -128,7 +128,7 @@ def test_memory_never_holds_more_than_the_plan_has_for_activations(lowered: dict
             plan = offloading_plan(bench.graph)
             program = bench.program(plan)
             for _ in range(5):
-                assert max(holding(bench, program).values()) <= plan.workspace_bytes
+                assert max(holding(bench, program).values()) <= plan.memory.workspace_bytes
 
 
 def test_an_activation_lets_go_of_its_memory_with_its_last_reader(bench: Bench) -> None:

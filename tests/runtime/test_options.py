@@ -47,9 +47,9 @@ def _run(backend: Backend, lowered: Lowered, inputs: list[torch.Tensor]) -> torc
     """Return the output of a model with all parameters resident, for a batch of 2. Closes the backend."""
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     plan = resident_plan(lowered.graphs[Bucket(2)])
-    arena = backend.arena(plan.partition_bytes + (64 << 20))
+    arena = backend.arena(plan.memory.partition_bytes + (64 << 20))
     roomy = structs.replace(plan, workspace_bytes=64 << 20)
-    program = backend.build(lowered, roomy, None, arena, Bases(0, plan.partition_bytes), store)
+    program = backend.build(lowered, roomy, None, arena, Bases(0, plan.memory.partition_bytes), store)
     backend.executor.load(program)
     (output,) = backend.executor.run(program, inputs).outputs
     backend.close()

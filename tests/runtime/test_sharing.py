@@ -61,7 +61,7 @@ class Shared:
 
     def add(self, model: Lowered, store: HostStore[Any]) -> Program:
         plan = resident_plan(model.graphs[Bucket(2)])
-        roomy = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
+        roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES)
         return self.shared.add(model, roomy, None, store)
 
     def run(self, n: int) -> int:
@@ -80,10 +80,10 @@ class Shared:
 
 def resident_outputs(backend: Backend, model: Lowered) -> list[torch.Tensor]:
     plan = resident_plan(model.graphs[Bucket(2)])
-    plan = structs.replace(plan, workspace_bytes=plan.workspace_bytes + ROOM_BYTES)
-    arena = backend.arena(plan.partition_bytes + plan.workspace_bytes)
+    plan = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES)
+    arena = backend.arena(plan.memory.nbytes)
     store = backend.open_store("ram", model.weights_path, model.manifest)
-    program = backend.build(model, plan, None, arena, Bases(plan.workspace_bytes, 0), store)
+    program = backend.build(model, plan, None, arena, Bases(plan.memory.workspace_bytes, 0), store)
     backend.executor.load(program)
     outputs = [t.clone() for t in backend.executor.run(program, model.examples(Bucket(2))).outputs]
     backend.executor.release(program)
@@ -276,7 +276,11 @@ def _in_one_region(plan: Plan) -> Plan:
     """The same plan with its workspace behind the parameters: one model's whole budget."""
 
     def moved(place: Address) -> Address:
-        return Address("partition", plan.partition_bytes + place.offset) if place.region == "workspace" else place
+        return (
+            Address("partition", plan.memory.partition_bytes + place.offset)
+            if place.region == "workspace"
+            else place
+        )
 
     steps = [
         structs.replace(step, outputs=tuple(map(moved, step.outputs)), scratch=step.scratch and moved(step.scratch))
@@ -284,5 +288,5 @@ def _in_one_region(plan: Plan) -> Plan:
         if isinstance(step, Compute)
     ]
     inputs = tuple(structs.replace(p, address=moved(p.address)) for p in plan.inputs)
-    nbytes = plan.partition_bytes + plan.workspace_bytes
+    nbytes = plan.memory.nbytes
     return structs.replace(plan, inputs=inputs, steps=tuple(steps), partition_bytes=nbytes, workspace_bytes=0)

@@ -94,8 +94,8 @@ def test_short_copies_between_short_ops_are_made_by_the_compute_lane(
         profile = Profile(bench.graph.fingerprint, "", (op_s,) * len(bench.graph.ops), link, link)
         for plan in (streaming_plan(bench.graph), resident_plan(bench.graph)):
             known = structs.replace(
-                plan, profile=profile.fingerprint, workspace_bytes=plan.workspace_bytes + ROOM_BYTES
+                plan, profile=profile.fingerprint, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES
             )
-            bases = Bases(0, plan.partition_bytes)
+            bases = Bases(0, plan.memory.partition_bytes)
             program = bench.backend.build(wide, known, profile, bench.arena, bases, bench.store)
             assert program.copies_inline is (inline and bool(program.swap_ins or program.swap_outs))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cohabit.planner.sizing.deployment import Room
+from cohabit.planner.memory import Memory
 from cohabit.server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
 from cohabit.server.placement.partitions import Extent, Partitions
 
@@ -54,7 +54,7 @@ def test_rooms_are_what_is_free_beside_each_workspace() -> None:
     partitions.take("a", 20)
     partitions.take("b", 30)
     partitions.release("a")
-    assert partitions.rooms([5, 30, 60]) == [Room(10, 40), Room(30, 20)]
+    assert partitions.rooms([5, 30, 60]) == [Memory(10, 40), Memory(30, 20)]
 
 
 def test_each_lane_has_a_workspace_and_none_grows_while_models_use_it() -> None:

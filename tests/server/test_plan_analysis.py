@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from cohabit.planner.schedule.plan_writer import PlanWriter
+from cohabit.planner.schedule.sequence import lay_out, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -18,10 +20,8 @@ from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
-from cohabit.planner.schedule.plan_writer import PlanWriter
-from cohabit.planner.schedule.sequence import lay_out, write
 from cohabit.planner.schedule.serial import least_bytes, serial
+from cohabit.planner.search.driver import search
 from cohabit.server.tools.analysis import PlanAnalysis, analyze, bytes_in_use
 from cohabit.server.tools.page import page
 from cohabit.server.tools.terminal import draw

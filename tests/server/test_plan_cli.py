@@ -64,8 +64,8 @@ def test_plan_writes_a_plan_its_graph_and_its_profile(capsys: pytest.CaptureFixt
     ]
     plan = cohabit.planner.plan.decode(path.read_bytes())
     check(GRAPH, PROFILE, plan)
-    assert plan.partition_bytes + plan.workspace_bytes == 48 << 10
-    assert plan.workspace_bytes > 0
+    assert plan.memory.nbytes == 48 << 10
+    assert plan.memory.workspace_bytes > 0
     assert plan.provenance is not None
     shown = capsys.readouterr().out
     assert milliseconds(plan.provenance.latency_s) in shown
@@ -104,7 +104,7 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
     path = planned("--seed", "3")
     assert path.name == "chain-b1-28KiB-on_demand-seed3.plan.json"
     plan = cohabit.planner.plan.decode(path.read_bytes())
-    assert (plan.partition_bytes, plan.workspace_bytes) == (28 << 10, 0)
+    assert (plan.memory.partition_bytes, plan.memory.workspace_bytes) == (28 << 10, 0)
     path.unlink()
     path = planned("--search", "best", "--evaluations", "2", "--single")
     assert path.name == "chain-b1-28KiB-best-single.plan.json"

@@ -15,6 +15,7 @@ from cohabit.planner import cache_file
 from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import Graph, decode_as, fingerprint
 from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.shapes import Bucket
@@ -124,8 +125,8 @@ def _resident(
 ) -> Iterator[CudaProgram]:
     """Load a program with everything resident and ample memory, for the block."""
     plan = ample_plan(graph)
-    arena = device.arena(plan.partition_bytes + plan.workspace_bytes)
-    program = device.build(lowered, plan, None, arena, Bases(0, plan.partition_bytes), store)
+    arena = device.arena(plan.memory.nbytes)
+    program = device.build(lowered, plan, None, arena, Bases(0, plan.memory.partition_bytes), store)
     try:
         device.executor.load(program)
         yield program
@@ -137,8 +138,8 @@ def _resident(
 def ample_plan(graph: Graph) -> Plan:
     """Everything resident, and a workspace with more room than torch's allocator can want."""
     plan = resident_plan(graph)
-    room = 2 * peak_activation_bytes(graph) + _AMPLE_BYTES
-    return msgspec.structs.replace(plan, workspace_bytes=max(plan.workspace_bytes, room))
+    pool = max(plan.pool_bytes, 2 * peak_activation_bytes(graph) + _AMPLE_BYTES)
+    return msgspec.structs.replace(plan, memory=Memory(pool, plan.memory.partition_bytes), pool_bytes=pool)
 
 
 def _op_seconds(

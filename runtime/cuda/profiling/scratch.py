@@ -18,9 +18,8 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.inference import issue_inference
 from cohabit.runtime.cuda.issue import Streams
-from cohabit.runtime.cuda.pool_range import ALIGNMENT_BYTES
 from cohabit.runtime.cuda.profiling.dry_run import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pools
-from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.program import ALIGNMENT_BYTES, CudaProgram
 from cohabit.runtime.cuda.schedule import Kernels, Work
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered
