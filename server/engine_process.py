@@ -297,6 +297,7 @@ def main(make_engine: Callable[..., Engine] = Engine) -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(EngineService(listener, make_engine).run())
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # an aborted load or a hung kernel has threads that cannot be ended
