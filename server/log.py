@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -40,11 +41,12 @@ def configure_logging(log_format: LogFormat) -> None:
     apply(LogSettings())
     if log_format == "json":
         logging.captureWarnings(capture=True)
-        sys.excepthook = _log_uncaught
+        sys.excepthook = lambda kind, error, trace: _log_uncaught(error)
+        threading.excepthook = lambda thread: _log_uncaught(thread.exc_value)
 
 
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    logging.getLogger(_ROOT).critical("unexpected error", exc_info=(kind, error, trace))
+def _log_uncaught(error: BaseException | None) -> None:
+    logging.getLogger(_ROOT).critical("unexpected error", exc_info=error)
 
 
 def escaped(text: str) -> str:

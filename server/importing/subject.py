@@ -102,7 +102,7 @@ def _taking(module: nn.Module, names: Sequence[str]) -> tuple[nn.Module, tuple[s
         return module, ()
     pairs = ", ".join(f"{name} as {own}" for name, own in zip(names, parameters, strict=False))
     note = f"no input is named like an argument of forward, so they were bound in order: {pairs}"
-    return ByPosition(module, names), (note,)
+    return ByPosition(module, names).eval(), (note,)
 
 
 def with_examples(module: nn.Module, examples: Mapping[str, torch.Tensor]) -> Subject:

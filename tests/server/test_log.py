@@ -3,7 +3,10 @@
 import io
 import json
 import logging
+import sys
+import threading
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -30,7 +33,7 @@ DIRECTIONS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068
 @contextmanager
 def logging_as(log_format: LogFormat) -> Iterator[Callable[[], str]]:
     """Log to what the function returns that this yields, and then as before."""
-    kept = logging.getLogger().handlers[:]
+    kept, hooks = logging.getLogger().handlers[:], (sys.excepthook, threading.excepthook)
     try:
         configure_logging(log_format)
         (handler,) = logging.getLogger().handlers
@@ -41,6 +44,7 @@ def logging_as(log_format: LogFormat) -> Iterator[Callable[[], str]]:
         yield written.getvalue
     finally:
         logging.getLogger().handlers[:] = kept
+        sys.excepthook, threading.excepthook = hooks
         logging.captureWarnings(capture=False)
 
 
@@ -139,3 +143,22 @@ def test_what_was_suppressed_last_is_reported_when_the_log_is_closed() -> None:
         assert "and 2 more" not in written()
         logging.getLogger().handlers[0].close()
         assert "and 2 more of this kind, which were not logged kind=the same" in written()
+
+
+def test_with_json_an_unexpected_error_and_a_warning_of_python_are_records() -> None:
+    def fail() -> None:
+        raise ValueError("two\nlines")
+
+    with logging_as("json") as written:
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            logging.captureWarnings(capture=True)
+            warnings.warn("something\nis old", stacklevel=1)
+        events = [json.loads(line) for line in written().splitlines()]
+    failed, warned = events
+    assert (failed["level"], failed["event"]) == ("CRITICAL", "unexpected error")
+    assert failed["exception"].endswith("ValueError: two\nlines")
+    assert "is old" in warned["event"]
