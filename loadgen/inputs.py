@@ -11,7 +11,7 @@ from tritonclient.utils import triton_to_np_dtype
 from cohabit.loadgen.errors import ModelRefused
 
 MAX_ID = 100
-"""Integers are drawn below this, so that they are ids in any vocabulary."""
+"""Integers are drawn below this, so that they are ids in any vocabulary, and within the range that a server tells."""
 
 FREE_DIMENSION = 16
 """Size of dimensions other than the batch that the model leaves open."""
@@ -24,7 +24,7 @@ def random_inputs(metadata: Mapping[str, Any], batch: int, rng: np.random.Genera
 
 def _random_input(model: str, spec: Mapping[str, Any], batch: int, rng: np.random.Generator) -> InferInput:
     shape = concrete_shape(model, [int(extent) for extent in spec["shape"]], batch)
-    values = random_values(spec["name"], spec["datatype"], shape, rng)
+    values = random_values(spec["name"], spec["datatype"], shape, rng, _bound(spec.get("parameters") or {}))
     if values is None:
         raise ModelRefused(
             f"{model}: input {spec['name']} has the datatype {spec['datatype']}, which loadgen does not know"
@@ -43,10 +43,15 @@ def concrete_shape(model: str, shape: Sequence[int], batch: int) -> tuple[int, .
     )
 
 
+def _bound(parameters: Mapping[str, Any]) -> int:
+    """Return what integers are drawn below, given the `parameters` of a Cohabit server's metadata."""
+    return min(MAX_ID, int(parameters.get("maximum", MAX_ID)) + 1)
+
+
 def random_values(
-    name: str, datatype: str, shape: tuple[int, ...], rng: np.random.Generator
+    name: str, datatype: str, shape: tuple[int, ...], rng: np.random.Generator, bound: int = MAX_ID
 ) -> NDArray[Any] | None:
-    """Draw values of a KServe datatype, or None for an unknown one; masks are all ones."""
+    """Draw values of a KServe datatype, integers below `bound`; None for an unknown one. Masks are all ones."""
     dtype = triton_to_np_dtype(datatype)
     if dtype is None:
         return None
@@ -56,4 +61,4 @@ def random_values(
         return np.ones(shape, dtype=dtype)
     if datatype.startswith("FP") or datatype == "BF16":
         return rng.standard_normal(shape).astype(dtype)
-    return rng.integers(0, 2 if datatype == "BOOL" else MAX_ID, shape).astype(dtype)
+    return rng.integers(0, 2 if datatype == "BOOL" else bound, shape).astype(dtype)

@@ -2,12 +2,15 @@
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
+Tell = Callable[..., None]
+"""Takes an event's name, its text for people, and its fields for programs; writes one or the other to stderr."""
+
+_log = logging.getLogger("cohabit.cli")
+
 _WIDE = 150
 """Columns of output that is not a terminal."""
 
@@ -50,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = _run(argv)
     if argv is None and any(thread.daemon and thread.is_alive() for thread in threading.enumerate()):
         # A thread of an interrupted load or a hung device cannot be ended; do not wait for it.
+        logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -62,8 +71,11 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return int(options.run(options, errors))
     except CohabitError as error:
-        errors.print(f"cohabit: {error}", markup=False, soft_wrap=True)
-        return EXIT_USAGE if isinstance(error, ConfigError | RepositoryError) else EXIT_FAILED
+        from cohabit.server.log import escaped
+
+        for line in f"cohabit: {error}".split("\n"):
+            errors.print(escaped(line), markup=False, soft_wrap=True)
+        return _status_of(error)
     except KeyboardInterrupt:
         errors.print("cohabit: interrupted")
         return EXIT_INTERRUPTED
@@ -71,6 +83,10 @@ def _run(argv: Sequence[str] | None) -> int:
         # The reader closed our output; flushing the rest at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def _status_of(error: CohabitError) -> int:
+    return EXIT_USAGE if isinstance(error, ConfigError | RepositoryError) else EXIT_FAILED
 
 
 def _run_serve(options: argparse.Namespace, errors: Console) -> int:
@@ -83,12 +99,20 @@ def _run_serve(options: argparse.Namespace, errors: Console) -> int:
     import uvloop
 
     from cohabit.server.log import configure_logging
+    from cohabit.server.resources import refuse_impossible
 
     no_new_privileges()
     allow_connections()
     configure_logging(effective.config.log_format)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve_until_stopped(effective.config, errors))
+    try:
+        refuse_impossible(effective.config, effective.origins)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(serve_until_stopped(effective.config, errors))
+    except CohabitError as error:
+        if effective.config.log_format != "json":
+            raise
+        _log.error("the server has ended", extra={"fields": {"reason": str(error)}})
+        return _status_of(error)
 
 
 def _run_tool(module: str) -> Callable[[argparse.Namespace, Console], int]:
@@ -115,22 +139,24 @@ async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
         loop.add_signal_handler(number, stop.set)
     server = Server(config)
     is_failed = False
+    as_json = config.log_format == "json"
+    tell: Tell = _as_records if as_json else partial(_as_text, console)
     if config.token_files or config.control_token_files:
         loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(server.tokens.reread()))
     try:
         await server.start()
         _announce(server)
-        with console.status("loading") as status:
-            loading = asyncio.create_task(server.load(_shown_by(status, console)))
+        with nullcontext() if as_json else console.status("loading") as status:
+            loading = asyncio.create_task(server.load(_progress(status, tell, is_terminal=console.is_terminal)))
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
-            _report(server, loading.result(), console)
+            _report(server, loading.result(), tell)
             failed = asyncio.create_task(server.failed())
             await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
             is_failed = failed.done()
             failed.cancel()
-            console.print("stopping: answering the requests in flight")
+            tell("stopping", "stopping: answering the requests in flight")
         else:
             loading.cancel()
     finally:
@@ -138,16 +164,25 @@ async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
     return 0 if clean and not is_failed else EXIT_FAILED
 
 
-def _shown_by(status: "Status", console: Console) -> "OnProgress":
-    """Show the newest stage on a terminal; elsewhere write a line every few seconds."""
+def _as_records(event: str, text: str, **fields: object) -> None:
+    _log.info(event, extra={"fields": fields})
+
+
+def _as_text(console: Console, event: str, text: str, **fields: object) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _progress(status: "Status | None", tell: Tell, *, is_terminal: bool) -> "OnProgress":
+    """Show the newest stage on a terminal; elsewhere tell it every few seconds."""
     written_s = time.monotonic()
 
     def show(model: str, stage: str) -> None:
         nonlocal written_s
-        status.update(Text(f"{model}: {stage}"))
-        if not console.is_terminal and time.monotonic() - written_s > _PROGRESS_LINE_S:
+        if status is not None:
+            status.update(Text(f"{model}: {stage}"))
+        if not (status and is_terminal) and time.monotonic() - written_s > _PROGRESS_LINE_S:
             written_s = time.monotonic()
-            console.print(f"loading: {model}: {stage}", markup=False, soft_wrap=True)
+            tell("loading", f"loading: {model}: {stage}", model=model, stage=stage)
 
     return show
 
@@ -158,12 +193,13 @@ def _announce(server: "Server") -> None:
     print(f"grpc: {server.grpc_address or 'off'}", flush=True)
 
 
-def _report(server: "Server", memory_map: str, console: Console) -> None:
+def _report(server: "Server", memory_map: str, tell: Tell) -> None:
     if memory_map:
-        console.print(memory_map, markup=False, soft_wrap=True)
+        tell("memory map", memory_map, lines=memory_map.split("\n"))
     entries = list(server.client.catalog)
     count, total = sum(entry.info is not None for entry in entries), len(entries)
-    console.print(f"ready: {count} of {total} models at {server.http_url}", soft_wrap=True)
+    url = server.http_url
+    tell("ready", f"ready: {count} of {total} models at {url}", served=count, models=total, url=url)
 
 
 def _parser() -> argparse.ArgumentParser:

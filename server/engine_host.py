@@ -17,6 +17,7 @@ from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import DeviceUse
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
+from cohabit.server.log import report_suppressed
 from cohabit.server.models.registry import Registry
 from cohabit.server.models.repository import Found, ModelSource, Unloadable, by_name, scan, versions_of
 from cohabit.server.models.worker_process import MOST_AT_START, PREPARING, preparing_workers
@@ -33,6 +34,8 @@ _T = TypeVar("_T")
 _log = logging.getLogger("cohabit.engine")
 
 _THREADS_END_S = 1.0
+_MOST_REASONS = 50
+"""Why models are not served, in one record of the log."""
 
 OnProgress = Callable[[str, str], None]
 """Receives a model's name and the stage of its loading. Loader's thread."""
@@ -212,9 +215,7 @@ class Engine:
         failures = {key: reason for key, reason in failures.items() if reason is not None}
         for key, reason in failures.items():
             self.registry.failed(*key, reason or "")
-        for entry in self.registry:
-            if entry.state is ModelState.UNAVAILABLE:
-                _log.warning("model not served", extra={"fields": {"model": _shown(entry), "reason": entry.reason}})
+        _log_start(list(self.registry))
         if loaded.placement is not None:
             placed_models = loaded.placed_models
             self.lifecycle.open(loaded.placement, {k: p for k, p in placed_models.items() if k not in failures})
@@ -239,6 +240,23 @@ class Engine:
             for name in names:
                 if name not in known and name != "*":
                     raise ConfigError(f"{flag}: there is no model '{name}' in {self._config.repository}")
+
+
+def _log_start(entries: Sequence[ModelEntry]) -> None:
+    """Log each model that is not served, and how many are and are not, with the models of each reason."""
+    failed = [entry for entry in entries if entry.state is ModelState.UNAVAILABLE]
+    for entry in failed:
+        _log.warning("model not served", extra={"fields": {"model": _shown(entry), "reason": entry.reason}})
+    report_suppressed()
+    models: dict[str, list[str]] = {}
+    for entry in failed:
+        models.setdefault(entry.reason, []).append(_shown(entry))
+    reasons = [f"{', '.join(names)}: {reason}" for reason, names in models.items()]
+    more = [f"and {len(reasons) - _MOST_REASONS} more reasons"] if len(reasons) > _MOST_REASONS else []
+    fields: dict[str, object] = {"served": sum(entry.is_ready for entry in entries), "not_served": len(failed)}
+    if failed:
+        fields["reasons"] = "; ".join(reasons[:_MOST_REASONS] + more)
+    _log.log(logging.WARNING if failed else logging.INFO, "models loaded", extra={"fields": fields})
 
 
 def _shown(entry: ModelEntry) -> str:

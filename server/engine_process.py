@@ -308,6 +308,7 @@ def main(make_engine: Callable[..., Engine] = Engine) -> None:
     connection, listener = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:3])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(EngineService(connection, listener, make_engine).run())
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # an aborted load or a hung kernel has threads that cannot be ended

@@ -1,13 +1,16 @@
-"""Logging: events with fields, as text or as JSON."""
+"""Logging: events with fields, one line each, as text or as JSON."""
 
+import json
 import logging
 import sys
+import threading
 import time
+import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import TracebackType
 from typing import Any
-
-import msgspec
 
 from cohabit.server.config.config import LogFormat
 from cohabit.server.observe.request_trace import CURRENT
@@ -18,16 +21,44 @@ _MOST_PER_SECOND = 10
 _KIND_CHARACTERS = 80
 """Records of one logger that begin alike, before arguments are put in, are of one kind."""
 
+_UNSAFE = (
+    *(*range(0x20), *range(0x7F, 0xA0)),  # control characters
+    *(0x2028, 0x2029),  # separators of lines and paragraphs
+    *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),  # change the direction of writing
+    *range(0xD800, 0xE000),  # halves of characters, which no encoding has
+)
+_ESCAPES = {code: f"\\u{code:04x}" for code in _UNSAFE} | {ord(c): repr(c)[1:-1] for c in "\n\r\t"}
+"""Clients choose request ids, names and paths: they must not end a line, or move a terminal's cursor."""
+
 
 def configure_logging(log_format: LogFormat) -> None:
-    """Send the log to stderr. Called once, by the command line."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Send the log to stderr. Called once per process, by its main function."""
+    handler = _LimitedHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
-    handler.addFilter(FloodLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     apply(LogSettings())
+    if log_format == "json":
+        logging.captureWarnings(capture=True)
+        sys.excepthook = lambda kind, error, trace: _log_uncaught(error)
+        threading.excepthook = lambda thread: _log_uncaught(thread.exc_value)
+
+
+def _log_uncaught(error: BaseException | None) -> None:
+    logging.getLogger(_ROOT).critical("unexpected error", exc_info=error)
+
+
+def escaped(text: str) -> str:
+    """Return text in which control characters, and others that change how a line is shown, are escaped."""
+    return text.translate(_ESCAPES)
+
+
+def report_suppressed() -> None:
+    """Log now how many records were not logged because too many of their kind came within a second."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _LimitedHandler):
+            handler.report_suppressed()
 
 
 def apply(settings: LogSettings) -> None:
@@ -37,7 +68,7 @@ def apply(settings: LogSettings) -> None:
         for old in [f for f in handler.filters if isinstance(f, _LevelFilter)]:
             handler.removeFilter(old)
         handler.addFilter(_LevelFilter(settings))
-        if isinstance(handler.formatter, _JsonFormatter | _TextFormatter):
+        if isinstance(handler.formatter, _TextFormatter):
             handler.formatter.iso_times = settings.log_format == "ISO8601"
 
 
@@ -48,26 +79,60 @@ def log_internal_error(logger: logging.Logger, **where: str) -> str:
     return f"internal error {incident}; the server's log has the details"
 
 
-class FloodLimit(logging.Filter):
-    """Passes a number of records of one kind per second: what clients do wrong must not fill the disk."""
+class FloodLimit:
+    """Admits a number of records of one kind per second: what clients do wrong must not fill the disk."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
         self._clock = clock
         self._second = 0
         self._counts: dict[tuple[str, str], int] = {}
-        self._dropped: dict[tuple[str, str], int] = {}
+        self._suppressed: dict[tuple[str, str], tuple[logging.LogRecord, int]] = {}
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        kind = (record.name, str(record.msg)[:_KIND_CHARACTERS])
+    def admit(self, record: logging.LogRecord) -> list[logging.LogRecord]:
+        """Return what is to be written: how many records of earlier seconds were not, and the record, if it may be."""
+        admitted: list[logging.LogRecord] = []
         if (second := int(self._clock())) != self._second:
-            self._second, self._dropped, self._counts = second, self._counts, {}
+            self._second, self._counts = second, {}
+            admitted = self.reports()
+        kind = (record.name, str(record.msg)[:_KIND_CHARACTERS])
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
-        if count > _MOST_PER_SECOND:
-            return False
-        if count == 1 and (dropped := self._dropped.get(kind, 0) - _MOST_PER_SECOND) > 0:
-            record.msg = f"{record.msg} (and {dropped} more of this kind, which were not logged)"
-        return True
+        if count <= _MOST_PER_SECOND:
+            return [*admitted, record]
+        _, suppressed = self._suppressed.get(kind, (record, 0))
+        self._suppressed[kind] = record, suppressed + 1
+        return admitted
+
+    def reports(self) -> list[logging.LogRecord]:
+        """Return a record for each kind of which some were not written, and forget them."""
+        reports = []
+        for (name, kind), (last, count) in self._suppressed.items():
+            values = {"name": name, "levelno": last.levelno, "levelname": last.levelname}
+            message = f"and {count} more of this kind, which were not logged"
+            reports.append(logging.makeLogRecord({**values, "msg": message, "fields": {"kind": kind}}))
+        self._suppressed.clear()
+        return reports
+
+
+class _LimitedHandler(logging.StreamHandler[Any]):
+    """Writes records within the limits of a FloodLimit."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._flood = FloodLimit()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for admitted in self._flood.admit(record):
+            super().emit(admitted)
+
+    def report_suppressed(self) -> None:
+        with self.lock or nullcontext():
+            for report in self._flood.reports():
+                super().emit(report)
+
+    def close(self) -> None:
+        """Report what was suppressed last. `logging.shutdown` calls this."""
+        self.report_suppressed()
+        super().close()
 
 
 class _LevelFilter(logging.Filter):
@@ -92,6 +157,8 @@ def _iso(record: logging.LogRecord) -> str:
 
 
 class _TextFormatter(logging.Formatter):
+    """A line per record. Only a traceback has further lines."""
+
     iso_times = False
 
     def __init__(self) -> None:
@@ -102,15 +169,27 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         fields = " ".join(f"{key}={value}" for key, value in _fields(record).items())
-        return f"{super().formatMessage(record)} {fields}".rstrip()
+        return escaped(f"{super().formatMessage(record)} {fields}".rstrip())
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(_traceback_lines(*ei))
+
+
+def _traceback_lines(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Iterator[str]:
+    """Yield the lines of a traceback. The text of an exception, which clients may have chosen, is in one line."""
+    for part in traceback.TracebackException(kind, error, trace, compact=True).format():
+        lines = part.rstrip("\n").split("\n") if part.startswith(_OWN_LINES) else [part.removesuffix("\n")]
+        yield from map(escaped, lines)
+
+
+_OWN_LINES = ("  File ", "Traceback ", "\nDuring ", "\nThe above ")
+"""Beginnings of the parts of a traceback that have several lines."""
 
 
 class _JsonFormatter(logging.Formatter):
-    iso_times = False
-
     def format(self, record: logging.LogRecord) -> str:
         event: dict[str, Any] = {
-            **({"time": _iso(record)} if self.iso_times else {"time_s": record.created}),
+            "time": _iso(record),
             "level": record.levelname,
             "logger": record.name,
             "event": record.getMessage(),
@@ -118,7 +197,7 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(event, enc_hook=str).decode()
+        return escaped(json.dumps(event, default=str, ensure_ascii=False))
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -1,10 +1,19 @@
 """What this process may use of the machine, and what it uses: CPUs and memory."""
 
+import logging
 import math
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from cohabit.planner.errors import format_bytes
+from cohabit.server.config.config import ServeConfig, cache_of
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.errors import ConfigError
+
+_log = logging.getLogger("cohabit.serve")
 
 _COUNTED = ("RssAnon", "RssFile")
 _OF_PROCESS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -21,22 +30,38 @@ def available_cpus(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> 
 
 def _quotas(of_process: Path, mounted: Path) -> Iterator[float]:
     """The quotas of the process's cgroup and of those around it, in CPUs, under version 1 and 2."""
+    for group, version in _groups("cpu", of_process, mounted):
+        with suppress(OSError, ValueError):  # no quota, or not visible from a container
+            if version == 1:
+                quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                quota, period = (group / "cpu.max").read_text().split()
+            if float(quota) > 0:  # "max" is none, and so is -1
+                yield float(quota) / float(period)
+
+
+def _groups(controller: str, of_process: Path, mounted: Path) -> Iterator[tuple[Path, int]]:
+    """The folders of the process's cgroup and of those around it, each with its version, 1 or 2."""
     lines = of_process.read_text().splitlines() if of_process.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root = mounted / "cpu" if controllers else mounted
+        root = mounted / controller if controllers else mounted
         own = root / path.lstrip("/")
         for group in (own, *own.parents):
-            with suppress(OSError, ValueError):  # no quota, or not visible from a container
-                if controllers:
-                    quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                else:
-                    quota, period = (group / "cpu.max").read_text().split()
-                if float(quota) > 0:  # "max" is none, and so is -1
-                    yield float(quota) / float(period)
+            yield group, 1 if controllers else 2
             if group == root:
                 break
+
+
+def available_memory(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> tuple[int, str]:
+    """Return the bytes of RAM that this process can have at most, and what limits them: the machine or its cgroup."""
+    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
+    for group, version in _groups("memory", of_process, mounted):
+        with suppress(OSError, ValueError):  # "max" is no limit
+            limit = (group / ("memory.limit_in_bytes" if version == 1 else "memory.max")).read_text()
+            limits.append((int(limit), "this process's cgroup"))
+    return min(limits)
 
 
 def resident_bytes() -> int:
@@ -45,3 +70,37 @@ def resident_bytes() -> int:
         lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
         return sum(int(line[1]) << 10 for line in lines if line[0].rstrip(":") in _COUNTED)
     return 0
+
+
+def refuse_impossible(config: ServeConfig, origins: Mapping[str, str]) -> None:
+    """Compare settings with this machine, before anything is loaded. `origins` says where each was given.
+
+    Raises ConfigError for memory that there is not, and for a cache that cannot be written. Warns of too many threads.
+    """
+    if config.device == "cpu" and isinstance(config.memory, FixedSize):
+        limit, where = available_memory()
+        if config.memory.nbytes > limit:
+            asked, there = format_bytes(config.memory.nbytes), format_bytes(limit)
+            share = ", or a share of the weights such as 25%" if config.process_memory_bytes is None else ""
+            raise ConfigError(
+                f"{origins['memory']}: {asked} is more than the {there} of RAM that {where} has; give less{share}"
+            )
+    if config.bundle is None:
+        _require_writable(cache_of(config), "--cache" if config.cache is None else origins["cache"])
+    threads, cpus = (config.threads or 0) * config.compute_lanes, available_cpus()
+    if threads > cpus:
+        _log.warning(
+            "--threads and --compute-lanes ask for more threads than there are CPUs, which makes inferences slower",
+            extra={"fields": {"threads": config.threads, "compute_lanes": config.compute_lanes, "cpus": cpus}},
+        )
+
+
+def _require_writable(folder: Path, origin: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{origin}: {folder} cannot be written: {error.strerror or error}; give a folder that can with --cache"
+        ) from error

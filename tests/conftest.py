@@ -1,5 +1,8 @@
 """What all tests share: a small model, no terminal, and a log as it is at first."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,9 +13,12 @@ from tests.runtime import models
 
 
 @pytest.fixture(autouse=True)
-def _usual_log() -> None:
-    """Filters stay on the handlers that tests listen with."""
+def _usual_log() -> Iterator[None]:
+    """Filters stay on the handlers that tests listen with; a command that a test runs puts its own in their place."""
     log.apply(LogSettings())
+    handlers = logging.getLogger().handlers[:]
+    yield
+    logging.getLogger().handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)

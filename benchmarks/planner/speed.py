@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{len(graph.ops)} ops, {format_bytes(graph.parameter_bytes)}; 17 ms in equal parts, the same link.\n",
             markdown_table(header, lowered),
             "## The first plan\n",
-            "Seconds until `best` has a plan, over the memory sizes and devices of `planner-searchers.md`, as served. The"
+            "Seconds until `best` has a plan, over the memory and devices of `planner-searchers.md`, as served. The"
             " first of a kind also loads compiled loops.\n",
             markdown_table(["network", "ops", "median s", "slowest s"], first),
         ],

@@ -78,9 +78,8 @@ def _partition_for(
 ) -> tuple[int, list[int]]:
     neediest = max(demands, key=lambda d: d.least_bytes)
     if lanes == 1 and memory < neediest.least_bytes:
-        raise InfeasibleBudget(
-            neediest.model.name, neediest.largest_demand.neediest_op, memory, neediest.least_bytes
-        )
+        op, least_bytes = neediest.largest_demand.neediest_op, neediest.least_bytes
+        raise InfeasibleBudget(neediest.model.name, op, memory, least_bytes, len(demands))
     known: Estimates = {}
     best: tuple[float, int, list[int]] | None = None
     needed: list[int] = []
@@ -97,7 +96,8 @@ def _partition_for(
         if best is None or cost < best[0] * (1 - 1e-6):
             best = (cost, workspace, partitions)
     if best is None:  # partitions of nothing next to one largest workspace are feasible, unless it must be larger
-        raise InfeasibleBudget(neediest.model.name, neediest.largest_demand.neediest_op, memory, min(needed))
+        op = neediest.largest_demand.neediest_op
+        raise InfeasibleBudget(neediest.model.name, op, memory, min(needed), len(demands))
     return best[1], best[2]
 
 
@@ -173,7 +173,7 @@ def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> t
     workspace = max((d.activation_bytes for d in demands), default=0)
     for least, op, name in sorted(((*_least(d, layout), d.model.name) for d in demands), key=lambda d: d[0])[-1:]:
         if least + workspace > memory:
-            raise InfeasibleBudget(name, op, memory, least + workspace)
+            raise InfeasibleBudget(name, op, memory, least + workspace, len(demands))
     return workspace, [d.parameter_bytes for d in demands]
 
 

@@ -11,13 +11,18 @@ import torch
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Runner
 from cohabit.runtime.binding.program import Program
-from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.errors import DeviceError, UnsupportedModel
 from cohabit.runtime.lowering.lower import Lowered
-from cohabit.runtime.lowering.model import Port
+from cohabit.runtime.lowering.model import TABLE_OPS, Port
+from cohabit.runtime.lowering.slots import Slot
+from cohabit.runtime.lowering.trace import Instruction
 from cohabit.runtime.recording import Follow
 from cohabit.server.engine.execution import Execution
+from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
 from cohabit.server.protocol.datatypes import BF16, DTYPES
+
+aten = torch.ops.aten
 
 DATATYPES: Mapping[torch.dtype, str] = {
     torch.bfloat16 if name == BF16 else torch.from_numpy(np.empty(0, dtype)).dtype: name
@@ -37,7 +42,10 @@ def describe(
     return ModelInfo(
         name=lowered.name,
         version=version,
-        inputs=tuple(_spec(lowered, port) for port in lowered.inputs),
+        inputs=tuple(
+            _spec(lowered, port, rows=rows)
+            for port, rows in zip(lowered.inputs, _indexed_rows(lowered), strict=True)
+        ),
         outputs=tuple(_spec(lowered, port, labels.get(port.name, ())) for port in lowered.outputs),
         max_batch_size=max_batch if lowered.batched else 0,
         only_batches=tuple(b for b in lowered.batches if b <= max_batch) if lowered.interaction else (),
@@ -45,13 +53,58 @@ def describe(
     )
 
 
-def _spec(lowered: Lowered, port: Port, labels: tuple[str, ...] = ()) -> TensorSpec:
+def _spec(lowered: Lowered, port: Port, labels: tuple[str, ...] = (), rows: int | None = None) -> TensorSpec:
     if port.dtype not in DATATYPES:
         raise UnsupportedModel(f"{lowered.name}: {port.name} is {port.dtype}, which KServe v2 has no datatype for")
     shape = port.shape[1:] if lowered.batched else port.shape
     sizes = tuple(d for d in shape if d is not None)
     fixed = tuple(-1 if isinstance(d, str) else d for d in sizes)
-    return TensorSpec(port.name, DATATYPES[port.dtype], fixed, labels, sizes if -1 in fixed else ())
+    return TensorSpec(port.name, DATATYPES[port.dtype], fixed, labels, sizes if -1 in fixed else (), rows=rows)
+
+
+_SAME_VALUES = frozenset(
+    {
+        *(aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default),
+        *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints),
+        *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default),
+        *(aten.permute.default, aten.transpose.int, aten.t.default),
+    }
+)
+"""Operators whose result has all values of their first argument, and no other."""
+_CASTS = frozenset({aten._to_copy.default, aten.to.dtype})
+
+
+def _indexed_rows(lowered: Lowered) -> list[int | None]:
+    """Return for each input how many rows the smallest table has that its values index directly, if there is one.
+
+    Values of which the program indexes a part only, or after arithmetic, have no range that is known here.
+    """
+    trace = lowered.traces[min(lowered.traces)]
+    shapes = {piece.name: piece.shape for segment in lowered.manifest.segments for piece in segment.pieces}
+    shapes |= {table.name: table.shape for table in lowered.manifest.tables}
+    of_input = {slot: number for number, slot in enumerate(trace.input_slots)}
+    changed = {storage.index for op in trace.ops for storage in op.mutates if storage.kind == "input"}
+    found: list[int | None] = [None] * len(lowered.inputs)
+    for call in trace.instructions:
+        if not call.args:
+            continue
+        first, indices = call.args[0], call.args[1] if len(call.args) > 1 else None
+        if call.target in TABLE_OPS and isinstance(indices, Slot) and indices.index in of_input:
+            table = trace.weight_slots.get(first.index) if isinstance(first, Slot) else first
+            number = of_input[indices.index]
+            if table in shapes and number not in changed:
+                rows = shapes[table][0]
+                found[number] = min(found[number] or rows, rows)
+        elif isinstance(first, Slot) and first.index in of_input and _keeps_values(call):
+            of_input[call.out] = of_input[first.index]
+    return found
+
+
+def _keeps_values(call: Instruction) -> bool:
+    """Whether an instruction's result has the integers that its first argument has."""
+    if call.target in _CASTS:
+        return torch.int64 in (*call.args, *call.kwargs.values())
+    return call.target in _SAME_VALUES
 
 
 @dataclass(slots=True)
@@ -95,7 +148,12 @@ class ProgramServable:
         program = self._planned(rows, self.info.sizes_of(requests[0]))
         planned = program.bucket.batch
         tensors = [_tensor([inputs[p.name] for inputs in requests], p, rows, planned) for p in self.inputs]
-        result = self.executor.run(program, tensors, follow=follow)
+        try:
+            result = self.executor.run(program, tensors, follow=follow)
+        except DeviceError as error:
+            if (reason := self._out_of_range(requests)) is not None:
+                raise InvalidRequest(reason) from error
+            raise
         start_s = time.perf_counter()
         own = rows if self.info.max_batch_size else None
         outputs = {p.name: array_of(t, own) for p, t in zip(self.outputs, result.outputs, strict=True)}
@@ -106,6 +164,20 @@ class ProgramServable:
             swapped_bytes=result.link_bytes,
             output_s=time.perf_counter() - start_s,
         )
+
+    def _out_of_range(self, requests: Sequence[Inputs]) -> str | None:
+        """Say which value of an input is no index of the table that it is looked up in, if one is not."""
+        for spec in self.info.inputs:
+            if spec.rows is None:
+                continue
+            for inputs in requests:
+                values = inputs[spec.name]
+                if (wrong := values[(values < 0) | (values >= spec.rows)]).size:
+                    return (
+                        f"input '{spec.name}' of model '{self.info.name}' has the value {wrong[0]}, which is out of"
+                        f" range: its values are indices from 0 to {spec.rows - 1}"
+                    )
+        return None
 
     def switch(self, programs: Mapping[Bucket, Program]) -> None:
         """Replace the programs. The residents of the new ones must be in place. Compute lane's thread."""

@@ -50,7 +50,10 @@ class InferenceCalls:
         return _message(self._plane.server_metadata(), pb.ServerMetadataResponse())
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
-        return _message(self._plane.metadata(*_which(request)), pb.ModelMetadataResponse())
+        described = self._plane.metadata(*_which(request))
+        for tensor in described["inputs"]:
+            tensor.pop("parameters", None)  # Triton's message of a tensor has none
+        return _message(described, pb.ModelMetadataResponse())
 
     async def model_config(self, request: Any, context: Any) -> Any:
         return pb.ModelConfigResponse(config=await self._plane.config(*_which(request)))

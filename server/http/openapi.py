@@ -39,7 +39,9 @@ def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | Non
 
 
 _TENSOR = {"name": _TEXT, "datatype": _DATATYPE, "shape": _array(_COUNT)}
-_METADATA_TENSOR = _object({"name": _TEXT, "datatype": _DATATYPE, "shape": _array(_DIM)})
+_METADATA_TENSOR = _object(
+    {"name": _TEXT, "datatype": _DATATYPE, "shape": _array(_DIM)}, {"parameters": _PARAMETERS}
+)
 _DURATION = _object({"count": _COUNT, "ns": _COUNT})
 _STAGES = dict.fromkeys(("compute_input", "compute_infer", "compute_output"), _DURATION)
 _DURATIONS = _STAGES | dict.fromkeys(("success", "fail", "queue", "cache_hit", "cache_miss"), _DURATION)

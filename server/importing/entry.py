@@ -1,5 +1,6 @@
 """Makes a repository entry of a subject: exported, lowered, compared with eager PyTorch, and moved into place."""
 
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable
@@ -20,10 +21,14 @@ from cohabit.server.ipc.model import ModelInfo
 from cohabit.server.models.prepared import random_ops
 from cohabit.server.models.repository import find, is_model_name
 from cohabit.server.placement.loader import load
-from cohabit.server.protocol.datatypes import BF16, float32_of_bf16
+from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, float32_of_bf16
 from cohabit.server.protocol.model_config import config_text
 
 _LABELS = "labels.txt"
+SAMPLE = "sample.json"
+"""A request of one row that the model takes, in KServe v2's JSON."""
+_MOST_SAMPLE_VALUES = 1 << 19
+_SAMPLE_DECIMALS = 3
 _LOGITS = "logits"
 _ROWS = (1, 2, 3)
 """Rows to compare, besides the largest batch; 3 is padded."""
@@ -79,11 +84,12 @@ def write_entry(
             save(program, folder / "1" / "model.pt2")
             del program  # its weights are the module's, but not what export has added
             entry = _compared(subject, folder, _loading(config, Path(staging), max_batch), on_progress)
+            notes = _write_sample(subject, entry.info, folder)
             labels = _write_labels(subject, entry.info, folder)
             (folder / "config.pbtxt").write_text(config_text(entry.info, labels, subject.images))
             find(folder)  # raises if what was written cannot be read
             refuse_name(repository, name)
-            return replace(entry, folder=folder.rename(repository / name))
+            return replace(entry, folder=folder.rename(repository / name), notes=(*entry.notes, *notes))
     except OSError as error:
         raise ImportFailed(f"{repository / name} cannot be written: {error.strerror or error}") from error
 
@@ -161,3 +167,26 @@ def _write_labels(subject: Subject, info: ModelInfo, folder: Path) -> dict[str, 
     if outputs:
         (folder / _LABELS).write_text("".join(f"{name}\n" for name in subject.classes))
     return dict.fromkeys(outputs, _LABELS)
+
+
+def _write_sample(subject: Subject, info: ModelInfo, folder: Path) -> tuple[str, ...]:
+    """Write a request that the model takes, for clients to begin with. Returns why there is none, for the user."""
+    inputs = subject.examples(min(info.only_batches, default=1), 0)
+    binary = [spec.name for spec in info.inputs if spec.datatype in BINARY_ONLY]
+    if binary:
+        return (f"no {SAMPLE} was written: JSON cannot have {', '.join(binary)}, which clients send as bytes",)
+    if sum(tensor.numel() for tensor in inputs.values()) > _MOST_SAMPLE_VALUES:
+        return (f"no {SAMPLE} was written: one row of the inputs has more than {_MOST_SAMPLE_VALUES} numbers",)
+    tensors = [
+        {"name": spec.name, "datatype": spec.datatype, "shape": list(tensor.shape), "data": _numbers(tensor)}
+        for spec in info.inputs
+        for tensor in [inputs[spec.name]]
+    ]
+    (folder / SAMPLE).write_text(json.dumps({"inputs": tensors}) + "\n")
+    return ()
+
+
+def _numbers(tensor: torch.Tensor) -> list[float]:
+    rounded = tensor.double().round(decimals=_SAMPLE_DECIMALS) if tensor.is_floating_point() else tensor
+    numbers: list[float] = rounded.flatten().tolist()
+    return numbers

@@ -16,7 +16,7 @@ from torch import nn
 
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput
-from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of
+from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of, with_signature
 
 _CONFIG = "config.json"
 _IMAGES, _TOKENS, _MASK = "pixel_values", "input_ids", "attention_mask"
@@ -36,11 +36,7 @@ class NamedOutputs(nn.Module):
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         self.model = model
-        # torch.export reads the names of inputs from the signature.
-        inputs = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-        answer: Any = partial(_named_tensors, model)
-        answer.__signature__ = inspect.Signature(inputs)
-        self.forward = answer
+        self.forward = with_signature(partial(_named_tensors, model), names)
 
 
 def _named_tensors(model: nn.Module, **inputs: torch.Tensor) -> Tensors:

@@ -1,8 +1,10 @@
 """A module to import, with its inputs and examples of them."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,16 +46,37 @@ class Subject:
         return [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
+class ByPosition(nn.Module):
+    """A module that takes inputs by names of their own, and hands them to `forward` of another in their order."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module = module
+        self.forward = with_signature(partial(_call_in_order, module, tuple(names)), names)
+
+
+def _call_in_order(module: nn.Module, names: Sequence[str], **inputs: torch.Tensor) -> Any:
+    return module(*(inputs[name] for name in names))
+
+
+def with_signature(forward: Any, names: Sequence[str]) -> Any:
+    """Return a function with these keyword arguments: torch.export reads the names of inputs from the signature."""
+    inputs = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    forward.__signature__ = inspect.Signature(inputs)
+    return forward
+
+
 def declared(module: nn.Module, inputs: Sequence[DeclaredInput], most_tokens: int = 0) -> Subject:
     """Make a subject of a module and its declared inputs, with random examples.
 
     Raises ImportFailed if it takes none of them.
     """
-    module = module.eval()
+    module, notes = _taking(module.eval(), [given.name for given in inputs])
     failure: Exception | None = None
     for bound in _BOUNDS:
         bounded = tuple(replace(given, bound=given.bound or bound) for given in inputs)
-        subject = Subject(module, bounded, partial(_random_inputs, bounded, most_tokens), most_tokens)
+        examples = partial(_random_inputs, bounded, most_tokens)
+        subject = Subject(module, bounded, examples, most_tokens, notes=notes)
         try:
             subject.answer(subject.examples(2, 0))
             return subject
@@ -61,7 +84,25 @@ def declared(module: nn.Module, inputs: Sequence[DeclaredInput], most_tokens: in
             failure = error
     assert failure is not None
     shapes = ", ".join(f"{given.name} {given.datatype} {list(given.dims)}" for given in inputs)
-    raise ImportFailed(f"the module does not run with inputs {shapes}: {reason_of(failure)}") from failure
+    own = module.module if isinstance(module, ByPosition) else module
+    takes = ", ".join(inspect.signature(own.forward).parameters)
+    raise ImportFailed(
+        f"the module, whose forward takes ({takes}), does not run with inputs {shapes}: {reason_of(failure)}"
+    ) from failure
+
+
+def _taking(module: nn.Module, names: Sequence[str]) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return a module that takes inputs of these names, and what to say about it.
+
+    If no name is an argument of `forward`, as with nn.Sequential, whose only one is `input`, they go by position.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_any or any(name in parameters for name in names) or not all(map(str.isidentifier, names)):
+        return module, ()
+    pairs = ", ".join(f"{name} as {own}" for name, own in zip(names, parameters, strict=False))
+    note = f"no input is named like an argument of forward, so they were bound in order: {pairs}"
+    return ByPosition(module, names).eval(), (note,)
 
 
 def with_examples(module: nn.Module, examples: Mapping[str, torch.Tensor]) -> Subject:
@@ -75,7 +116,8 @@ def with_examples(module: nn.Module, examples: Mapping[str, torch.Tensor]) -> Su
     def rows(batch: int, seed: int) -> Tensors:
         return {name: tensor[(torch.arange(batch) + seed) % len(tensor)] for name, tensor in examples.items()}
 
-    return Subject(module.eval(), tuple(inputs), rows)
+    module, notes = _taking(module.eval(), list(examples))
+    return Subject(module, tuple(inputs), rows, notes=notes)
 
 
 def dtype_of(datatype: str) -> torch.dtype:

@@ -40,6 +40,9 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """`shape`, with an expression for each dynamic size; empty where there is none."""
     default: float | None = None
     """What fills an input that a request omits; None for one that every request must have."""
+    rows: int | None = None
+    """How many rows the table has that an input's values index, so that they are 0 to one less; None where that is not
+    known, or for values that are no indices."""
 
     def at(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
         """Return its shape without the batch, given the values of the symbols in its sizes."""

@@ -11,7 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, TypeVar
 
 from cohabit.planner.errors import CohabitError, format_bytes
-from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.config import LogFormat, ServeConfig
+from cohabit.server.log import configure_logging
 from cohabit.server.process_rights import no_new_privileges, yield_memory
 from cohabit.server.resources import available_cpus
 
@@ -44,14 +45,16 @@ class WorkerProcesses:
         memory_bytes: int | None = None,
         most: int = 1,
         environment: Mapping[str, str] | None = None,
+        log_format: LogFormat = "text",
     ) -> None:
         """A call that takes longer than `timeout_s` ends with its process. With `most` calls under way, others wait.
 
-        `environment` has the processes' own variables.
+        `environment` has the processes' own variables. They log to stderr.
         """
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._environment = environment or {}
+        self._log_format = log_format
         self._room = threading.Semaphore(most)
         self._lock = threading.Lock()
         self._idle: list[_WorkerProcess] = []
@@ -85,7 +88,7 @@ class WorkerProcesses:
     def start(self, modules: Sequence[str], count: int = 1) -> None:
         """Start processes before they are needed, and have them import these modules. Does not wait."""
         with self._lock:
-            self._idle += [_WorkerProcess(self._memory_bytes, self._environment, modules) for _ in range(count)]
+            self._idle += [self._started(modules) for _ in range(count)]
 
     def release(self) -> None:
         """End the idle processes."""
@@ -107,9 +110,12 @@ class WorkerProcesses:
         with self._lock:
             if self._closed:
                 raise WorkerFailed("the server is stopping")
-            process = self._idle.pop() if self._idle else _WorkerProcess(self._memory_bytes, self._environment)
+            process = self._idle.pop() if self._idle else self._started()
             self._busy.add(process)
             return process
+
+    def _started(self, modules: Sequence[str] = ()) -> "_WorkerProcess":
+        return _WorkerProcess(self._memory_bytes, self._environment, self._log_format, modules)
 
     def _give_back(self, process: "_WorkerProcess") -> None:
         """Keep one idle process, because starting one takes seconds."""
@@ -130,11 +136,15 @@ class _WorkerProcess:
     """A process that answers calls over a pipe, one at a time."""
 
     def __init__(
-        self, memory_bytes: int | None, environment: Mapping[str, str], modules: Sequence[str] = ()
+        self,
+        memory_bytes: int | None,
+        environment: Mapping[str, str],
+        log_format: LogFormat,
+        modules: Sequence[str],
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, others = context.Pipe()
-        arguments = others, memory_bytes, environment, modules
+        arguments = others, memory_bytes, environment, log_format, modules
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         others.close()  # so that its end is the end of the pipe
@@ -155,13 +165,17 @@ class _WorkerProcess:
 
 
 def preparing_workers(config: ServeConfig) -> WorkerProcesses:
-    return WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, MOST_PREPARING)
+    return WorkerProcesses(
+        config.prepare_timeout_s, config.prepare_memory_bytes, MOST_PREPARING, log_format=config.log_format
+    )
 
 
 def planning_workers(config: ServeConfig, *, quick: bool = False) -> WorkerProcesses:
     """Processes for planning; `quick` ones for few plans, which do not wait until the planner is compiled."""
     environment = {"COHABIT_INTERPRET": "1"} if quick else None
-    return WorkerProcesses(config.prepare_timeout_s, config.prepare_memory_bytes, 2, environment)
+    return WorkerProcesses(
+        config.prepare_timeout_s, config.prepare_memory_bytes, 2, environment, log_format=config.log_format
+    )
 
 
 def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -170,10 +184,15 @@ def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs
 
 
 def _serve(
-    pipe: Connection, memory_bytes: int | None, environment: Mapping[str, str], modules: Sequence[str]
+    pipe: Connection,
+    memory_bytes: int | None,
+    environment: Mapping[str, str],
+    log_format: LogFormat,
+    modules: Sequence[str],
 ) -> None:
     """Answer calls until the pipe ends, with low priority, few rights, and no interrupts from the terminal."""
     os.nice(_NICENESS)
+    configure_logging(log_format)
     no_new_privileges()
     yield_memory(memory_bytes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,10 +1,12 @@
 """The trace file: Chrome's JSON array, written incrementally; Perfetto also reads a truncated one."""
 
 import logging
+import threading
+import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from queue import Empty, SimpleQueue
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -17,6 +19,16 @@ _MOST_BYTES = 1 << 30
 _MOST_BUFFERED = 256
 """Maximum number of buffered traces, whatever the settings."""
 _MOST_BUFFERED_BYTES = 1 << 20
+_LONGEST_BUFFERED_S = 1.0
+"""After which a trace is in the file, however few there are."""
+
+
+class _Written(NamedTuple):
+    """The events of a `TraceFile.write`."""
+
+    events: Iterable[Event]
+    flush_after: int
+    late: bool
 
 
 class TraceFile:
@@ -33,24 +45,45 @@ class TraceFile:
         self._buffer: list[bytes] = [b"[\n" + b",\n".join(map(msgspec.json.encode, header_events(lanes)))]
         self._buffered_bytes = 0
         self._traces = 0
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="trace-file")
+        self._flush_s = time.monotonic() + _LONGEST_BUFFERED_S
+        """When the buffer is flushed, if it has anything."""
+        self._closed = False
+        self._queue: SimpleQueue[_Written | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._run, name="trace-file", daemon=True)
+        self._writer.start()
 
     def write(self, events: Iterable[Event], flush_every: int = 0, *, late: bool = False) -> None:
-        """Add a trace to the buffer, which is flushed after `flush_every` traces or its own limits.
+        """Add a trace to the buffer, which is flushed after `flush_every` traces, its own limits, or a second.
 
         `late` events belong to a trace that was added before, and do not count as one. Events after `close` are
         dropped.
         """
-        try:
-            self._writer.submit(self._add, events, min(flush_every or _MOST_BUFFERED, _MOST_BUFFERED), late)
-        except RuntimeError:
+        if self._closed:
             _log.debug("a trace came after the file was closed")
+            return
+        self._queue.put(_Written(events, min(flush_every or _MOST_BUFFERED, _MOST_BUFFERED), late))
 
     def close(self) -> None:
         """Flush the buffer, and end the array."""
-        self._writer.submit(self._end)
-        self._writer.shutdown()
+        self._closed = True
+        self._queue.put(None)
+        self._writer.join()
         self._file.close()
+
+    def _run(self) -> None:
+        while True:
+            wait_s = max(self._flush_s - time.monotonic(), 0.0) if self._buffer else None
+            try:
+                written = self._queue.get(timeout=wait_s)
+            except Empty:
+                self._flush()
+                continue
+            if written is None:
+                self._end()
+                return
+            self._add(*written)
+            if self._buffer and time.monotonic() >= self._flush_s:
+                self._flush()
 
     def _add(self, events: Iterable[Event], flush_after: int, late: bool) -> None:
         try:
@@ -64,6 +97,8 @@ class TraceFile:
             self._free_bytes = 0
             return
         self._free_bytes -= len(lines)
+        if not self._buffer:
+            self._flush_s = time.monotonic() + _LONGEST_BUFFERED_S
         self._buffer.append(lines)
         self._buffered_bytes += len(lines)
         self._traces += not late

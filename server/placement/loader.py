@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -158,11 +158,17 @@ def _measured(prepared: Prepared | str, preparer: ModelPreparer, on_progress: On
         return load_reason(prepared.source.name, error)
 
 
+_LEAST_DONE = 0.25
+"""Share of the archives' bytes from which on the time for the others is estimated: small models come first as often as
+not, and would stand for large ones."""
+
+
 class _TimeLeft:
     """Estimates when the models of the start are prepared, from the sizes of their archives. Any thread."""
 
-    def __init__(self, sources: Sequence[ModelSource]) -> None:
-        self._start_s = time.monotonic()
+    def __init__(self, sources: Sequence[ModelSource], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start_s = clock()
         self._all_bytes = {source.key: source.state.nbytes if source.state else 0 for source in sources}
         self._left_bytes = dict(self._all_bytes)
 
@@ -171,12 +177,18 @@ class _TimeLeft:
 
     @property
     def left(self) -> str:
-        """How many models are done, and the time that the others will take, as text; empty while none is."""
+        """How many models are done, and the time that the others will take, as text; empty while none is.
+
+        The time is left out until enough is done to tell.
+        """
         done = len(self._all_bytes) - len(self._left_bytes)
         if not done:
             return ""
         left_bytes, all_bytes = sum(self._left_bytes.values()), sum(self._all_bytes.values())
-        left_s = (time.monotonic() - self._start_s) * left_bytes / max(1, all_bytes - left_bytes)
+        done_bytes = all_bytes - left_bytes
+        if done_bytes < _LEAST_DONE * all_bytes or not done_bytes:
+            return f", {done} of {len(self._all_bytes)} done"
+        left_s = (self._clock() - self._start_s) * left_bytes / done_bytes
         return f", {done} of {len(self._all_bytes)} done, about {left_s:.0f} s left"
 
 

@@ -64,7 +64,13 @@ def statistics(entries: Iterable[ModelEntry], reports: Mapping[ModelKey, ModelCo
 
 
 def _tensor(info: ModelInfo, tensor: TensorSpec) -> dict[str, Any]:
-    return {"name": tensor.name, "datatype": tensor.datatype, "shape": info.wire_shape(tensor)}
+    described = {"name": tensor.name, "datatype": tensor.datatype, "shape": info.wire_shape(tensor)}
+    return described if tensor.rows is None else described | {"parameters": index_range(tensor.rows)}
+
+
+def index_range(rows: int) -> dict[str, int]:
+    """Return the `parameters` of an input whose values index a table of this many rows."""
+    return {"minimum": 0, "maximum": rows - 1}
 
 
 def _model_statistics(name: str, model_version: str, s: ModelStatistics) -> dict[str, Any]:

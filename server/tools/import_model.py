@@ -80,6 +80,8 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
 
 
 def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
+    from cohabit.server.importing.entry import SAMPLE
+
     out.print(f"{entry.folder}: {format_bytes(entry.archive_bytes)}, {format_bytes(entry.weight_bytes)} of weights")
     out.print(tensor_table(entry.info))
     if entry.errors:
@@ -95,6 +97,9 @@ def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
         out.print(f"note: rows influence one another, so requests run alone, in batches of {only}")
     for note in entry.notes:
         out.print(f"note: {note}", soft_wrap=True)
+    if (entry.folder / SAMPLE).is_file():
+        url = f"localhost:8000/v2/models/{entry.info.name}/infer"
+        out.print(f"a request that it takes: curl {url} --data-binary @{entry.folder / SAMPLE}", soft_wrap=True)
     needed = write_size(-(-entry.memory_bytes // _MIB) * _MIB)
     out.print(f"serve it with: cohabit serve {repository} --memory {needed}")
     out.print(f"in less memory: cohabit check {entry.folder}")

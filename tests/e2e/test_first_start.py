@@ -1,7 +1,9 @@
 """The first start: models are served on quick plans, which are replaced; and what an engine's process imports."""
 
 import asyncio
+import json
 import multiprocessing
+import signal
 import subprocess
 import sys
 import threading
@@ -22,8 +24,9 @@ from cohabit.server.models import preparer
 from cohabit.server.models.prepared import Prepared
 from cohabit.server.models.preparer import ModelPreparer
 from cohabit.server.placement.profile_watch import ProfileWatch
+from cohabit.server.resources import available_cpus
 from tests.e2e.archives import Archives
-from tests.e2e.serving import Running, infer, serving
+from tests.e2e.serving import Running, eventually, infer, process, refused_start, serving
 
 MODEL, BATCHES = "bert_small", (1, 2)
 
@@ -34,6 +37,42 @@ def plans_of(server: Running) -> dict[Bucket, Plan]:
 
 def evaluations(plans: dict[Bucket, Plan]) -> set[int]:
     return {plan.provenance.evaluations for plan in plans.values() if plan.provenance is not None}
+
+
+def test_with_json_everything_on_stderr_is_a_record(archives: Archives, tmp_path: Path) -> None:
+    """Of the front end, the engine, and the workers of a first start, one of whose models cannot be loaded."""
+    repository = archives.repository(MODEL)
+    (repository / "damaged" / "1").mkdir(parents=True)
+    (repository / "damaged" / "1" / "model.pt2").write_bytes(b"not an archive")
+    flags = ("--log-format", "json", "--no-strict-readiness", "--threads", str(available_cpus() + 1))
+    with process(repository, "50%", tmp_path, *flags) as server:
+        server.until_ready()
+        eventually(lambda: '"ready"' in server.log_text())
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.popen.wait(60) == 0
+        events = [json.loads(line) for line in server.log_text().splitlines()]
+    assert all(event.keys() >= {"time", "level", "logger", "event"} for event in events)
+    by_name = {event["event"]: event for event in events}
+    assert (by_name["ready"]["served"], by_name["ready"]["models"]) == (1, 2)
+    assert by_name["ready"]["url"] == f"http://{server.address}"
+    assert MODEL in "".join(by_name["memory map"]["lines"])
+    assert (by_name["models loaded"]["served"], by_name["models loaded"]["not_served"]) == (1, 1)
+    assert any(event["event"].startswith("--threads and --compute-lanes ask for more") for event in events)
+    assert "stopping" in by_name
+
+
+def test_with_json_a_refused_start_is_a_record(archives: Archives, tmp_path: Path) -> None:
+    repository = archives.repository("ranker")
+    status, said = refused_start(repository, "1KiB", tmp_path, "--log-format", "json", "--no-quick-start")
+    assert status == 1
+    events = [json.loads(line) for line in said.splitlines()]
+    assert events[-1]["event"] == "the server has ended"
+    assert "needs a budget of" in events[-1]["reason"]
+    status, said = refused_start(tmp_path / "nowhere", "1KiB", tmp_path, "--log-format", "json")
+    assert status == 2
+    assert [json.loads(line)["reason"] for line in said.splitlines()] == [
+        f"model repository {tmp_path}/nowhere does not exist"
+    ]
 
 
 @pytest.fixture

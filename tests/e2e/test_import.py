@@ -1,11 +1,14 @@
 """`cohabit import`: what it makes of models is served, and answers as eager PyTorch does."""
 
+import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import tritonclient.grpc as grpc_client
 import tritonclient.http as triton
 from google.protobuf import text_format
 from torch import nn
@@ -18,6 +21,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.run import run_load
 from cohabit.server.cli import main
 from cohabit.server.protocol.model_config import ModelConfig, ModelInput
 from tests.e2e.serving import Process, ask, infer, process
@@ -50,6 +55,19 @@ def make_with_examples() -> Ranker:
 
 FACTORY = f"{__name__}:make_ranker"
 INPUTS = ("--input", "features:FP32:-1,4", "--input", "categories:INT64:-1,2")
+
+
+def make_sequence() -> nn.Sequential:
+    """Its forward has one argument, which is called `input`."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+POSITIONS = [
+    part
+    for name in ("input_ids", "token_type_ids", "position_ids")
+    for part in ("--input", f"{name}:INT64:-1,{TOKENS}")
+]
 
 
 def bert(folder: Path) -> None:
@@ -86,6 +104,8 @@ def server(folder: Path) -> Iterator[Process]:
     assert (
         main(["import", str(folder / "ranker.pt"), "--factory", FACTORY, *INPUTS, "--max-batch", "2", *flags]) == 0
     )
+    assert main(["import", str(folder / "bert"), "--name", "with_positions", *POSITIONS, *flags]) == 0
+    assert main(["import", f"{__name__}:make_sequence", "--input", "features:FP32:-1,4", *flags]) == 0
     with process(folder / "models", "1MiB", folder / "cache") as running:
         running.until_ready()
         yield running
@@ -149,6 +169,60 @@ def test_the_configuration_says_what_the_program_takes(server: Process, folder: 
 def test_the_first_start_finds_everything_in_the_cache(server: Process, folder: Path) -> None:
     """A model is lowered once: the server's start has added no weights file."""
     weights = list((folder / "cache" / "weights").glob("*/weights.bin"))
-    assert len(weights) == 3
+    assert len(weights) == 5
     programs = [len(list(path.parent.glob("program-*.json"))) for path in weights]
-    assert programs == [1, 1, 1]
+    assert programs == [1] * 5
+
+
+def test_metadata_tells_the_range_of_indices(server: Process) -> None:
+    _, metadata = ask(server.address, "GET", "/v2/models/with_positions")
+    ranges = {tensor["name"]: tensor.get("parameters") for tensor in metadata["inputs"]}
+    assert ranges == {
+        "input_ids": {"minimum": 0, "maximum": 89},
+        "token_type_ids": {"minimum": 0, "maximum": 1},
+        "position_ids": {"minimum": 0, "maximum": 15},
+    }
+    _, metadata = ask(server.address, "GET", "/v2/models/bert")
+    assert {tensor["name"]: tensor.get("parameters") for tensor in metadata["inputs"]} == {
+        "input_ids": {"minimum": 0, "maximum": 89},
+        "attention_mask": None,
+        "token_type_ids": {"minimum": 0, "maximum": 1},
+    }
+    with grpc_client.InferenceServerClient(server.grpc_address) as client:
+        described = client.get_model_metadata("with_positions")
+    assert [tensor.name for tensor in described.inputs] == list(ranges), "gRPC's metadata has no ranges"
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "ranker", "with_positions", "make_sequence"])
+def test_the_sample_of_an_imported_model_is_a_request_that_it_answers(
+    server: Process, folder: Path, name: str
+) -> None:
+    sample = json.loads((folder / "models" / name / "sample.json").read_text())
+    assert all(tensor["shape"][0] == 1 for tensor in sample["inputs"]), "one row"
+    status, answer = ask(server.address, "POST", f"/v2/models/{name}/infer", sample)
+    assert (status, answer["model_name"]) == (200, name)
+
+
+def test_loadgen_has_every_request_answered_by_imported_models(server: Process) -> None:
+    load = Load(rate_per_s=40.0, duration_s=1.0, warmup_s=0.0, timeout_s=60.0, slo_s=60.0)
+    report = asyncio.run(run_load(server.address, load))
+    assert report.all_answered, report.errors
+    assert report.completed > 0
+    assert {model.model for model in report.models} >= {"bert", "with_positions"}
+
+
+def test_an_index_out_of_range_is_refused_with_its_input_value_and_range(server: Process, folder: Path) -> None:
+    sample = json.loads((folder / "models" / "with_positions" / "sample.json").read_text())
+    types = next(tensor for tensor in sample["inputs"] if tensor["name"] == "token_type_ids")
+    types["data"][3] = 57
+    status, answer = ask(server.address, "POST", "/v2/models/with_positions/infer", sample)
+    assert status == 400
+    assert "input 'token_type_ids' of model 'with_positions' has the value 57" in answer["error"]
+    assert answer["error"].endswith("out of range: its values are indices from 0 to 1")
+
+
+def test_a_sequential_module_is_served_with_the_names_of_its_declared_inputs(server: Process) -> None:
+    features = torch.rand(3, 4)
+    (answer,) = infer(server.address, "make_sequence", {"features": features.numpy()}).values()
+    with torch.no_grad():
+        assert close(answer, make_sequence()(features))

@@ -140,23 +140,36 @@ def test_an_index_out_of_range_is_the_clients_fault(text: str, caplog: pytest.Lo
     assert isinstance(_error_of(request, RuntimeError("a kernel failed")), ExecutionFailed)
 
 
+def invalid_encoding(n: int) -> logging.LogRecord:
+    return logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "f", 1, "Invalid encoding on %s", (n,), None)
+
+
 def test_floods_of_one_fault_are_logged_in_part() -> None:
-    seen: list[str] = []
     now_s = 100.0
     limit = log.FloodLimit(lambda: now_s)
-    for n in range(1000):
-        record = logging.LogRecord(
-            "grpc._cython.cygrpc", logging.ERROR, "f", 1, "Invalid encoding on %s", (n,), None
-        )
-        if limit.filter(record):
-            seen.append(record.getMessage())
-    assert len(seen) == 10
+    seen = [record.getMessage() for n in range(1000) for record in limit.admit(invalid_encoding(n))]
+    assert seen == [f"Invalid encoding on {n}" for n in range(10)]
     other = logging.LogRecord("cohabit.grpc", logging.ERROR, "f", 1, "another", (), None)
-    assert limit.filter(other)
+    assert limit.admit(other) == [other]
     now_s += 1.0
-    record = logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "f", 1, "Invalid encoding on %s", (0,), None)
-    assert limit.filter(record)
-    assert record.getMessage() == "Invalid encoding on 0 (and 990 more of this kind, which were not logged)"
+    report, record = limit.admit(invalid_encoding(0))
+    assert report.getMessage() == "and 990 more of this kind, which were not logged"
+    assert (report.levelname, report.name) == ("ERROR", "grpc._cython.cygrpc")
+    assert record.getMessage() == "Invalid encoding on 0"
+
+
+def test_what_a_flood_has_suppressed_is_reported_with_the_next_record_of_any_kind() -> None:
+    now_s = 100.0
+    limit = log.FloodLimit(lambda: now_s)
+    for n in range(15):
+        limit.admit(invalid_encoding(n))
+    now_s += 60.0
+    other = logging.LogRecord("cohabit.grpc", logging.INFO, "f", 1, "another", (), None)
+    report, record = limit.admit(other)
+    assert report.getMessage() == "and 5 more of this kind, which were not logged"
+    assert report.fields == {"kind": "Invalid encoding on %s"}  # type: ignore[attr-defined]
+    assert record is other
+    assert limit.reports() == [], "each is counted once"
 
 
 def test_a_model_that_left_the_repository_fails_visibly_after_a_restart(tmp_path: Path) -> None:

@@ -26,6 +26,16 @@ def test_integers_are_small_ids(datatype: str) -> None:
     assert 0 <= values.min() < values.max() < MAX_ID
 
 
+def test_integers_are_within_the_range_that_the_server_tells() -> None:
+    narrow, wide = (
+        {"name": "ids", "datatype": "INT64", "shape": [-1, 500], "parameters": {"minimum": 0, "maximum": most}}
+        for most in (1, 1 << 20)
+    )
+    first, second = random_inputs({"name": "m", "inputs": [narrow, wide]}, batch=1, rng=RNG)
+    assert set(np.frombuffer(first._get_binary_data(), np.int64)) == {0, 1}
+    assert np.frombuffer(second._get_binary_data(), np.int64).max() < MAX_ID
+
+
 def test_a_mask_lets_everything_through() -> None:
     values = random_values("attention_mask", "INT64", (2, 8), RNG)
     assert values is not None

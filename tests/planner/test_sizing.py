@@ -71,6 +71,7 @@ def test_least_memory_of_a_deployment_is_exact() -> None:
     assert refusal.value.least_bytes == 12 * PAGE
     assert refusal.value.model == "large"
     assert refusal.value.op == "op4"
+    assert "(49152 bytes), which is enough for all 3 models, the budget is" in str(refusal.value)
 
 
 def test_a_refusal_names_the_op_with_the_largest_parameters_and_the_one_with_the_largest_activations() -> None:
@@ -133,6 +134,7 @@ def test_layouts_of_whole_models_have_one_region_that_holds_any_of_them(layout: 
     with pytest.raises(InfeasibleBudget, match="large") as refusal:
         deploy(MODELS, 21 * PAGE, layout)
     assert refusal.value.least_bytes == 22 * PAGE
+    assert "which is enough for all 3 models" in str(refusal.value)
     assert refusal.value.op is None
 
 

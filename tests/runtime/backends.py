@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from msgspec import structs
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Plan
@@ -25,6 +24,7 @@ from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
 from cohabit.runtime.options import Options
 from tests.runtime.cuda_fake import FakeDriver
+from tests.runtime.plans import with_room
 
 ARENA_BYTES = 64 << 20
 ROOM_BYTES = 6 << 20
@@ -133,7 +133,7 @@ class Bench:
 
     def beside(self, lowered: Lowered, plan: Plan, bases: Bases, store: HostStore[Any] | None = None) -> Program:
         """Bind a plan, with some room for activations on top, and bring its residents in."""
-        roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES)
+        roomy = with_room(plan, ROOM_BYTES)
         program = self.backend.build(lowered, roomy, None, self.arena, bases, store or self.store)
         self.executor.load(program)
         return program

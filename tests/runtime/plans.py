@@ -2,12 +2,25 @@
 
 from itertools import accumulate
 
-from cohabit.planner.schedule.plan_writer import PlanWriter
-from cohabit.planner.schedule.sequence import Action, ActionKind, compute, drop, lay_out, swap_in, swap_out
 from msgspec import structs
 
 from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
+from cohabit.planner.problem import Problem
+from cohabit.planner.schedule.table import (
+    COMPUTE,
+    DROP,
+    NOTHING,
+    SWAP_IN,
+    SWAP_OUT,
+    Action,
+    columns,
+    peak_bytes,
+    scheduled,
+)
+from cohabit.planner.schedule.write import write
+from tests.planner.graphs import profile_of
 
 
 def _up(value: int, multiple: int) -> int:
@@ -17,71 +30,64 @@ def _up(value: int, multiple: int) -> int:
 def streaming_plan(graph: Graph, resident: frozenset[int] = frozenset()) -> Plan:
     """Swap each parameter in right before every op that reads it and drop it right after.
 
-    Parameters in flight lie one behind the other from the workspace's start, above the activations, each of which
-    has bytes of its own.
+    Parameters in flight lie one behind the other above the pool, which has room for all activations at once.
     """
     window = max((sum(graph.tensors[i].nbytes for i in op.reads) for op in graph.ops), default=0)
-    position = _up(window, 4096)
-    places: dict[int, Address] = {}
-    for i, tensor in enumerate(graph.tensors):
-        if tensor.kind != "parameter":
-            places[i] = Address("workspace", position)
-            position += _up(tensor.nbytes, tensor.alignment)
+    pool = sum(t.aligned_bytes for t in graph.tensors if t.kind != "parameter")
+    pool = _up(pool + max((op.aligned_scratch_bytes for op in graph.ops), default=0), 4096)
     partition = 0
     residents = []
     for i in sorted(resident):
         residents.append(Placement(i, Address("partition", partition)))
         partition += graph.tensors[i].nbytes
-    scratch = Address("workspace", position)
-    position += max((op.scratch_bytes for op in graph.ops), default=0)
     steps: list[Step] = []
     computes: list[int] = []
     for n, op in enumerate(graph.ops):
         streamed = [i for i in op.reads if graph.tensors[i].kind == "parameter" and i not in resident]
-        offset = 0
+        offset = pool
         waits = []
         for i in streamed:
             waits.append(len(steps))
             steps.append(SwapIn(i, Address("workspace", offset), tuple(computes[-1:])))
             offset += graph.tensors[i].nbytes
         computes.append(len(steps))
-        steps.append(
-            Compute(
-                n, tuple(places[i] for i in op.writes), scratch if op.scratch_bytes else None, tuple(waits[-1:])
-            )
-        )
+        steps.append(Compute(n, tuple(waits[-1:])))
         steps += [Drop(i) for i in streamed]
-    inputs = tuple(Placement(i, places[i]) for i, t in enumerate(graph.tensors) if t.kind == "input")
-    return Plan(graph.fingerprint, "", partition, position, inputs, tuple(residents), tuple(steps))
+    memory = Memory(pool + _up(window, 4096), partition)
+    return Plan(graph.fingerprint, "", memory, pool, tuple(residents), tuple(steps))
 
 
 def offloading_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
     """Every parameter is resident; every activation but those to keep leaves when the next op does not use it."""
     bare = without_parameters(graph)
     actions = _travels(bare, keep)
-    placed = lay_out(bare, actions, ())
-    at = {(s.tensor, s.span.first): o for s, o in zip(placed.ranges, placed.offsets, strict=True)}
-    partition = sum(graph.tensors[i].nbytes for i in graph.parameters)
     starts = accumulate((graph.tensors[i].nbytes for i in graph.parameters), initial=0)
-    inputs = {i: partition + at[i, 0] for i, t in enumerate(graph.tensors) if t.kind == "input"}
-    writer = PlanWriter(
-        graph, partition, placed.peak_bytes, inputs, dict(zip(graph.parameters, starts, strict=False))
+    homes = dict(zip(graph.parameters, starts, strict=False))
+    pool = peak_bytes(Problem(bare, profile_of(bare), Memory(0)).arrays, *columns(actions))
+    problem = Problem(
+        graph, profile_of(graph), Memory(pool, sum(graph.tensors[i].nbytes for i in graph.parameters))
     )
-    for n, action in enumerate(actions):
-        match action.verb:
-            case ActionKind.COMPUTE:
-                scratch = placed.scratch.get(n)
-                outputs = [partition + at[t, n] for t in graph.ops[action.what].writes]
-                arrived = graph.outputs if action.what == len(graph.ops) - 1 else ()
-                arrived = tuple(t for t in arrived if t not in graph.ops[action.what].writes)
-                writer.compute(action.what, outputs, None if scratch is None else partition + scratch, arrived)
-            case ActionKind.SWAP_IN:
-                writer.swap_in(action.what, partition + at[action.what, n])
-            case ActionKind.SWAP_OUT:
-                writer.swap_out(action.what, after_uses=True)
-            case ActionKind.DROP:
-                writer.drop(action.what)
-    return writer.plan("")
+    used, rows = dict[int, int](), []
+    for verb, what in actions:
+        if verb == COMPUTE:
+            used |= dict.fromkeys(graph.ops[what].touched, what)
+        # A swap-out waits for all uses so far.
+        rows.append((verb, what, NOTHING, used[what] if verb == SWAP_OUT else NOTHING))
+    return structs.replace(write(problem, scheduled(problem.arrays, rows, homes, pool), pool), profile="")
+
+
+def with_room(plan: Plan, nbytes: int) -> Plan:
+    """The plan with a larger pool, above which the parameters lie that were above it."""
+
+    def moved(step: Step) -> Step:
+        if isinstance(step, SwapIn) and step.address is not None and step.address.region == "workspace":
+            return structs.replace(step, address=Address("workspace", step.address.offset + nbytes))
+        return step
+
+    memory = structs.replace(plan.memory, workspace_bytes=plan.memory.workspace_bytes + nbytes)
+    return structs.replace(
+        plan, memory=memory, pool_bytes=plan.pool_bytes + nbytes, steps=tuple(map(moved, plan.steps))
+    )
 
 
 def without_parameters(graph: Graph) -> Graph:
@@ -102,8 +108,8 @@ def _travels(graph: Graph, keep: frozenset[int]) -> list[Action]:
     actions: list[Action] = []
     for k, op in enumerate(graph.ops):
         coming = sorted(needed[k] - here - set(op.writes))
-        actions += [swap_in(t) for t in coming]
-        actions.append(compute(k))
+        actions += [(SWAP_IN, t) for t in coming]
+        actions.append((COMPUTE, k))
         here |= {*coming, *op.writes}
         saved -= set(op.mutates)
         for t in sorted(here):
@@ -111,8 +117,8 @@ def _travels(graph: Graph, keep: frozenset[int]) -> list[Action]:
             if is_needed and (t in keep or k == last or t in needed[k + 1] or graph.tensors[t].kind == "input"):
                 continue
             if is_needed and t not in saved:
-                actions.append(swap_out(t))
+                actions.append((SWAP_OUT, t))
                 saved.add(t)
-            actions.append(drop(t))
+            actions.append((DROP, t))
             here.discard(t)
     return actions

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.export import Dim
 
 from cohabit.loadgen.zoo.exporting import save_model
+from cohabit.runtime.lowering.lower import lower
 from cohabit.server.cli import main
+from cohabit.server.engine.servable import describe
 from tests.runtime import models
 
 CONFIG = """
@@ -113,3 +116,36 @@ def test_a_path_that_does_not_exist_is_a_wrong_command_line(
 ) -> None:
     assert main(["check", str(tmp_path / "nowhere")]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+class Indexing(nn.Module):
+    """Its inputs index tables of 7, 5 and 9 rows: directly, as a part, after arithmetic, twice, and through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seven, self.five, self.nine = nn.Embedding(7, 2), nn.Embedding(5, 2), nn.Embedding(9, 2)
+
+    def forward(
+        self,
+        direct: torch.Tensor,
+        part: torch.Tensor,
+        moved: torch.Tensor,
+        twice: torch.Tensor,
+        viewed: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = self.seven(direct) + self.seven(part[:, :3]) + self.seven(moved + 1) + self.five(twice)
+        return rows + self.nine(twice) + self.nine(viewed.long().unsqueeze(1)).squeeze(1)
+
+
+def test_values_that_index_a_table_directly_have_its_range(tmp_path: Path) -> None:
+    examples = {
+        "direct": torch.zeros(2, 3, dtype=torch.int64),
+        "part": torch.zeros(2, 4, dtype=torch.int64),
+        "moved": torch.zeros(2, 3, dtype=torch.int64),
+        "twice": torch.zeros(2, 3, dtype=torch.int64),
+        "viewed": torch.zeros(2, 3, dtype=torch.int32),
+    }
+    models.export(Indexing(), examples, tmp_path / "model.pt2", dynamic=False)
+    lowered = lower(tmp_path / "model.pt2", "indexing", [2], tmp_path / "cache")
+    rows = {tensor.name: tensor.rows for tensor in describe(lowered, 1, 2).inputs}
+    assert rows == {"direct": 7, "part": None, "moved": None, "twice": 5, "viewed": 9}

@@ -36,6 +36,11 @@ class Doubling(nn.Module):
         return x * 2
 
 
+class Adding(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + 2 * y
+
+
 class Branching(nn.Module):
     """What it does depends on values."""
 
@@ -168,7 +173,11 @@ def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
     ("arguments", "reason"),
     [
         ([f"{HERE}:linear"], "its inputs are not known; declare each with --input NAME:TYPE:DIMS"),
-        ([f"{HERE}:Doubling", "--input", "y:FP32:-1,4"], "does not run with inputs y FP32 [-1, 4]"),
+        (
+            [f"{HERE}:Adding", *X, "--input", "z:FP32:-1,4"],
+            "the module, whose forward takes (x, y), does not run with inputs x FP32 [-1, 4], z FP32 [-1, 4]",
+        ),
+        ([f"{HERE}:Adding", "--input", "z:FP32:-1,4"], "missing 1 required positional argument: 'y'"),
         ([f"{HERE}:linear", "--input", "input:FP32:-1,5"], "mat1 and mat2 shapes cannot be multiplied"),
         ([f"{HERE}:Doubling", "--input", "x:FP31:-1,4"], "no datatype is called FP31; there are BOOL"),
         ([f"{HERE}:number"], "returns a int; let it return a torch.nn.Module"),
@@ -309,6 +318,32 @@ def test_rows_that_influence_one_another_are_said(
     said = imported(capsys, f"{HERE}:Centering", "--input", "x:BF16:-1,4")
     assert "note: rows influence one another, so requests run alone, in batches of 1, 2" in said
     assert "BF16" in said
+
+
+def test_inputs_whose_names_are_no_arguments_of_forward_are_bound_in_order_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = imported(capsys, f"{HERE}:Adding", "--input", "first:FP32:-1,4", "--input", "other:FP32:-1,4")
+    assert "were bound in order: first as x, other as y" in " ".join(said.split())
+    config = (tmp_path / "models" / "Adding" / "config.pbtxt").read_text()
+    assert config.index('name: "first"') < config.index('name: "other"')
+    assert "bound in order" not in imported(
+        capsys, f"{HERE}:Adding", *X, "--input", "y:FP32:-1,4", "--name", "by_name"
+    )
+
+
+def test_a_sample_request_is_written_where_json_has_its_types(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = imported(capsys, f"{HERE}:Doubling", *X)
+    assert "curl localhost:8000/v2/models/Doubling/infer --data-binary @models/Doubling/sample.json" in said
+    (tensor,) = json.loads(Path("models/Doubling/sample.json").read_text())["inputs"]
+    assert (tensor["name"], tensor["datatype"], tensor["shape"], len(tensor["data"])) == ("x", "FP32", [1, 4], 4)
+    said = imported(capsys, f"{HERE}:Centering", "--input", "x:BF16:-1,4")
+    assert "no sample.json was written: JSON cannot have x, which clients send as bytes" in said
+    assert not Path("models/Centering/sample.json").exists()
 
 
 def test_an_output_may_be_a_view_of_a_parameter(

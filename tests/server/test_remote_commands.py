@@ -29,8 +29,9 @@ class Orders:
 
     mode = "explicit"
 
-    def __init__(self) -> None:
+    def __init__(self, own: Running) -> None:
         self.given: list[tuple[str, str]] = []
+        self.catalog = own.server.client.catalog
 
     async def load(self, model: str, config: str | None = None) -> None:
         self.given.append(("load", model))
@@ -92,11 +93,21 @@ def test_statistics_of_an_unknown_model_are_refused(own: Running, capsys: pytest
 def test_load_and_unload_give_orders_in_turn(
     own: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own.server.plane, "_client", orders := Orders())
+    monkeypatch.setattr(own.server.plane, "_client", orders := Orders(own))
     assert run(own, "load", "a", "b c") == 0
-    assert run(own, "unload", "a", "--json") == 0
-    assert orders.given == [("load", "a"), ("load", "b c"), ("unload", "a")]
-    assert capsys.readouterr().out.splitlines() == ["loaded a", "loaded b c", '{"unloaded":"a"}']
+    assert run(own, "unload", "adder", "--json") == 0
+    assert orders.given == [("load", "a"), ("load", "b c"), ("unload", "adder")]
+    assert capsys.readouterr().out.splitlines() == ["loaded a", "loaded b c", '{"unloaded":"adder"}']
+
+
+def test_to_unload_a_model_that_there_is_not_is_an_error(
+    own: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(own.server.plane, "_client", orders := Orders(own))
+    assert run(own, "unload", "adder", "nope") == 1
+    said = capsys.readouterr()
+    assert "has no model 'nope'; its models are adder, damaged, id" in said.err
+    assert (said.out, orders.given) == ("", []), "nothing was unloaded"
 
 
 def test_a_refused_order_says_why(own: Running, capsys: pytest.CaptureFixture[str]) -> None:

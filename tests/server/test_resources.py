@@ -1,16 +1,22 @@
-"""The CPUs that a process may use, in cgroups of both versions, and the memory that --process-memory counts."""
+"""What a process may use, in cgroups of both versions; settings that ask for more; what --process-memory counts."""
 
+import logging
 import os
 import re
 from pathlib import Path
 
 import pytest
 
+from cohabit.planner.errors import format_bytes
+from cohabit.server.cli import main
 from cohabit.server.config.config import ServeConfig, decode_config, encode_config
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.errors import ConfigError
+from cohabit.server.file_state import FileState
+from cohabit.server.models.repository import ModelSource
 from cohabit.server.placement import process_memory
-from cohabit.server.resources import available_cpus, resident_bytes
+from cohabit.server.placement.loader import _TimeLeft
+from cohabit.server.resources import available_cpus, available_memory, refuse_impossible, resident_bytes
 
 MACHINE = 64
 
@@ -93,3 +99,76 @@ def test_the_size_that_a_refusal_names_is_enough(queue_bytes: int | None) -> Non
     measured(int(least[1]) << 20).require(9 << 20)
     with pytest.raises(ConfigError, match="is not enough"):
         measured((int(least[1]) - 3) << 20).require(9 << 20)
+
+
+PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("of_process", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max\n"}, (PHYSICAL, "this machine")),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "65536\n"}, (65536, "this process's cgroup")),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "8192\n"}, (8192, "this process's cgroup")),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, (PHYSICAL, "this machine")),
+    ],
+)
+def test_memory_is_the_machines_or_less_in_a_cgroup(
+    of_process: str, files: dict[str, str], expected: tuple[int, str], tmp_path: Path
+) -> None:
+    counted(tmp_path, of_process, files)
+    assert available_memory(tmp_path / "of_process", tmp_path / "mounted") == expected
+
+
+def test_more_memory_than_there_is_ends_the_start_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["serve", str(tmp_path / "no_such_repository"), "--cache", str(tmp_path / "cache")]
+    for flag in ("--memory", "--process-memory"):
+        assert main([*command, flag, "900TiB"]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert (
+            f"cohabit: {flag}: 921600.00 GiB is more than the {format_bytes(available_memory()[0])} of RAM" in said
+        )
+        assert said.endswith(
+            "give less, or a share of the weights such as 25%" if flag == "--memory" else "give less"
+        )
+
+
+def test_a_cache_that_cannot_be_written_ends_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    command = ["serve", str(tmp_path / "no_such_repository"), "--memory", "1MiB", "--cache", str(file / "cache")]
+    assert main(command) == 2
+    assert f"cohabit: --cache: {file}/cache cannot be written: Not a directory" in capsys.readouterr().err
+
+
+def test_more_threads_than_cpus_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings(threads: int | None, lanes: int) -> list[logging.LogRecord]:
+        caplog.clear()
+        size = FixedSize(1 << 20)
+        config = ServeConfig(Path("models"), size, cache=tmp_path, threads=threads, compute_lanes=lanes)
+        refuse_impossible(config, {"memory": "--memory", "cache": "--cache"})
+        return caplog.records
+
+    cpus = available_cpus()
+    assert warnings(None, 1) == warnings(cpus, 1) == []
+    (record,) = warnings(cpus, 2)
+    assert "--threads" in record.getMessage()
+    assert record.fields == {"threads": cpus, "compute_lanes": 2, "cpus": cpus}  # type: ignore[attr-defined]
+
+
+def test_no_time_is_estimated_from_a_small_model_alone() -> None:
+    now_s = 0.0
+    sizes = {"small": 1, "large": 600, "larger": 1000}
+    sources = {
+        name: ModelSource(name, 1, Path(name), state=FileState(0, nbytes, 0)) for name, nbytes in sizes.items()
+    }
+    progress = _TimeLeft(list(sources.values()), lambda: now_s)
+    now_s = 1.0
+    assert progress.left == ""
+    progress.done(sources["small"])
+    assert progress.left == ", 1 of 3 done"
+    now_s = 6.0
+    progress.done(sources["large"])
+    assert progress.left == ", 2 of 3 done, about 10 s left"

@@ -142,6 +142,13 @@ def test_log_frequency_writes_while_the_server_runs(traced: tuple[Running, Path]
     assert json.loads(path.read_bytes() + b"]")  # not ended yet, which Perfetto does not mind
 
 
+def test_a_single_trace_is_in_the_file_while_the_server_runs(traced: tuple[Running, Path]) -> None:
+    handle, path = traced
+    assert infer(handle, "id", {"inputs": [x()]}).status == 200
+    eventually(lambda: b"encode" in path.read_bytes())
+    assert json.loads(path.read_bytes() + b"]")
+
+
 def test_http_passes_the_callers_trace_on() -> None:
     with running(serving(*standard())) as own:
         answer = infer(own, "id", {"inputs": [x()]}, {"traceparent": HEADER})

@@ -64,8 +64,12 @@ def _load(options: argparse.Namespace, out: Console) -> int:
 
 
 def _unload(options: argparse.Namespace, out: Console) -> int:
+    server = _server(options)
+    known = {entry["name"] for entry in server.index()}
+    if unknown := [model for model in options.models if model not in known]:
+        raise RemoteError(f"{server.url} has no model '{unknown[0]}'; its models are {', '.join(sorted(known))}")
     for model in options.models:
-        _server(options).unload(model)
+        server.unload(model)
         _done(options, out, "unloaded", model)
     return 0
 
