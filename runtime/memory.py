@@ -36,6 +36,10 @@ class DeviceArena(Protocol[Destination_co]):
         """Return a dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
         ...
 
+    def over(self, flat: torch.Tensor) -> Destination_co:
+        """Return the bytes of a flat tensor that lies elsewhere on the device, for a copy to fill while it exists."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -81,6 +85,10 @@ class HostStore(Protocol[Destination_contra]):
 
     def copy(self, segment: int, destination: Destination_contra) -> Copy:
         """Prepare to fill the destination from a segment's first byte on. The returned call makes the copy."""
+        ...
+
+    def pinned(self, segment: int) -> torch.Tensor | None:
+        """Return a segment in pinned memory, for copies that the device issues; None where `copy` makes the copies."""
         ...
 
     def table(self, name: str) -> torch.Tensor:

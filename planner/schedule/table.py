@@ -184,6 +184,8 @@ def with_waits(
             need[COMPUTE], need[SWAP_OUT] = after[i] + 1, saved[x]
             counted[x] = offset[i] < 0
             more = g.nbytes[x] if counted[x] else 0
+            if counted[x]:  # it returns to the storage that it left
+                _merge(need, used[x])
         else:
             _merge(need, arrived[x])
             need[COMPUTE] = max(need[COMPUTE], after[i] + 1)

@@ -3,13 +3,13 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from cohabit.planner.check import check
-from cohabit.planner.graph import Graph
-from cohabit.planner.plan import Compute, Plan
+from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.calls import Call, bind_with_store, static_value, weight_at
 from cohabit.runtime.binding.draft import Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
@@ -17,7 +17,7 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import Destination, DeviceArena, HostStore
-from cohabit.runtime.offload.activation import OffloadedActivation
+from cohabit.runtime.offload.storage import OffloadedTensor, ParameterSource
 
 
 def draft(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Draft:
@@ -26,7 +26,7 @@ def draft(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.d
     bucket = buckets.get(plan.graph, lowered.buckets[0])
     graph = lowered.graphs[bucket]
     check(graph, profile, plan)
-    require_supported(graph, plan)
+    _require_unpacked(lowered, plan)
     return Drafter(graph, lowered.traces[bucket], lowered.manifest, plan, device).draft(profile)
 
 
@@ -40,25 +40,25 @@ def build(
 ) -> Program:
     """Check a plan and bind it. Raises what `draft` raises, and MemoryExceeded."""
     drafted = draft(lowered, plan, profile, arena.device)
+    of_tensor = _offloaded(drafted, arena, store)
+    offloaded = tuple(of_tensor.values())
     statics: list[Any] = []
     for static in drafted.statics:
-        if isinstance(static, StaticWeight):
-            statics.append(weight_at(arena, bases.offset(static.segment), static.piece))
-        else:
+        if not isinstance(static, StaticWeight):
             statics.append(static_value(static.template, _values(static.statics, statics)))
-    buffers = store.spill_buffers([s.nbytes for s in drafted.spills]) if drafted.spills else []
-    offloaded = tuple(OffloadedActivation(s, b) for s, b in zip(drafted.spills, buffers, strict=True))
-    of_tensor = {a.spill.tensor: a for a in offloaded}
+        elif static.address is None:
+            statics.append(of_tensor[static.segment].view(static.piece))
+        else:
+            statics.append(weight_at(arena, bases.offset(static.address), static.piece))
     after = _calls_after(offloaded)
 
     def bound(calls: Sequence[DraftCall]) -> tuple[Call, ...]:
         return tuple(bind_with_store(c.template, _values(c.statics, statics), c.frees, store) for c in calls)
 
     def swap(step: SwapStep) -> SwapStep:
-        activation = of_tensor.get(step.tensor)
-        if activation is not None:
-            copy = activation.restore if step.lane == "swap_in" else activation.save
-            return replace(step, copy=copy, activation=activation)
+        tensor = of_tensor.get(step.tensor)
+        if tensor is not None:
+            return replace(step, copy=tensor.restore if step.lane == "swap_in" else tensor.save, offloaded=tensor)
         assert step.address is not None
         offset = bases.offset(step.address)
         return replace(step, offset=offset, copy=store.copy(step.tensor, arena.bytes(offset, step.nbytes)))
@@ -77,26 +77,45 @@ def build(
     )
 
 
-def require_supported(graph: Graph, plan: Plan) -> None:
-    """Refuse unsupported plans: each op is computed once, and parameters have addresses."""
-    computes = [s for s in plan.steps if isinstance(s, Compute)]
-    if len({s.op for s in computes}) < len(computes):
-        raise UnsupportedPlan(f"{graph.name}: the plan computes an op again, which this runtime does not do")
-    if plan.memory.counted:
-        raise UnsupportedPlan(f"{graph.name}: the plan has one budget for everything; plan with a partition")
+def _require_unpacked(lowered: Lowered, plan: Plan) -> None:
+    """Refuse to count parameters that are packed: a kernel's layout is made for one address."""
+    packed = [p.name for s in lowered.manifest.segments for p in s.pieces if p.layout is not None]
+    if plan.memory.counted and packed:
+        raise UnsupportedPlan(
+            f"{lowered.name}: the plan counts all bytes of one budget, but weights such as {packed[0]} are packed;"
+            " lower the model without packed weights"
+        )
+
+
+def _offloaded(
+    drafted: Draft, arena: DeviceArena[Destination], store: HostStore[Destination]
+) -> dict[int, OffloadedTensor]:
+    """Return the tensors that leave memory, with the buffers or the store's bytes that they are filled from."""
+    spilled = [s for s in drafted.spills if not s.is_parameter]
+    buffers = iter(store.spill_buffers([s.nbytes for s in spilled]) if spilled else [])
+    return {
+        s.tensor: OffloadedTensor(
+            s, ParameterSource(store, s.tensor, arena) if s.is_parameter else next(buffers), arena.device
+        )
+        for s in drafted.spills
+    }
 
 
 def _values(static_slots: Statics, statics: Sequence[Any]) -> dict[int, Any]:
     return {slot: statics[index] for slot, index in static_slots}
 
 
-def _calls_after(offloaded: Sequence[OffloadedActivation]) -> dict[int, list[Call]]:
-    """Return what is done with spilled activations after each compute step."""
+def _calls_after(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
+    """Return what is done with offloaded tensors after each compute step: those that it makes first."""
     after: dict[int, list[Call]] = defaultdict(list)
-    for activation in offloaded:
-        after[activation.spill.maker].append(activation.begin)
-    for activation in offloaded:
-        for interval in activation.spill.intervals:
-            call = activation.forget if interval.is_last else activation.release
-            after[interval.last_use].append(call)
+    for tensor in offloaded:
+        for n, interval in enumerate(tensor.spill.intervals):
+            if interval.maker is not None:
+                after[interval.maker].append(partial(tensor.begin, n))
+    for tensor in offloaded:
+        for interval in tensor.spill.intervals:
+            if interval.leaves:
+                after[interval.last_use].append(tensor.release)
+            elif interval.last_use >= 0:
+                after[interval.last_use].append(tensor.forget)
     return after

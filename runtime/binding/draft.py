@@ -16,8 +16,8 @@ from cohabit.runtime.binding.calls import CallTemplate, template_of
 from cohabit.runtime.lowering.trace import Instruction, Trace
 from cohabit.runtime.lowering.weights import Manifest, Piece
 from cohabit.runtime.memory import Copy
-from cohabit.runtime.offload.activation import OffloadedActivation
 from cohabit.runtime.offload.spills import Spill, spills_of
+from cohabit.runtime.offload.storage import OffloadedTensor
 
 C = TypeVar("C")
 D = TypeVar("D")
@@ -32,10 +32,11 @@ PendingCall = tuple[Instruction, Statics]
 
 @dataclass(frozen=True, slots=True)
 class StaticWeight:
-    """A parameter, with the address of its segment."""
+    """A parameter of a segment, with the segment's address; None where it is counted."""
 
     piece: Piece
-    segment: Address
+    segment: int
+    address: Address | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class SwapStep:
     """A copy on one of the swap lanes.
 
     A swap-in goes to `offset`, which counts from the region's start in a draft and from the arena's start in a program,
-    or, where `activation` is set, to wherever the allocator puts that activation.
+    or, where `offloaded` is set, to wherever the allocator puts that tensor.
     """
 
     lane: Literal["swap_in", "swap_out"]
@@ -90,7 +91,7 @@ class SwapStep:
     """The plan's, of a parameter."""
     offset: int = 0
     copy: Copy = _not_bound
-    activation: OffloadedActivation | None = None
+    offloaded: OffloadedTensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -134,7 +135,10 @@ class Drafter:
         self.numbers = [i for i in trace.instructions if i.out in trace.numbers]
         self.statics = _StaticValues(trace, manifest, device)
         self.made: set[int] = set()
-        self.addresses = {p.tensor: p.address for p in plan.residents if p.address is not None}
+        """Slots of views whose value is current."""
+        self.computed: set[int] = set()
+        """Ops that have been computed so far."""
+        self.addresses: dict[int, Address | None] = {p.tensor: p.address for p in plan.residents}
         self.unread = set(self.addresses)
         self.computes: list[ComputeStep[PendingCall]] = []
         self.swap_ins: list[SwapStep] = []
@@ -146,7 +150,7 @@ class Drafter:
     def draft(self, profile: Profile | None) -> Draft:
         final_calls, constants = self._walk()
         initial = {p.tensor for p in self.plan.residents}
-        frees = _frees([*(c.calls for c in self.computes), final_calls], self.trace.output_slots)
+        frees = iter(_frees([*(c.calls for c in self.computes), final_calls], self.trace.output_slots))
         return Draft(
             graph=self.graph,
             trace=self.trace,
@@ -154,7 +158,7 @@ class Drafter:
             profile=profile,
             device=self.device,
             statics=tuple(self.statics.values),
-            computes=tuple(c.with_calls(self._calls(c.calls, frees)) for c in self.computes),
+            computes=tuple(c.with_calls(self._calls(c.calls, next(frees))) for c in self.computes),
             swap_ins=tuple(self.swap_ins),
             swap_outs=tuple(self.swap_outs),
             spills=tuple(self.spills.values()),
@@ -162,7 +166,7 @@ class Drafter:
                 SwapStep("swap_in", -1, p.tensor, self._nbytes(p.tensor), 0, address=p.address)
                 for p in self.plan.residents
             ),
-            final_calls=self._calls(final_calls, {}),
+            final_calls=self._calls(final_calls, [()] * len(final_calls)),
             constants=constants,
             epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
             restored={s.tensor: i for i, s in enumerate(self.swap_ins) if s.tensor in initial},
@@ -195,8 +199,7 @@ class Drafter:
         address: Address | None = None
         if step.tensor in self.spills:  # it returns to the storage that it left, whose users must have finished
             computes = max(computes, 1 + self.spills[step.tensor].last_use_before(len(self.computes)))
-        else:
-            assert step.address is not None, "only activations of a plan with a partition are counted"
+        if self.graph.tensors[step.tensor].is_weight:
             address = self.addresses[step.tensor] = step.address
         self.position[index] = len(self.swap_ins)
         nbytes = self._nbytes(step.tensor)
@@ -214,7 +217,11 @@ class Drafter:
         # Sizes come first: read later, the input that has them would be in memory for longer than the plan says.
         numbers = [] if self.computes else self.numbers
         self.made.update(i.out for i in numbers)
-        calls = self._pending([*numbers, *self._needed_by(self.op_instructions[step.op])])
+        instruction = self.op_instructions[step.op]
+        calls = self._pending([*numbers, *self._needed_by(instruction)])
+        if step.op in self.computed:  # its result is a new one, of which views have to be made anew
+            self.made -= self._views_of(instruction.out)
+        self.computed.add(step.op)
         first = self.unread.intersection(self.graph.ops[step.op].reads)
         self.unread -= first
         self.computes.append(ComputeStep(index, calls, swap_ins, swap_outs, tuple(sorted(first))))
@@ -226,10 +233,10 @@ class Drafter:
         """Return how many steps of another lane must have finished; lanes run in order."""
         return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
 
-    def _calls(self, pending: Iterable[PendingCall], frees: Mapping[int, tuple[int, ...]]) -> tuple[DraftCall, ...]:
+    def _calls(self, pending: Iterable[PendingCall], frees: Iterable[tuple[int, ...]]) -> tuple[DraftCall, ...]:
         return tuple(
-            DraftCall(template_of(instruction, self.device), statics, frees.get(id(instruction), ()))
-            for instruction, statics in pending
+            DraftCall(template_of(instruction, self.device), statics, freed)
+            for (instruction, statics), freed in zip(pending, frees, strict=True)
         )
 
     def _nbytes(self, tensor: int) -> int:
@@ -253,6 +260,14 @@ class Drafter:
         if instruction.op is not None:
             needed.append(instruction)
         return needed
+
+    def _views_of(self, slot: int) -> set[int]:
+        """Return the slots of the views that are made of a slot's value."""
+        found = {slot}
+        for view in self.views.values():  # in the order in which they can be made
+            if not found.isdisjoint(view.reads):
+                found.add(view.out)
+        return found - {slot}
 
     def _final_views(self) -> list[Instruction]:
         """Return the views that are outputs and belong to no op."""
@@ -278,16 +293,16 @@ class _StaticValues:
         for i in trace.instructions:
             if i.op is None and i.reads and all(r in self._segments for r in i.reads):
                 self._segments[i.out] = frozenset().union(*(self._segments[r] for r in i.reads))
-        self._known: dict[tuple[int, tuple[Address, ...]], int] = {}
+        self._known: dict[tuple[int, tuple[Address | None, ...]], int] = {}
 
     def has(self, slot: int) -> bool:
         return slot in self._segments
 
-    def of(self, slots: Iterable[int], addresses: Mapping[int, Address]) -> Statics:
+    def of(self, slots: Iterable[int], addresses: Mapping[int, Address | None]) -> Statics:
         """Return those of some slots that are static, with segments at these addresses."""
         return tuple((slot, self._index(slot, addresses)) for slot in slots if slot in self._segments)
 
-    def _index(self, slot: int, addresses: Mapping[int, Address]) -> int:
+    def _index(self, slot: int, addresses: Mapping[int, Address | None]) -> int:
         key = (slot, tuple(addresses[s] for s in sorted(self._segments[slot])))
         if key not in self._known:
             value = self._make(slot, addresses)
@@ -295,22 +310,28 @@ class _StaticValues:
             self.values.append(value)
         return self._known[key]
 
-    def _make(self, slot: int, addresses: Mapping[int, Address]) -> StaticWeight | DraftCall:
+    def _make(self, slot: int, addresses: Mapping[int, Address | None]) -> StaticWeight | DraftCall:
         if slot in self._weights:
             segment, piece = self._pieces[self._weights[slot]]
-            return StaticWeight(piece, addresses[segment])
+            return StaticWeight(piece, segment, addresses[segment])
         view = self._views[slot]
         return DraftCall(template_of(view, self._device), self.of(view.reads, addresses), ())
 
 
-def _frees(steps: Sequence[Sequence[PendingCall]], kept: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return the slots that each instruction (by identity) is the last to use, in the plan's order of ops."""
-    last: dict[int, Instruction] = {}
-    for step in steps:
-        for instruction, _ in step:
-            last.update(dict.fromkeys((instruction.out, *instruction.reads), instruction))
-    frees: dict[int, list[int]] = {}
-    for slot, instruction in last.items():
-        if slot not in kept:
-            frees.setdefault(id(instruction), []).append(slot)
-    return {key: tuple(slots) for key, slots in frees.items()}
+def _frees(steps: Sequence[Sequence[PendingCall]], kept: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Return the slots whose values each call is the last to use, in the plan's order of ops.
+
+    An op that is computed again gives its slot a new value; the one before has been used for the last time by then.
+    """
+    value = dict[int, int]()  # how often each slot has been given one
+    last: dict[tuple[int, int], tuple[int, int]] = {}
+    for n, step in enumerate(steps):
+        for m, (instruction, _) in enumerate(step):
+            last.update(((slot, value.get(slot, 0)), (n, m)) for slot in instruction.reads)
+            value[instruction.out] = value.get(instruction.out, 0) + 1
+            last[instruction.out, value[instruction.out]] = (n, m)
+    frees: list[list[list[int]]] = [[[] for _ in step] for step in steps]
+    for (slot, number), (n, m) in last.items():
+        if slot not in kept or number < value.get(slot, 0):
+            frees[n][m].append(slot)
+    return [[tuple(slots) for slots in step] for step in frees]

@@ -11,7 +11,7 @@ from cohabit.planner.plan import Address, Plan
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep, Draft, SwapStep
-from cohabit.runtime.offload.activation import OffloadedActivation
+from cohabit.runtime.offload.storage import OffloadedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Program:
     computes: tuple[ComputeStep[Call], ...]
     swap_ins: tuple[SwapStep, ...]
     swap_outs: tuple[SwapStep, ...]
-    offloaded: tuple[OffloadedActivation, ...]
+    offloaded: tuple[OffloadedTensor, ...]
     residents: tuple[SwapStep, ...]
     """Copies that put the initial residents in place."""
     final_calls: tuple[Call, ...]
@@ -83,7 +83,7 @@ class Program:
     """Whether the CPU's compute lane makes the copies itself, right before the op that reads them."""
 
     def __post_init__(self) -> None:
-        inline = bool(self.computes) and not self.swap_outs and self._copies_are_short()
+        inline = bool(self.computes) and not self.offloaded and self._copies_are_short()
         object.__setattr__(self, "copies_inline", inline)
         joined = stretches(self.computes, (*self.swap_ins, *self.swap_outs))
         object.__setattr__(self, "stretches", tuple(joined))
@@ -120,8 +120,8 @@ class Program:
 
     @property
     def last_return(self) -> int:
-        """How many swap-ins there are up to the last that brings an activation back."""
-        return max((i + 1 for i, s in enumerate(self.swap_ins) if s.activation is not None), default=0)
+        """How many swap-ins there are up to the last that fills an offloaded tensor."""
+        return max((i + 1 for i, s in enumerate(self.swap_ins) if s.offloaded is not None), default=0)
 
     def new_frame(self) -> list[Any]:
         """Return an empty frame for one run."""

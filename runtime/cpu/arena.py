@@ -1,5 +1,6 @@
 """The arena: all device memory that parameters may use, taken once."""
 
+import ctypes
 import math
 import mmap
 from contextlib import suppress
@@ -36,6 +37,10 @@ class CpuArena:
         """The given bytes as a writable array. Raises MemoryExceeded outside of the arena."""
         require_inside(self, offset, nbytes)
         return np.frombuffer(self._map, np.uint8, count=nbytes, offset=offset)
+
+    def over(self, flat: torch.Tensor) -> Bytes:
+        """A flat tensor's bytes as an array. Its own `numpy` would forbid its storage to be resized."""
+        return np.ctypeslib.as_array((ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr()))
 
     def tensor(
         self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]

@@ -87,6 +87,8 @@ class CpuExecutor:
         `follow` gets a recording of the copies. Raises DeviceError if the store cannot be read.
         """
         self._restored.pop(program.name, None)
+        for tensor in program.offloaded:
+            tensor.reset()
         recording = None if follow is None else Recording(program)
         run = self._new_run(recording)
         self._swap_in.submit(run, program.residents)
@@ -119,8 +121,8 @@ class CpuExecutor:
 
     def release(self, program: Program) -> None:
         """Release a program's spill buffers."""
-        for activation in program.offloaded:
-            activation.close()
+        for tensor in program.offloaded:
+            tensor.close()
 
     def capture(self, program: Program) -> Capture | None:
         """A CPU has no graphs."""
@@ -150,6 +152,8 @@ class CpuExecutor:
         frame = program.new_frame()
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
+        for offloaded in program.offloaded:
+            offloaded.start(frame)
         restored = self._restored.get(program.name)
         self._submit(program, run)
         try:
@@ -171,7 +175,7 @@ class CpuExecutor:
             self._swap_in.submit(run, program.swap_ins[self._swap_in.submitted - run.swap_in_base :])
             self._computes.advance(run.compute_base + len(program.computes))
             if program.offloaded:
-                self._forget_activations(program, run)
+                self._settle_offloaded(program, run)
             if follow is not None and recording is not None:
                 run.hand_over = partial(follow, recording)
                 self._swap_in.finish(run)
@@ -196,12 +200,12 @@ class CpuExecutor:
             tickets = {tensor: run.swap_in_ticket(index + 1) for tensor, index in program.draft.restored.items()}
             self._restored[program.name] = _Restored(run, tickets)
 
-    def _forget_activations(self, program: Program, run: LaneRun) -> None:
-        """Wait until no lane uses spilled activations any more, and drop them, also after a failure."""
+    def _settle_offloaded(self, program: Program, run: LaneRun) -> None:
+        """Wait until no lane uses offloaded tensors any more, and drop activations, also after a failure."""
         self._swap_out.done.wait(run.swap_out_ticket(len(program.swap_outs)))
         self._swap_in.done.wait(run.swap_in_ticket(program.last_return))
-        for activation in program.offloaded:
-            activation.forget()
+        for tensor in program.offloaded:
+            tensor.forget()
 
     def _compute(
         self,

@@ -27,6 +27,10 @@ class CudaArena:
         require_inside(self, offset, nbytes)
         return self._bytes[offset : offset + nbytes]
 
+    def over(self, flat: torch.Tensor) -> torch.Tensor:
+        """The flat tensor itself."""
+        return flat
+
     def tensor(
         self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:

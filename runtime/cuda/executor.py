@@ -87,10 +87,14 @@ class CudaExecutor:
         too little memory.
         """
         start = time.perf_counter()
-        self._load_residents(program)
+        is_counted = program.plan.memory.counted
+        if not is_counted:
+            self._load_residents(program)
         if program.admission.pool is None:
             with self._shared.exclusive:
                 self._admit(program)
+        elif is_counted:
+            self._load_counted(program)
         return time.perf_counter() - start
 
     def load_in_pieces(self, programs: Sequence[CudaProgram]) -> Iterator[None]:
@@ -107,6 +111,27 @@ class CudaExecutor:
             self._transfers.take(program.name)
             self._driver.synchronize(transfer.event)
             _raise_if_failed(program, transfer)
+            self._stale.discard(program.name)
+
+    def _load_counted(self, program: CudaProgram) -> None:
+        """Bring the residents of a program without addresses, which lie in its pool."""
+        driver, streams = self._driver, self._streams
+        with self._faults(program), self._shared.exclusive:
+            self._adopt()
+            residents = [step.offloaded for step in program.residents if step.offloaded is not None]
+            made, loaded = driver.event(), driver.event()
+            with driver.allocating(program.pool), driver.on(streams.compute):
+                for tensor in program.offloaded:
+                    driver.launch(tensor.reset)
+                for tensor in residents:
+                    driver.launch(tensor.refill)
+                driver.record(made)
+            with driver.on(streams.swap_in):
+                driver.wait(made)
+                for tensor in residents:
+                    driver.carry(tensor.copy_back)
+                driver.record(loaded)
+            driver.synchronize(loaded)
             self._stale.discard(program.name)
 
     def settle(self) -> None:
@@ -206,7 +231,9 @@ class CudaExecutor:
         """
         refused: MemoryExceeded | None = None
         waste = min((op.scratch_bytes for op in program.graph.ops), default=0)  # measuring adds it to every op
-        pools = fitting_pools(self._streams, program.graph, program.plan.steps, program.pool_memory, waste)
+        plan = program.plan
+        residents = [p.tensor for p in plan.residents if p.address is None]
+        pools = fitting_pools(self._streams, program.graph, plan.steps, program.pool_memory, waste, residents)
         while program.admission.pool is None:
             try:
                 pool = next(pools)
@@ -214,8 +241,12 @@ class CudaExecutor:
                 raise refused or error from None
             program.admission.pool = pool
             try:
+                if program.plan.memory.counted:
+                    self._load_counted(program)
                 self._first_run(program)
             except CohabitError as error:
+                for tensor in program.offloaded:
+                    tensor.reset()
                 program.admission.pool = None
                 pool.close()
                 if not isinstance(error, MemoryExceeded):
@@ -240,7 +271,7 @@ class CudaExecutor:
         finally:
             _raise_if_refused(program)
         self.settle()
-        if program.pool.held_bytes:
+        if program.pool.held_bytes and not program.plan.memory.counted:
             raise DeviceError(
                 f"{program.graph.name}: {format_bytes(program.pool.held_bytes)} of its workspace stay taken by a"
                 " library after an inference; what a library keeps must not lie there"

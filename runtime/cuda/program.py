@@ -15,11 +15,11 @@ from cohabit.runtime.cuda.buffers import Buffers
 from cohabit.runtime.cuda.issue import Perform
 from cohabit.runtime.cuda.schedule import Copy, Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
+from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
-from cohabit.runtime.lowering.trace import Trace
 from cohabit.runtime.memory import DeviceArena, HostStore
-from cohabit.runtime.offload.activation import OffloadedActivation
+from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.shared_region.region import FetchPlan
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
@@ -69,6 +69,8 @@ class CudaProgram(Program):
     def begin(self, frame: Frame) -> None:
         """Copy the inputs in."""
         self.buffers.upload(frame, self.input_slots, self.device)
+        for tensor in self.offloaded:
+            tensor.start(frame)
 
     def compute(self, index: int, frame: Frame) -> None:
         """Run one op's kernels."""
@@ -85,13 +87,14 @@ class CudaProgram(Program):
 
     def forget(self) -> None:
         """Drop the activations that a failed inference has left."""
-        for activation in self.offloaded:
-            activation.forget()
+        for tensor in self.offloaded:
+            tensor.forget()
 
     def close(self) -> None:
         """Release graph, pool, buffers and spill buffers. Nothing may be in progress."""
-        for activation in self.offloaded:
-            activation.close()
+        for tensor in self.offloaded:
+            tensor.reset()
+            tensor.close()
         admission = self.admission
         if admission.graph is not None:
             admission.graph.close()
@@ -112,9 +115,9 @@ class CudaProgram(Program):
                 case Copy():
                     self.copies[command]()
                 case Save(index):
-                    driver.carry(_activation(self.swap_outs[index].activation).copy_out)
+                    driver.carry(_offloaded(self.swap_outs[index].offloaded).copy_out)
                 case Return(index):
-                    driver.carry(_activation(self.swap_ins[index].activation).copy_back)
+                    driver.carry(_offloaded(self.swap_ins[index].offloaded).copy_back)
                 case Empty(index):
                     driver.launch(self.offloaded[index].empty)
                 case Refill(index):
@@ -123,9 +126,9 @@ class CudaProgram(Program):
         return perform
 
 
-def _activation(activation: OffloadedActivation | None) -> OffloadedActivation:
-    assert activation is not None, "a copy of a parameter"
-    return activation
+def _offloaded(tensor: OffloadedTensor | None) -> OffloadedTensor:
+    assert tensor is not None, "a copy to the arena"
+    return tensor
 
 
 class CudaRelocatableModel(RelocatableModel):
@@ -175,6 +178,8 @@ def prepare(
 
     Raises UnsupportedPlan, and MemoryExceeded for its buffers.
     """
+    if program.plan.memory.counted and store.staged:
+        raise UnsupportedPlan(f"{program.name}: one budget for everything needs parameters in pinned memory")
     scheduled = schedule(program, join=not store.staged)
     own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
     return CudaProgram(
@@ -191,7 +196,7 @@ def prepare(
         ),
         pool_memory=arena.bytes(bases.workspace, _pool_bytes(program.plan)),
         examples=lambda: lowered.examples(program.bucket),
-        admission=AdmissionState(refused=_obstacle(lowered.traces[program.bucket], staged=store.staged)),
+        admission=AdmissionState(refused=_obstacle(program, staged=store.staged)),
         device=arena.device,
         staged=store.staged,
         compute_s=None if profile is None else profile.compute_s,
@@ -206,11 +211,13 @@ def _pool_bytes(plan: Plan) -> int:
     return (plan.memory.workspace_bytes if lowest is None else lowest) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
-def _obstacle(trace: Trace, *, staged: bool) -> str | None:
+def _obstacle(program: Program, *, staged: bool) -> str | None:
     """Return why a program cannot be captured, as far as its trace shows; else None."""
+    if program.plan.memory.counted:
+        return _RELOCATED
     if staged:
         return "its parameters are not pinned: copies pass through the staging ring, which the host fills"
-    for instruction in trace.instructions:
+    for instruction in program.draft.trace.instructions:
         if isinstance(instruction.target, HigherOrderOperator):
             return f"op {instruction.name} chooses what to run by values"
         if getattr(instruction.target, "_opname", "") in _READS_ON_HOST:

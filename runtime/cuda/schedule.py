@@ -56,21 +56,21 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """`program.offloaded[activation]` releases its bytes: its copy out has ended."""
+    """`program.offloaded[tensor]` releases its bytes: its copy out has ended."""
 
-    activation: int
+    tensor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """`program.offloaded[activation]` allocates bytes again."""
+    """`program.offloaded[tensor]` allocates bytes again."""
 
-    activation: int
+    tensor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The copy of `program.swap_ins[index]`, an activation's."""
+    """The copy of `program.swap_ins[index]`, an offloaded tensor's."""
 
     index: int
 
@@ -123,10 +123,11 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
     needed = max((c.swap_ins_before for c in program.computes), default=0)
     if program.constants:
         needed = max(needed, program.epilogue)
+    needed = max(needed, program.last_return)
     return IssueSchedule(
         commands=_commands(program, needed, most_bytes),
         epilogue=joined(program.swap_ins[needed:], needed, most_bytes),
-        residents=joined(program.residents, 0, most_bytes),
+        residents=joined([step for step in program.residents if step.offloaded is None], 0, most_bytes),
     )
 
 
@@ -215,7 +216,7 @@ def _placed(program: Program, end: int, most_bytes: int) -> Iterator[_Placed]:
         yield change
     latest = 0
     for first, part in _parts(program.swap_ins[:end]):
-        if part[0].activation is not None:
+        if part[0].offloaded is not None:
             at = part[0].step
             yield _Placed(at, "swap_in", Return(first), {"compute": refilled[at]}, (first + 1, 0))
             continue
@@ -231,9 +232,9 @@ def _placed(program: Program, end: int, most_bytes: int) -> Iterator[_Placed]:
 
 
 def _parts(swap_ins: Sequence[SwapStep]) -> Iterator[tuple[int, Sequence[SwapStep]]]:
-    """Runs of parameters, and activations one by one, each with the index of its first."""
+    """Runs of copies to the arena, and those of offloaded tensors one by one, each with the index of its first."""
     start = 0
-    for comes_back, part in groupby(swap_ins, key=lambda s: s.activation is not None):
+    for comes_back, part in groupby(swap_ins, key=lambda s: s.offloaded is not None):
         steps = list(part)
         if comes_back:
             yield from ((start + n, [step]) for n, step in enumerate(steps))
@@ -243,14 +244,14 @@ def _parts(swap_ins: Sequence[SwapStep]) -> Iterator[tuple[int, Sequence[SwapSte
 
 
 def _changes(program: Program) -> Iterator[_Placed]:
-    """Yield what activations release and allocate, at their drops and swap-ins in the plan.
+    """Yield what offloaded tensors release and allocate, at their drops and swap-ins in the plan.
 
     Bytes are released when the copy out has ended. The copy that fills allocated bytes waits for the compute stream to
     get there: everything that used them before was issued to it earlier.
     """
     number = {t.spill.tensor: n for n, t in enumerate(program.offloaded)}
     saved = dict.fromkeys(number, 0)
-    left = {t.spill.tensor: len(t.spill.intervals) - 1 for t in program.offloaded}
+    leaves = {t.spill.tensor: iter([i.leaves for i in t.spill.intervals]) for t in program.offloaded}
     outs = {s.step: n + 1 for n, s in enumerate(program.swap_outs)}
     ended: _Ended = _NOTHING
     for index, step in enumerate(program.plan.steps if number else ()):
@@ -261,8 +262,7 @@ def _changes(program: Program) -> Iterator[_Placed]:
         elif isinstance(step, SwapIn) and step.tensor in number:
             ended = (ended[0], ended[1] + 1)
             yield _Placed(index, "compute", Refill(number[step.tensor]), {}, ended)
-        elif isinstance(step, Drop) and left.get(step.tensor, 0):
-            left[step.tensor] -= 1
+        elif isinstance(step, Drop) and step.tensor in number and next(leaves[step.tensor]):
             ended = (ended[0], ended[1] + 1)
             needs: dict[Lane, _Ended] = {"swap_out": (saved[step.tensor], 0)}
             yield _Placed(index, "compute", Empty(number[step.tensor]), needs, ended)

@@ -91,6 +91,10 @@ class PinnedStore:
         source = self._region[offset : offset + destination.nbytes]
         return lambda: self._driver.copy(destination, source)
 
+    def pinned(self, segment: int) -> torch.Tensor:
+        s = self._manifest.segments[segment]
+        return self._region[s.offset : s.offset + s.nbytes]
+
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)
         return self._driver.mapped(table_view(self._host, table, table.offset))
@@ -196,6 +200,9 @@ class StagedStore:
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
         return lambda: self._ring.pass_through(self._source, segment, destination)
+
+    def pinned(self, segment: int) -> torch.Tensor | None:
+        return None
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)

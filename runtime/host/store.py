@@ -52,6 +52,9 @@ class RamStore:
         source = self._bytes[s.offset : s.offset + min(s.nbytes, destination.nbytes)]
         return lambda: np.copyto(destination, source)
 
+    def pinned(self, segment: int) -> torch.Tensor | None:
+        return None
+
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)
         return table_view(self._bytes, table, table.offset)
@@ -122,6 +125,9 @@ class FileStore:
 
     def _is_changed(self) -> bool:
         return self._current_state() != self._state
+
+    def pinned(self, segment: int) -> torch.Tensor | None:
+        return None
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)
@@ -237,6 +243,9 @@ class LimitedStore:
         link = self._link(self._links.to_device)
         copy = self._store.copy(segment, destination)
         return lambda: link.carry(copy, destination.nbytes)
+
+    def pinned(self, segment: int) -> torch.Tensor | None:
+        return None
 
     def table(self, name: str) -> torch.Tensor:
         return self._store.table(name)

@@ -1,6 +1,6 @@
-"""Spills of a plan: which activations leave memory, when each is in memory, and which op's result it is.
+"""Which tensors leave memory in a plan, and when each is there.
 
-An activation is in memory from the op that makes it, or from a swap-in, to its drop: an *interval*.
+A tensor is in memory from the op that makes it, from a swap-in, or from the start, to its drop: an *interval*.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cohabit.planner.graph import Graph
-from cohabit.planner.lifetimes import LiveRange, live_ranges
+from cohabit.planner.lifetimes import START, LiveRange, live_ranges
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.trace import Trace
@@ -18,45 +18,57 @@ from cohabit.runtime.lowering.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class SpillInterval:
-    """One time in memory. `last_use` counts compute steps of the plan from 0."""
+    """One time in memory. Compute steps of the plan are counted from 0."""
 
+    maker: int | None
+    """The compute step that makes the tensor; None where it is swapped in, or there at the start."""
     last_use: int
+    """The last compute step that uses it; -1 where none does."""
     swap_outs: int
-    is_last: bool
-    """No swap-in follows."""
+    leaves: bool
+    """Whether its storage is emptied at the end, for a swap-in to fill it again. Otherwise the tensor stays, or its
+    storage goes with the last of its users."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """One activation that a plan swaps out."""
+    """One tensor that leaves memory: an activation or an input that is swapped out, or a counted parameter."""
 
     tensor: int
     nbytes: int
-    maker: int
-    """The compute step that makes it, counted from 0."""
-    slot: int
-    """The frame's slot for that op's result."""
+    slot: int | None
+    """The frame's slot for the result that has the tensor's storage, or for the input; None for a parameter."""
     leaf: int
-    """Which tensor of that result has the activation's storage."""
+    """Which tensor of that result it is."""
+    at_start: bool
     intervals: tuple[SpillInterval, ...]
 
+    @property
+    def is_parameter(self) -> bool:
+        return self.slot is None
+
     def last_use_before(self, computes: int) -> int:
-        """Return the last compute step below `computes` that uses the activation."""
-        return max(i.last_use for i in self.intervals if i.last_use < computes)
+        """Return the last compute step below `computes` that uses the tensor; -1 for none."""
+        return max((i.last_use for i in self.intervals if i.last_use < computes), default=-1)
 
 
 def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
     """Return the spills of a checked plan, by tensor. Raises UnsupportedPlan for what cannot leave memory."""
-    leaving = {
-        s.tensor
-        for s in plan.steps
-        if isinstance(s, SwapIn | SwapOut) and graph.tensors[s.tensor].kind != "parameter"
-    }
+    leaving = {s.tensor for s in plan.steps if isinstance(s, SwapIn | SwapOut)}
+    if plan.memory.counted:
+        leaving |= {p.tensor for p in plan.residents}
+    else:
+        leaving = {t for t in leaving if graph.tensors[t].kind != "parameter"}
     for tensor in sorted(leaving):
-        if graph.tensors[tensor].kind != "activation":
+        kind = graph.tensors[tensor].kind
+        if kind == "state":
+            raise UnsupportedPlan(
+                f"{graph.name}: the plan swaps {graph.tensors[tensor].name}, which is state; it cannot be executed"
+            )
+        if kind == "input" and not plan.memory.counted:
             raise UnsupportedPlan(
                 f"{graph.name}: the plan swaps {graph.tensors[tensor].name} out, which is an"
-                f" {graph.tensors[tensor].kind}: its bytes are the request's own. Plan with inputs that stay"
+                f" {kind}: its bytes are the request's own. Plan with inputs that stay"
             )
     if not leaving:
         return ()
@@ -74,30 +86,43 @@ def _spill(
 ) -> Spill:
     """Return one spill. `number` counts compute steps, by their index in the plan."""
     what = graph.tensors[tensor]
-    made = plan.steps[lives[0].start]
-    assert isinstance(made, Compute), "an activation is in memory once its op has made it"
-    maker = next(i for i in trace.instructions if i.op == made.op)
-    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((maker.args, maker.kwargs))):
-        raise UnsupportedPlan(
-            f"{graph.name}: the plan swaps {what.name} out, whose op reads a constant of the program and may have made"
-            " a view of it; plan with this activation in memory"
-        )
+    slot, leaf = _place(graph, trace, tensor)
     intervals: list[SpillInterval] = []
-    for live in lives:
-        uses, is_last = [number[i] for i in live.uses if i in number], live is lives[-1]
+    for n, live in enumerate(lives):
+        uses = [number[i] for i in live.uses if i in number]
         swap_outs = len(live.uses) - len(uses)
-        if is_last and tensor in graph.outputs:
+        is_dropped = live.end < len(plan.steps)
+        following = plan.steps[lives[n + 1].start] if n + 1 < len(lives) else None
+        returns = isinstance(following, SwapIn)
+        if not is_dropped and tensor in graph.outputs:
             uses.append(len(number) - 1)  # until the last op has ended
-        if not uses:
+        if not uses and is_dropped:
             raise UnsupportedPlan(
                 f"{graph.name}: the plan brings {what.name} back and drops it before any op has read it"
             )
-        intervals.append(SpillInterval(uses[-1], swap_outs, is_last))
-    return Spill(
-        tensor=tensor,
-        nbytes=what.nbytes,
-        maker=number[lives[0].start],
-        slot=maker.out,
-        leaf=trace.ops[made.op].results[graph.ops[made.op].writes.index(tensor)],
-        intervals=tuple(intervals),
-    )
+        intervals.append(
+            SpillInterval(
+                maker=number.get(live.start),
+                last_use=max(uses, default=-1),
+                swap_outs=swap_outs,
+                leaves=is_dropped and (slot is None or returns),
+            )
+        )
+    return Spill(tensor, what.nbytes, slot, leaf, lives[0].start == START, tuple(intervals))
+
+
+def _place(graph: Graph, trace: Trace, tensor: int) -> tuple[int | None, int]:
+    """Return the slot whose value has a tensor's storage, and which tensor of that value it is."""
+    kind = graph.tensors[tensor].kind
+    if kind == "parameter":
+        return None, 0
+    if kind == "input":
+        return trace.input_slots[graph.inputs.index(tensor)], 0
+    op = next(k for k, op in enumerate(graph.ops) if tensor in op.writes)
+    maker = next(i for i in trace.instructions if i.op == op)
+    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((maker.args, maker.kwargs))):
+        raise UnsupportedPlan(
+            f"{graph.name}: the plan swaps {graph.tensors[tensor].name} out, whose op reads a constant of the program"
+            " and may have made a view of it; plan with this activation in memory"
+        )
+    return maker.out, trace.ops[op].results[graph.ops[op].writes.index(tensor)]

@@ -17,7 +17,6 @@ from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
-from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.shared_region.region import FetchPlan, ParameterUses
 
@@ -40,7 +39,7 @@ class RelocatableModel:
         _require_relocatable(lowered.name, plan)
         drafted = draft(lowered, plan, profile, arena.device)
         graph = drafted.graph
-        self._values = _StaticsAt(drafted, lowered.manifest, arena)
+        self._values = _StaticsAt(drafted, arena)
         self._arena = arena
         self._store = store
         self._statics = [_statics(c.calls) for c in drafted.computes] or [{}]
@@ -126,14 +125,13 @@ class RelocatableModel:
 class _StaticsAt:
     """The tensors of a draft's statics at their segments' current addresses. The last value of each is kept."""
 
-    def __init__(self, draft: Draft, manifest: Manifest, arena: DeviceArena[Any]) -> None:
+    def __init__(self, draft: Draft, arena: DeviceArena[Any]) -> None:
         self._statics = draft.statics
         self._arena = arena
-        by_name = {p.name: n for n, segment in enumerate(manifest.segments) for p in segment.pieces}
         self._segments: list[tuple[int, ...]] = []
         for static in self._statics:
             if isinstance(static, StaticWeight):
-                self._segments.append((by_name[static.piece.name],))
+                self._segments.append((static.segment,))
             else:
                 used = {s for _, index in static.statics for s in self._segments[index]}
                 self._segments.append(tuple(sorted(used)))

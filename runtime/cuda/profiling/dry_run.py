@@ -25,18 +25,24 @@ MOST_SMALL_SEGMENTS = 64
 
 
 def fitting_pools(
-    streams: Streams, graph: Graph, steps: Sequence[Step], memory: torch.Tensor, waste_bytes: int = 0
+    streams: Streams,
+    graph: Graph,
+    steps: Sequence[Step],
+    memory: torch.Tensor,
+    waste_bytes: int = 0,
+    residents: Sequence[int] = (),
 ) -> Iterator[AllocatorPool]:
     """Yield pools of the given bytes in which a graph's tensors fit in the course of these steps.
 
     They differ in the number of segments for small tensors. The caller closes each before it asks for the next one.
-    `waste_bytes` of every op's scratch stand for what the pool wastes by itself. Raises MemoryExceeded if there is
+    `waste_bytes` of every op's scratch stand for what the pool wastes by itself; `residents` are counted weights that
+    are in the pool from the start on. Raises MemoryExceeded if there is
     none, or no further one.
     """
     for small_segments in _divisions(memory.nbytes):
         with streams.driver.on(streams.compute):
             pool = streams.driver.pool(memory, large_bytes(memory.nbytes, small_segments))
-        if fits(streams, graph, steps, pool, waste_bytes):
+        if fits(streams, graph, steps, pool, waste_bytes, residents):
             yield pool
         else:
             pool.close()
@@ -54,33 +60,37 @@ def large_bytes(nbytes: int, small_segments: int) -> int:
     return whole if whole >= LEAST_LARGE_BYTES else 0
 
 
-def fits(streams: Streams, graph: Graph, steps: Sequence[Step], pool: AllocatorPool, waste_bytes: int = 0) -> bool:
-    """Whether a pool can hold a graph's inputs, activations and scratch in the course of these steps."""
+def fits(
+    streams: Streams,
+    graph: Graph,
+    steps: Sequence[Step],
+    pool: AllocatorPool,
+    waste_bytes: int = 0,
+    residents: Sequence[int] = (),
+) -> bool:
+    """Whether a pool can hold what is counted in the course of these steps, `residents` from the start on."""
     driver = streams.driver
     ops = {n: graph.ops[step.op] for n, step in enumerate(steps) if isinstance(step, Compute)}
     last_use = {i: n for n, op in ops.items() for i in (*op.reads, *op.writes)}
     kept = set(graph.outputs)
-    comes_back = {
-        s.tensor: n
-        for n, s in enumerate(steps)
-        if isinstance(s, SwapIn) and graph.tensors[s.tensor].kind != "parameter"
-    }
+    comes_back = {s.tensor: n for n, s in enumerate(steps) if isinstance(s, SwapIn) and s.address is None}
 
     def make(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=driver.device)
 
     with driver.on(streams.compute), driver.allocating(pool):
         try:
-            held = {i: make(t.nbytes) for i, t in enumerate(graph.tensors) if t.kind == "input"}
+            held = {i: make(graph.tensors[i].nbytes) for i in (*graph.inputs, *residents)}
             for n, step in enumerate(steps):
-                if isinstance(step, Drop) and comes_back.get(step.tensor, -1) > n:
-                    del held[step.tensor]
+                if isinstance(step, Drop):
+                    held.pop(step.tensor, None)
                 elif isinstance(step, SwapIn) and step.tensor in comes_back:
                     held[step.tensor] = make(graph.tensors[step.tensor].nbytes)
                 elif isinstance(step, Compute):
                     held |= {i: make(graph.tensors[i].nbytes) for i in ops[n].writes}
                     make(ops[n].scratch_bytes - waste_bytes)
-                    for i in [i for i in held if last_use.get(i, -1) <= n and i not in kept]:
+                    done = [i for i in held if last_use.get(i, -1) <= n and i not in kept]
+                    for i in [i for i in done if not graph.tensors[i].is_weight]:
                         del held[i]
             held.clear()
         except torch.OutOfMemoryError:

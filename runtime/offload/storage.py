@@ -1,0 +1,157 @@
+"""The state of one tensor that leaves memory while a program runs.
+
+All tensors made of it, views included, share one torch storage. The storage is emptied when the tensor leaves and
+filled when it comes back, so views see the new bytes and nothing has to be made anew.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.lowering.weights import Piece, dtype_of
+from cohabit.runtime.memory import DeviceArena, HostStore, SpillBuffer
+from cohabit.runtime.offload.spills import Spill
+
+
+class ParameterSource:
+    """A parameter's bytes in a host store, as the buffer that its storage is filled from."""
+
+    def __init__(self, store: HostStore[Any], segment: int, arena: DeviceArena[Any]) -> None:
+        self.pinned = store.pinned(segment)
+        self._store = store
+        self._segment = segment
+        self._arena = arena
+
+    def save(self, source: torch.Tensor) -> None:
+        raise AssertionError("a parameter has a host copy at all times")
+
+    def load(self, destination: torch.Tensor) -> None:
+        """Copy the parameter's bytes to a flat tensor of the device."""
+        self._store.copy(self._segment, self._arena.over(destination))()
+
+    def close(self) -> None:
+        """Do nothing: the store is another's."""
+
+
+class OffloadedTensor:
+    """One tensor of the current run that leaves memory. The caller keeps the lanes' order."""
+
+    def __init__(self, spill: Spill, buffer: SpillBuffer, device: torch.device) -> None:
+        self.spill = spill
+        self._buffer = buffer
+        self._users = [1 + i.swap_outs if i.leaves else 0 for i in spill.intervals]
+        """Users that must finish before the storage is emptied: the interval's last reader and its swap-outs."""
+        self._storage: torch.UntypedStorage | None = None
+        self._nbytes = 0
+        """Of the storage: less than the plan's, where an inference is smaller than the largest of its bucket."""
+        self._interval = 0
+        self._users_left = 0
+        self._lock = threading.Lock()
+        if spill.is_parameter:  # its storage lasts: the calls of the program have views of it
+            self._storage = torch.empty(spill.nbytes, dtype=torch.uint8, device=device).untyped_storage()
+            self._nbytes = spill.nbytes
+            self._storage.resize_(0)
+
+    def view(self, piece: Piece) -> torch.Tensor:
+        """Return a parameter that lies in this storage, whether or not that has its bytes now."""
+        assert self._storage is not None
+        dtype = dtype_of(piece.dtype)
+        self._storage.resize_(self._nbytes)
+        value = torch.empty(0, dtype=dtype, device=self._storage.device)
+        value.set_(self._storage, piece.offset // dtype.itemsize, piece.shape, piece.stride)
+        self._storage.resize_(0)
+        return value
+
+    def reset(self) -> None:
+        """Empty a parameter's storage, before residents are loaded. No copy may be in progress."""
+        self._interval = -1
+        if self.spill.is_parameter and self._storage is not None:
+            self._storage.resize_(0)
+
+    def start(self, frame: Frame) -> None:
+        """Begin a run, with what is in memory at its start. Compute lane; no copy may be in progress."""
+        if not self.spill.at_start:
+            self._interval = -1
+            return
+        self._interval, self._users_left = 0, self._users[0]
+        if self.spill.slot is not None:  # an input, whose bytes are the caller's
+            frame[self.spill.slot] = frame[self.spill.slot].clone()
+            self._take(frame)
+
+    def begin(self, interval: int, frame: Frame) -> None:
+        """Take the storage from the result of the op that makes the tensor. Compute lane, right after that op.
+
+        An op whose result is never read may have freed it already: then nothing is copied.
+        """
+        self._interval, self._users_left = interval, self._users[interval]
+        self._take(frame)
+
+    def _take(self, frame: Frame) -> None:
+        assert self.spill.slot is not None
+        leaves = pytree.tree_leaves(frame[self.spill.slot])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._storage = tensors[self.spill.leaf].untyped_storage() if tensors else None
+        self._nbytes = 0 if self._storage is None else self._storage.nbytes()
+
+    def save(self) -> None:
+        """Copy the bytes out. Swap-out lane."""
+        if self._storage is not None:
+            self._buffer.save(self._bytes)
+            self.release()
+
+    def release(self, frame: Frame | None = None) -> None:
+        """Count one user of the interval as finished; the last one empties the storage."""
+        with self._lock:
+            self._users_left -= 1
+            if self._users_left == 0 and self._storage is not None:
+                self._storage.resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the storage and fill it. Swap-in lane, after all users of the interval before."""
+        if self._storage is not None:
+            self.refill()
+            self._buffer.load(self._bytes)
+
+    def copy_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (destination, source) of the swap-out, for devices that issue copies."""
+        return self._pinned, self._bytes
+
+    def copy_back(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (destination, source) of the swap-in, for devices that issue copies."""
+        return self._bytes, self._pinned
+
+    @property
+    def _pinned(self) -> torch.Tensor:
+        assert self._buffer.pinned is not None, "a buffer that copies by itself"
+        return self._buffer.pinned[: self._nbytes]
+
+    @property
+    def _bytes(self) -> torch.Tensor:
+        """The storage's bytes as a flat tensor."""
+        assert self._storage is not None, "a tensor that has not been made"
+        flat = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        return flat.set_(self._storage, 0, (self._storage.nbytes(),), (1,))
+
+    def empty(self) -> None:
+        """Release the bytes, in the order of the stream that uses them."""
+        assert self._storage is not None
+        self._storage.resize_(0)
+
+    def refill(self) -> None:
+        """Allocate the bytes again; the caller fills them."""
+        assert self._storage is not None
+        self._storage.resize_(self._nbytes)
+        self._interval += 1
+        self._users_left = self._users[self._interval]
+
+    def forget(self, frame: Frame | None = None) -> None:
+        """Drop the reference to the storage of an activation. Compute lane, after the last op that uses it."""
+        if not self.spill.is_parameter:
+            self._storage = None
+
+    def close(self) -> None:
+        """Release the host buffer. No copy may be in progress."""
+        self._buffer.close()
