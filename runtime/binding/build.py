@@ -114,8 +114,6 @@ def _calls_after(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
                 after[interval.maker].append(partial(tensor.begin, n))
     for tensor in offloaded:
         for interval in tensor.spill.intervals:
-            if interval.leaves:
-                after[interval.last_use].append(tensor.release)
-            elif interval.last_use >= 0:
-                after[interval.last_use].append(tensor.forget)
+            if interval.last_use >= 0:
+                after[interval.last_use].append(tensor.release if interval.leaves else tensor.forget)
     return after

@@ -24,7 +24,7 @@ MOST_BYTES = 8 << 20
 """A copy that joins several is no larger than this, so that the first of them need not wait for long."""
 
 FORK = 0
-"""The event after which the swap-in lane begins, unless its first copy waits for an op."""
+"""The event after which the copy lanes begin, unless their first copy waits for an op."""
 
 LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 
@@ -184,10 +184,10 @@ def _commands(program: Program, end: int, most_bytes: int) -> Commands:
     waited = sorted({position for positions in waits.values() for position in positions})
     events = {position: n for n, position in enumerate(waited, FORK + 1)}
     count = FORK + 1 + len(events)
-    first = next((n for n, p in enumerate(placed) if p.lane == "swap_in"), None)
-    issues: list[Issue] = []
-    if first is not None and first not in waits:
-        issues = [Issue("compute", Record(FORK)), Issue("swap_in", Wait(FORK))]
+    first = {lane: next((n for n, p in enumerate(placed) if p.lane == lane), None) for lane in LANES[1:]}
+    early = [lane for lane, position in first.items() if position is not None and position not in waits]
+    issues = [Issue("compute", Record(FORK))] if early else []
+    issues += [Issue(lane, Wait(FORK)) for lane in early]
     for position, item in enumerate(placed):
         issues += [Issue(item.lane, Wait(events[other])) for other in waits.get(position, ())]
         issues.append(Issue(item.lane, item.command))

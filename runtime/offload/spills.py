@@ -29,6 +29,11 @@ class SpillInterval:
     """Whether its storage is emptied at the end, for a swap-in to fill it again. Otherwise the tensor stays, or its
     storage goes with the last of its users."""
 
+    @property
+    def users(self) -> int:
+        """How many must finish before the storage is emptied: the last op that uses it, and its swap-outs."""
+        return (self.last_use >= 0) + self.swap_outs
+
 
 @dataclass(frozen=True, slots=True)
 class Spill:
@@ -96,10 +101,8 @@ def _spill(
         returns = isinstance(following, SwapIn)
         if not is_dropped and tensor in graph.outputs:
             uses.append(len(number) - 1)  # until the last op has ended
-        if not uses and is_dropped:
-            raise UnsupportedPlan(
-                f"{graph.name}: the plan brings {what.name} back and drops it before any op has read it"
-            )
+        if not live.uses and is_dropped:
+            raise UnsupportedPlan(f"{graph.name}: the plan holds {what.name} and drops it before any op has read it")
         intervals.append(
             SpillInterval(
                 maker=number.get(live.start),

@@ -42,8 +42,7 @@ class OffloadedTensor:
     def __init__(self, spill: Spill, buffer: SpillBuffer, device: torch.device) -> None:
         self.spill = spill
         self._buffer = buffer
-        self._users = [1 + i.swap_outs if i.leaves else 0 for i in spill.intervals]
-        """Users that must finish before the storage is emptied: the interval's last reader and its swap-outs."""
+        self._users = [i.users if i.leaves else 0 for i in spill.intervals]
         self._storage: torch.UntypedStorage | None = None
         self._nbytes = 0
         """Of the storage: less than the plan's, where an inference is smaller than the largest of its bucket."""
