@@ -4,7 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import grpc
 import numpy as np
@@ -145,26 +145,50 @@ def test_calls_of_others_do_not_take_the_slots_of_health(monkeypatch: pytest.Mon
 
 
 def test_the_metrics_port_answers_health_when_http_has_no_connection_left() -> None:
-    with running(identity("one"), max_connections=1) as server:
-        metrics = HttpServer(make_metrics_app(server.plane), max_connections=16)
-        url = server.run(metrics.start(["127.0.0.1"], 0, None, "--metrics-port"))
-        with (
-            stopping(server, metrics),
-            socket.create_connection(("127.0.0.1", server.port), timeout=20) as half_a_head,
-        ):
-            half_a_head.sendall(b"GET /v2/health/live HTTP/1.1\r\n")
-            refused = ask(server, "GET", "/v2/health/live")
-            assert refused.status == 503
-            beside = Beside(int(url.rpartition(":")[2]))
-            assert ask(beside, "GET", "/v2/health/live").json == {"live": True}
-            assert ask(beside, "GET", "/v2/health/ready").json == {"ready": True}
-            assert ask(beside, "GET", "/v2/models/one").status == 404
+    gate = Gate()
+    body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}'
+    head = b"POST /v2/models/one/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with (
+        running(identity("one", gate=gate), max_connections=1) as server,
+        metrics_port(server) as beside,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as busy,
+    ):
+        busy.sendall(head + body)
+        assert gate.entered.acquire(timeout=20)
+        refused = ask(server, "GET", "/v2/health/live")
+        assert refused.status == 503
+        assert ask(beside, "GET", "/v2/health/live").json == {"live": True}
+        assert ask(beside, "GET", "/v2/health/ready").json == {"ready": True}
+        assert ask(beside, "GET", "/v2/models/one").status == 404
+        gate.open()
+        assert busy.recv(12) == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /v2/health/live HTTP/1.1\r\n",
+        b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n",
+    ],
+    ids=["silent", "half a head", "half a body"],
+)
+def test_a_probe_of_the_metrics_port_is_answered_whoever_holds_its_connections(server: Ports, sent: bytes) -> None:
+    with metrics_port(server, max_connections=2) as beside, ExitStack() as held:
+        for _ in range(5):
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", beside.port), timeout=20))
+            connection.sendall(sent)
+            if sent.endswith(b"\r\n\r\n"):
+                assert connection.recv(12) == b"HTTP/1.1 200"
+        assert ask(beside, "GET", "/v2/health/live").json == {"live": True}
 
 
 @contextmanager
-def stopping(server: Ports, metrics: HttpServer) -> Iterator[None]:
+def metrics_port(server: Ports, max_connections: int = 16) -> Iterator["Beside"]:
+    metrics = HttpServer(make_metrics_app(server.plane), max_connections=max_connections)
+    url = server.run(metrics.start(["127.0.0.1"], 0, None, "--metrics-port"))
     try:
-        yield
+        yield Beside(int(url.rpartition(":")[2]))
     finally:
         server.run(metrics.stop(1))
 

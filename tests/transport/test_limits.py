@@ -55,20 +55,77 @@ def infer_request(columns: int = 4) -> bytes:
     return written
 
 
-def test_http_connections_over_the_limit_are_told_so(narrow: Ports) -> None:
-    held = [socket.create_connection(("127.0.0.1", narrow.port), timeout=20) for _ in range(3)]
-    for connection in held:  # an answer shows that each has been accepted
-        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-    with socket.create_connection(("127.0.0.1", narrow.port), timeout=20) as late:
-        refusal = b""
-        while part := late.recv(4096):
-            refusal += part
-    assert refusal.startswith(b"HTTP/1.1 503 ")
-    assert b'{"error":"3 connections are open already, see --max-connections"}' in refusal
-    for connection in held:
-        connection.close()
-    assert eventually(lambda: ask(narrow, "GET", "/v2/health/live").status == 200)
+GET = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = json.dumps({"inputs": [x()]}).encode()
+POST = b"POST /v2/models/one/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+
+
+def connect(port: int, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    connection.sendall(sent)
+    return connection
+
+
+def answered(connection: socket.socket) -> bool:
+    """Whether an answer comes; False if the server has closed the connection."""
+    try:
+        return connection.recv(4096).startswith(b"HTTP/1.1 200")
+    except ConnectionError:
+        return False
+
+
+def test_http_connections_over_the_limit_are_told_so() -> None:
+    """Where every connection has a request under way, none can be ended."""
+    gate = Gate()
+    with running(identity("one", gate=gate), max_connections=3) as server:
+        held = [connect(server.port, POST) for _ in range(3)]
+        for _ in held:
+            assert gate.entered.acquire(timeout=20)
+        with connect(server.port) as late:
+            refusal = b""
+            while part := late.recv(4096):
+                refusal += part
+        assert refusal.startswith(b"HTTP/1.1 503 ")
+        assert b'{"error":"3 connections have requests under way, see --max-connections"}' in refusal
+        gate.open()
+        assert all(answered(connection) for connection in held)
+        for connection in held:
+            connection.close()
+
+
+@pytest.mark.parametrize("sent", [b"", GET[:-9]], ids=["silent", "half a head"])
+def test_clients_without_a_request_give_way_to_new_ones_and_the_oldest_first(sent: bytes) -> None:
+    with running(identity("one"), max_connections=3) as server:
+        known = connect(server.port, GET)
+        assert answered(known)
+        silent = [connect(server.port, sent) for _ in range(2)]
+        late = []
+        for oldest in silent:
+            late.append(connect(server.port, GET))
+            assert answered(late[-1])
+            assert not answered(oldest)
+        known.sendall(GET)
+        assert answered(known)  # a client that has asked before keeps its connection
+        for connection in (known, *silent, *late):
+            connection.close()
+
+
+def test_the_client_that_is_idle_longest_gives_way_where_all_have_asked_before() -> None:
+    with running(identity("one"), max_connections=3) as server:
+        held = []
+        for _ in range(3):
+            held.append(connect(server.port, GET))
+            assert answered(held[-1])
+        held[0].sendall(GET)
+        assert answered(held[0])
+        late = connect(server.port, GET)
+        assert answered(late)
+        assert not answered(held[1])
+        for connection in (held[0], held[2]):
+            connection.sendall(GET)
+            assert answered(connection)
+        for connection in (late, *held):
+            connection.close()
 
 
 def test_grpc_connections_over_the_limit_are_closed(narrow: Ports) -> None:
