@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from cohabit.server.errors import RequestError
+from cohabit.server.errors import RequestError, Unauthenticated
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.answers import JSON, json_response
 from cohabit.server.http.endpoints import Endpoint, endpoints
@@ -65,7 +65,7 @@ def _guarded(handler: Handler, access: Access, permission: Permission) -> Handle
         return handler
 
     async def guard(request: web.Request) -> web.StreamResponse:
-        access.require(request.headers.get(hdrs.AUTHORIZATION), permission)
+        await access.admit(request.headers.get(hdrs.AUTHORIZATION), permission, request.remote or "a Unix socket")
         return await handler(request)
 
     return guard
@@ -81,6 +81,8 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         response = await handler(request)
     except RequestError as error:
         response = response_of(error)
+        if isinstance(error, Unauthenticated) and error.ends_connection:
+            response.force_close()
     except web.HTTPException as error:
         allow: dict[str, str] = {name: error.headers[name] for name in (hdrs.ALLOW,) if name in error.headers}
         response = error_response(error.status, error.reason, allow)

@@ -2,8 +2,11 @@
 
 import asyncio
 import gzip
+import hashlib
 import json
+import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from server_http import ask, infer, x
+from server_http import Answer, ask, infer, x
 from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 
@@ -35,6 +38,7 @@ from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.codec import decode_request
 from cohabit.server.http.errors import STATUS
 from cohabit.server.ipc.model import Array
+from cohabit.server.observe.access import Access
 from cohabit.server.protocol.shared_memory import RegionUse
 
 MIB = 1 << 20
@@ -126,6 +130,71 @@ def test_the_client_that_is_idle_longest_gives_way_where_all_have_asked_before()
             assert answered(connection)
         for connection in (late, *held):
             connection.close()
+
+
+class Delays:
+    """Delays of refusals, which last until the test ends them."""
+
+    def __init__(self) -> None:
+        self.begun: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._ended = threading.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        self.begun.put(seconds)
+        await asyncio.to_thread(self._ended.wait, 20)
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+TOKEN = "a-token-of-this-server"
+
+
+def guarded(delays: Delays, most_delayed: int) -> Access:
+    digest = hashlib.sha256(TOKEN.encode()).digest()
+    return Access((digest,), open=frozenset(), most_delayed=most_delayed, sleep=delays.sleep)
+
+
+def described(server: Ports, token: str) -> Answer:
+    return ask(server, "GET", "/v2", headers={"Authorization": f"Bearer {token}"})
+
+
+def test_an_unknown_token_is_refused_late_and_logged_with_its_address(caplog: pytest.LogCaptureFixture) -> None:
+    delays = Delays()
+    with running(identity("one"), access=guarded(delays, 3)) as server, ThreadPoolExecutor() as clients:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as guesser:
+            # More guesses of the same connection wait for the first one's answer.
+            guesser.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong-token-0123456\r\n\r\n" * 9)
+            assert delays.begun.get(timeout=20) == 0.5
+            with grpc.insecure_channel(server.grpc) as channel:
+                call = channel.unary_unary("/inference.GRPCInferenceService/ServerMetadata")
+                late = clients.submit(call, b"", 20, (("authorization", "Bearer wrong-token-0123456"),))
+                assert delays.begun.get(timeout=20) == 0.5
+                assert described(server, TOKEN).status == 200
+                assert call(b"", 20, (("authorization", f"Bearer {TOKEN}"),))
+                assert not late.done()
+                assert delays.begun.empty()
+                delays.end()
+                error = late.exception(20)
+        assert isinstance(error, grpc.RpcError)
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    refusals = [record.fields for record in caplog.records if "refused for its token" in record.message]  # type: ignore[attr-defined]
+    assert {"127.0.0.1", "ipv4"} <= {fields["peer"].partition(":")[0] for fields in refusals}
+
+
+def test_delayed_refusals_are_bounded_and_the_next_one_ends_its_connection() -> None:
+    delays = Delays()
+    with running(identity("one"), access=guarded(delays, 1)) as server, ThreadPoolExecutor() as clients:
+        first = clients.submit(described, server, "wrong-token-0123456")
+        assert delays.begun.get(timeout=20) == 0.5
+        surplus = described(server, "wrong-token-7890123")
+        assert (surplus.status, surplus.headers["connection"]) == (401, "close")
+        assert not first.done()
+        delays.end()
+        assert first.result(20).status == 401
+        assert "connection" not in first.result().headers
+        assert described(server, "wrong-token-0123456").status == 401  # its place is free again
+        assert delays.begun.get(timeout=20) == 0.5
 
 
 def test_grpc_connections_over_the_limit_are_closed(narrow: Ports) -> None:
