@@ -204,9 +204,14 @@ class InferenceCalls:
         message = await self._plane.decode(typed or len(data) > _QUICK_TENSOR_BYTES, parse_request, data)
         version = message.model_version or None
         info = self._plane.require_ready(message.model_name, version, message.id)
-        with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
+        with (
+            self._plane.answering(info.key),
+            self._plane.memory.lease() as lease,
+            self._plane.regions.use() as regions,
+        ):
             slow = typed or self._plane.regions.slow
-            request = await self._plane.decode(slow, decode_request, message, info, regions)
+            with self._plane.fitting(info.key):
+                request = await self._plane.decode(slow, decode_request, message, info, regions)
             if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
                 request = replace(request, timeout_s=left_s)
             response = await self._plane.infer(request, info, lease, version)

@@ -77,8 +77,10 @@ class InferenceApi:
             if most_json < json_bytes <= len(body):
                 raise PayloadTooLarge(f"the request JSON of {json_bytes} bytes", most_json, way_out)
             slow = json_bytes > _QUICK_JSON_BYTES or self._plane.regions.slow
-            decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
-            encoded = await _encode(await self._plane.infer(decoded, info, lease, version))
+            with self._plane.answering(info.key):
+                with self._plane.fitting(info.key):
+                    decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
+                encoded = await _encode(await self._plane.infer(decoded, info, lease, version))
             return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -96,9 +98,11 @@ class InferenceApi:
         with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
             body = await read_body(request, lease, *self._json_limit)
             slow = len(body) > _QUICK_JSON_BYTES
-            decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
-            response = await self._plane.infer(decoded, info, lease, version)
-            return await call(_json_bytes(response) > _QUICK_JSON_BYTES, generate.encode_response, response)
+            with self._plane.answering(info.key):
+                with self._plane.fitting(info.key):
+                    decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
+                response = await self._plane.infer(decoded, info, lease, version)
+                return await call(_json_bytes(response) > _QUICK_JSON_BYTES, generate.encode_response, response)
 
 
 async def _encode(response: InferResponse) -> EncodedResponse:

@@ -32,20 +32,28 @@ def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> we
         return web.Response(body=described, content_type=JSON)
 
     app = web.Application(middlewares=[_traced(plane.tracer)])
-    _add(app, access, [*served, Endpoint("GET", ("/v2/openapi.json",), openapi)])
+    # Here the metrics need what statistics need; a scraper without it has the metrics port.
+    _add(
+        app,
+        access,
+        [*served, Endpoint("GET", ("/v2/openapi.json",), openapi), _metrics(plane, Permission.INFERENCE)],
+    )
     return app
 
 
 def make_metrics_app(plane: DataPlane, access: Access = OPEN) -> web.Application:
     """Make the application of the metrics port, which also answers health: inference cannot take its connections."""
+    health = [e for e in endpoints(plane, 0) if e.permission is Permission.HEALTH]
+    app = web.Application(middlewares=[_answered])
+    _add(app, access, [*health, _metrics(plane, Permission.METRICS)])
+    return app
 
+
+def _metrics(plane: DataPlane, permission: Permission) -> Endpoint:
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=await plane.metrics(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
-    health = [e for e in endpoints(plane, 0) if e.permission is Permission.HEALTH]
-    app = web.Application(middlewares=[_answered])
-    _add(app, access, [*health, Endpoint("GET", ("/metrics",), metrics, permission=Permission.METRICS)])
-    return app
+    return Endpoint("GET", ("/metrics",), metrics, permission=permission)
 
 
 def _add(app: web.Application, access: Access, served: Iterable[Endpoint]) -> None:

@@ -358,6 +358,23 @@ def test_the_metrics_port_has_the_metrics_alone(own: Ports) -> None:
     own.run(metrics.stop(1))
 
 
+def test_scrapes_within_a_second_get_the_same_text() -> None:
+    now_s = 100.0
+    with running(identity("one"), clock=lambda: now_s) as server:
+
+        def answered() -> bytes:
+            text = ask(server, "GET", "/metrics").body
+            (line,) = (line for line in text.splitlines() if line.startswith(b"nv_inference_request_success{"))
+            return line.rpartition(b" ")[2]
+
+        assert answered() == b"0"
+        assert infer(server, "one", {"inputs": [x()]}).status == 200
+        now_s += 0.9
+        assert answered() == b"0"
+        now_s += 0.1
+        assert answered() == b"1"
+
+
 def test_answers_have_a_date_and_a_length(own: Ports) -> None:
     answer = ask(own, "GET", "/v2")
     assert answer.headers["date"].endswith(" GMT")
