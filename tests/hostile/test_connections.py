@@ -238,6 +238,49 @@ def test_an_answer_that_nobody_reads_counts_as_request_memory() -> None:
         assert eventually(lambda: server.plane.memory.used_bytes == 0)
 
 
+def test_an_unread_answer_is_sent_from_request_memory() -> None:
+    """The connection has copies of a part only, however large the answer is."""
+    with running(wide_answers(), queue_bytes=64 << 20) as wide:
+        body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}],' + BINARY_OUT
+        with socket.create_connection(("127.0.0.1", wide.port), timeout=20) as deaf:
+            deaf.sendall(
+                b"POST /v2/models/wide/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            )
+            deaf.sendall(body)
+            assert deaf.recv(12) == b"HTTP/1.1 200"
+            (connection,) = wide.http._connections
+            assert connection._opened is not None
+            assert connection._opened.get_write_buffer_size() <= 1 << 20
+            assert wide.plane.memory.used_bytes >= 16 << 20
+        assert eventually(lambda: wide.plane.memory.used_bytes == 0)
+
+
+@pytest.mark.parametrize("path", ["infer", "generate"])
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+def test_what_an_answer_takes_besides_its_tensors_counts_as_request_memory(path: str, encoding: str) -> None:
+    values = np.random.default_rng(0).standard_normal((1, 1 << 20)).astype(np.float32)
+    info = ModelInfo("wide", 1, tensors(("x", "FP32", (1,))), tensors(("y", "FP32", (1 << 20,))), 1)
+    bodies = {
+        "infer": b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}]}',
+        "generate": b'{"x": 1}',
+    }
+    body = bodies[path]
+    head = b"POST /v2/models/wide/%b HTTP/1.1\r\nHost: x\r\nAccept-Encoding: %b\r\nContent-Length: %d\r\n\r\n"
+    with running(FakeModel(info, lambda x: {"y": values}), queue_bytes=64 << 20) as wide:
+        with socket.create_connection(("127.0.0.1", wide.port), timeout=20) as deaf:
+            deaf.sendall(head % (path.encode(), encoding.encode(), len(body)) + body)
+            received = b""
+            while b"\r\n\r\n" not in received:
+                received += deaf.recv(256)
+            (length,) = (
+                int(line.split()[1]) for line in received.lower().split(b"\r\n") if b"content-length" in line
+            )
+            assert length > values.nbytes
+            assert wide.plane.memory.used_bytes >= values.nbytes + length
+        assert eventually(lambda: wide.plane.memory.used_bytes == 0)
+
+
+BINARY_OUT = b'"parameters": {"binary_data_output": true}}'
 WIDE = ModelInfo("wide", 1, tensors(("x", "FP32", (1,))), tensors(("y", "FP32", (4 << 20,))), 1)
 
 
