@@ -30,13 +30,14 @@ class LeasedResponse(web.StreamResponse):
     memory of the process's own count as request memory.
     """
 
+    _send_headers_immediately = False  # but with the first piece, as those of web.Response
+
     def __init__(self, lease: Lease, parts: Sequence[bytes | memoryview], headers: Mapping[str, str]) -> None:
         """Raises Overloaded if parts outside of leased memory exceed the request memory."""
         super().__init__(headers=headers)
-        self.content_length = sum(map(len, parts))
-        own_bytes = sum(len(part) for part in parts if not lease.memory.holds(part))
-        if own_bytes > _UNCOUNTED_BYTES:
-            lease.reserve(own_bytes)
+        self.content_length = nbytes = sum(map(len, parts))
+        if nbytes > _UNCOUNTED_BYTES:
+            lease.reserve(sum(len(part) for part in parts if not lease.memory.holds(part)))
         lease.hold()
         self._lease: Lease | None = lease
         self._parts = parts

@@ -57,8 +57,7 @@ class HttpServer:
             "read_bufsize": _READ_AHEAD_BYTES,
         }
         self._runner = web.AppRunner(app, handler_cancellation=True, **self._options)
-        self._listening: dict[socket.socket, asyncio.Task[None]] = {}
-        """Sockets, and the tasks that accept their connections."""
+        self._listening: list[socket.socket] = []
         self._connections: dict[_Connection, asyncio.Task[None]] = {}
         """Every connection with the task of its handshake, in the order in which their clients were last heard."""
         self._unix: Path | None = None
@@ -73,23 +72,23 @@ class HttpServer:
         await self._runner.setup()
         sockets = open_sockets(hosts, port, flag, self._reuse_port)
         for sock in sockets:
-            self._listening[sock] = asyncio.create_task(self._accept(sock, tls))
+            self._listen(sock, tls)
         if unix is not None:
-            sock = open_unix_socket(unix, flag)
-            self._listening[sock] = asyncio.create_task(self._accept(sock, None))
+            self._listen(open_unix_socket(unix, flag), None)
             self._unix = unix
         scheme = "http" if tls is None else "https"
         return f"{scheme}://{address_of(hosts[0], sockets[0].getsockname()[1])}"
 
     async def stop(self, grace_s: float) -> None:
         """Take no more connections, give requests under way this long, then cancel them."""
-        for tasks in (self._listening.values(), self._connections.values()):
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for sock in self._listening:
+        loop = asyncio.get_running_loop()
+        while self._listening:
+            sock = self._listening.pop()
+            loop.remove_reader(sock)
             sock.close()
-        self._listening.clear()
+        for handshake in self._connections.values():
+            handshake.cancel()
+        await asyncio.gather(*self._connections.values(), return_exceptions=True)
         if (server := self._runner.server) is not None:
             server.pre_shutdown()
             await server.shutdown(grace_s)
@@ -97,26 +96,37 @@ class HttpServer:
         if self._unix is not None:
             self._unix.unlink(missing_ok=True)
 
-    async def _accept(self, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Accept connections until cancelled."""
+    def _listen(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+        self._listening.append(sock)
+        self._follow(sock, tls)
+
+    def _follow(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Accept connections from now on, unless the port was closed meanwhile."""
+        if sock in self._listening:
+            asyncio.get_running_loop().add_reader(sock, self._accept, sock, tls)
+
+    def _accept(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                accepted, _ = await loop.sock_accept(listening)
-            except OSError as error:  # such as no descriptor that is left
-                _log.warning("a connection could not be accepted", extra={"fields": {"reason": str(error)}})
-                self._end_longest_waiting()
-                await asyncio.sleep(_ACCEPT_AGAIN_S)
-                continue
-            if len(self._connections) >= self._max_connections and not self._end_longest_waiting():
-                self._refuse(accepted, tls)
-                continue
-            server = self._runner.server
-            assert server is not None
-            connection = _Connection(self, server, loop=loop, **self._options)
-            handshake = asyncio.create_task(self._open(connection, accepted, tls))
-            handshake.add_done_callback(partial(self._handshake_ended, connection, accepted))
-            self._connections[connection] = handshake
+        try:
+            accepted, _ = sock.accept()
+        except (BlockingIOError, ConnectionError):  # the client has gone, or another front end was faster
+            return
+        except OSError as error:  # such as no descriptor that is left
+            _log.warning("a connection could not be accepted", extra={"fields": {"reason": str(error)}})
+            self._end_longest_waiting()
+            loop.remove_reader(sock)
+            loop.call_later(_ACCEPT_AGAIN_S, self._follow, sock, tls)
+            return
+        accepted.setblocking(False)
+        if len(self._connections) >= self._max_connections and not self._end_longest_waiting():
+            self._refuse(accepted, tls)
+            return
+        server = self._runner.server
+        assert server is not None
+        connection = _Connection(self, server, loop=loop, **self._options)
+        handshake = asyncio.create_task(self._open(connection, accepted, tls))
+        handshake.add_done_callback(partial(self._handshake_ended, connection, accepted))
+        self._connections[connection] = handshake
 
     async def _open(self, connection: "_Connection", accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
         timeout_s = None if tls is None else _HANDSHAKE_S
