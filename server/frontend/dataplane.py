@@ -48,7 +48,10 @@ ControlParameters = Mapping[str, bool | int | float | str | bytes]
 _QUICK_CLASSIFICATION_BYTES = 64 << 10
 _MOST_CONTROL_PARAMETERS = 64
 _METRICS_S = 1.0
-"""How long the text of the metrics is good. Without, scrapers in a loop would take the event loop from inference."""
+"""How long the text of the metrics is good."""
+_REPEATED_READING_S = 0.1
+"""How much later it is sent to those who read it after the first."""
+_MOST_DELAYED_READERS = 16
 
 
 class DataPlane:
@@ -78,6 +81,7 @@ class DataPlane:
         self._metrics_s = -math.inf
         """When `_metrics` was written."""
         self._writing_metrics = asyncio.Lock()
+        self._delayed_readers = 0
         self._under_way: dict[ModelKey, int] = {}
         """Unanswered requests by model."""
         self._full: dict[ModelKey, float] = {}
@@ -156,9 +160,14 @@ class DataPlane:
         return descriptions.statistics(entries, (await self._client.report()).models)
 
     async def metrics(self) -> bytes:
-        """Return all metrics in Prometheus' text format. Readers within a second get the same text."""
+        """Return all metrics in Prometheus' text format. Readers within a second get the same text, a little later.
+
+        So scrapers in a loop leave the event loop to inference. The delayed ones are bounded, because each of them
+        keeps a connection; more are answered at once.
+        """
         async with self._writing_metrics:
-            if self._clock() - self._metrics_s >= _METRICS_S:
+            is_new = self._clock() - self._metrics_s >= _METRICS_S
+            if is_new:
                 report = await self._client.report()
                 self._metrics_s = self._clock()
                 self._metrics = await asyncio.to_thread(
@@ -170,7 +179,14 @@ class DataPlane:
                     self._client.restarts,
                     self.memory.used_bytes,
                 )
-            return self._metrics
+            text = self._metrics
+        if not is_new and self._delayed_readers < _MOST_DELAYED_READERS:
+            self._delayed_readers += 1
+            try:
+                await asyncio.sleep(_REPEATED_READING_S)
+            finally:
+                self._delayed_readers -= 1
+        return text
 
     @contextmanager
     def answering(self, model: ModelKey) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """What a client may take of the server: connections, memory, header and message sizes."""
 
 import asyncio
+import errno
 import gzip
 import hashlib
 import json
@@ -130,6 +131,28 @@ def test_the_client_that_is_idle_longest_gives_way_where_all_have_asked_before()
             assert answered(connection)
         for connection in (late, *held):
             connection.close()
+
+
+class Exhausted(socket.socket):
+    """A listening socket of a process that may open no more files."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_without_a_free_descriptor_the_longest_waiting_client_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+    with running(identity("one")) as server, Exhausted() as listening:
+        silent = connect(server.port)
+        known = connect(server.port, GET)
+        assert answered(known)
+        server.loop.call_soon_threadsafe(server.http._accept, listening, None)
+        assert not answered(silent)
+        known.sendall(GET)
+        assert answered(known)
+        assert ask(server, "GET", "/v2/health/live").status == 200
+        for connection in (silent, known):
+            connection.close()
+    assert "a connection could not be accepted" in caplog.text
 
 
 class Delays:
