@@ -19,8 +19,8 @@ from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.allowed_ops import draws
-from cohabit.runtime.lowering.archive_file import fingerprint as archive_fingerprint
-from cohabit.runtime.lowering.lower import Lowered, NotCached, lower
+from cohabit.runtime.lowering.archive_file import noted_fingerprint
+from cohabit.runtime.lowering.lower import Lowered, NotCached, cached, lower, notes_of
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import cached_profiles
@@ -151,21 +151,24 @@ def prepare(
     backend: Backend,
     on_progress: OnProgress,
     *,
-    cached_only: bool = False,
+    archive: str | None = None,
     quick: bool = False,
 ) -> Prepared:
     """Lower and measure one model, unless the cache has the results. Raises CohabitError.
 
-    With `cached_only`, a model that the cache lacks is not lowered; raises NotCached. With `quick`, its profiles may be
-    provisional.
+    With `archive`, the fingerprint of its archive, the model is taken from the cache, and the archive is not read;
+    raises NotCached. With `quick`, its profiles may be provisional.
     """
 
     def progress(text: str) -> None:
         on_progress(source.name, text.removeprefix(f"{source.name}: "))
 
     cache, options, buckets = cache_of(config), model_options(source, config), wanted_buckets(source, config)
-    given = (source.path, source.name, wanted_batches(source, config), cache / "weights", progress, options)
-    lowered = lower(*given, shape_buckets=buckets, cached_only=cached_only)
+    name, batches, weights_cache = source.name, wanted_batches(source, config), cache / "weights"
+    if archive is not None:
+        lowered = cached(archive, name, batches, weights_cache, options, buckets)
+    else:
+        lowered = lower(source.path, name, batches, weights_cache, progress, options, shape_buckets=buckets)
     release_free_memory()  # lowering has packed the weights one by one
     weights = FileState.of(lowered.weights_path)
     lowered = _with_config_names(source, lowered)
@@ -224,13 +227,18 @@ def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, b
     return Prepared(source, known, store, _rate(source, config))
 
 
-def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
-    """Return a key of everything that a known model depends on. Raises ArchiveError or RepositoryError."""
+def noted_archive(source: ModelSource, config: ServeConfig) -> str | None:
+    """Return the fingerprint of a model's archive, if it is known without reading it. Raises ArchiveError."""
+    return noted_fingerprint(source.path, notes_of(cache_of(config) / "weights"))
+
+
+def key_of(source: ModelSource, archive: str, config: ServeConfig) -> Hashable:
+    """Return a key of everything that a known model depends on. Raises RepositoryError."""
     options = model_options(source, config)
     tensors = () if source.config is None else (*source.config.input, *source.config.output)
     names = tuple(tensor.name for tensor in tensors)
     wanted = tuple(wanted_batches(source, config)), wanted_buckets(source, config)
-    return source.name, archive_fingerprint(source.path), wanted, options, names
+    return source.name, archive, wanted, options, names
 
 
 def prepare_in_worker(
@@ -241,21 +249,25 @@ def prepare_in_worker(
     Archives come from clients, so nothing else reads them. A damaged cache is made anew. With `quick`, its profiles may
     be provisional. Raises CohabitError.
     """
-    if _marker(source, config).exists() or (quick and _marker(source, config, "provisional").exists()):
+    archive = noted_archive(source, config)
+    if archive is not None and (
+        _marker(source, archive, config).exists()
+        or (quick and _marker(source, archive, config, "provisional").exists())
+    ):
         try:
-            return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)
+            return prepare(source, config, backend, lambda *_: None, archive=archive, quick=quick)
         except NotCached as error:
             _log.warning("cache not usable, preparing again", extra={"fields": {"reason": str(error)}})
     if quick or _is_large(source):
-        _call_worker(source, config, workers, quick=True)
+        made = _call_worker(source, config, workers, quick=True)
     if not quick:
-        _call_worker(source, config, workers, quick=False)
-    return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)
+        made = _call_worker(source, config, workers, quick=False)
+    return prepare(source, config, backend, lambda *_: None, archive=made.archive, quick=quick)
 
 
 def measure_in_worker(prepared: Prepared, config: ServeConfig, workers: WorkerProcesses) -> Prepared:
     """Measure a model whose profiles are provisional, in a worker process. Raises CohabitError."""
-    profiles = _call_worker(prepared.source, config, workers, quick=False)
+    profiles = _call_worker(prepared.source, config, workers, quick=False).profiles
     if any(profiles[bucket].graph != graph.fingerprint for bucket, graph in prepared.lowered.graphs.items()):
         raise UnsupportedModel(f"{prepared.source.name}: its archive has changed since it was loaded")
     return replace(prepared, known=KnownModel(prepared.lowered, profiles, prepared.known.weights))
@@ -266,27 +278,33 @@ def _is_large(source: ModelSource) -> bool:
     return state is not None and state.nbytes >= _LARGE_BYTES
 
 
-def _call_worker(
-    source: ModelSource, config: ServeConfig, workers: WorkerProcesses, *, quick: bool
-) -> dict[Bucket, Profile]:
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """What a worker has put into the cache."""
+
+    archive: str
+    """Fingerprint of the archive that was read."""
+    profiles: dict[Bucket, Profile]
+
+
+def _call_worker(source: ModelSource, config: ServeConfig, workers: WorkerProcesses, *, quick: bool) -> _Filled:
     if not quick and _is_large(source):
         workers.release()
     model_config = None if source.config is None else source.config.SerializeToString()
     return workers.call(_fill_cache, replace(source, config=None), model_config, config, quick)
 
 
-def _fill_cache(
-    source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool
-) -> dict[Bucket, Profile]:
-    """Prepare a model, and return its profiles. Worker's process."""
+def _fill_cache(source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool) -> _Filled:
+    """Prepare a model. Worker's process."""
     if model_config is not None:
         source = replace(source, config=ModelConfig.FromString(model_config))
     prepared = prepare_closed(source, config, lambda *_: None, quick=quick)
-    marker = _marker(source, config, *(["provisional"] if prepared.known.is_provisional else []))
+    archive = prepared.lowered.archive
+    marker = _marker(source, archive, config, *(["provisional"] if prepared.known.is_provisional else []))
     with suppress(OSError):  # without it, the next start looks at the cache in a worker again
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
-    return prepared.profiles
+    return _Filled(archive, prepared.profiles)
 
 
 def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
@@ -303,11 +321,11 @@ def wanted_buckets(source: ModelSource, config: ServeConfig) -> tuple[int, ...]:
     return parameter_of(source.config, SHAPE_BUCKETS, parse_sizes) or config.shape_buckets or ()
 
 
-def _marker(source: ModelSource, config: ServeConfig, *more: str) -> Path:
+def _marker(source: ModelSource, archive: str, config: ServeConfig, *more: str) -> Path:
     """Return the file that exists once a worker has prepared this model for this configuration."""
     threads = threads_of(config)
     options = asdict(model_options(source, config))
-    made = (archive_fingerprint(source.path), wanted_batches(source, config), options, threads, packing.machine())
+    made = (archive, wanted_batches(source, config), options, threads, packing.machine())
     link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     if config.verify_reads:
         link += ("verified",)

@@ -22,7 +22,7 @@ GOOD = "torchcrepe"
 WEIGHTS_CONFIG = "model/data/weights/model_weights_config.json"
 
 REASONS = {
-    "corrupt": r"record model/data/weights/weight_\d+ is damaged: Bad CRC-32",
+    "corrupt": r"record data/weights/weight_\d+ is damaged: its checksum does not fit",
     "empty": r"has no version folder",
     "garbage_config": r"config\.pbtxt is not a ModelConfig: 1:\d+",
     "no_program": r"it has no file model\.pt2",
@@ -34,8 +34,8 @@ REASONS = {
 
 
 @pytest.fixture(scope="module")
-def broken_and_good(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One server, with a cache of its own: the others' holds the good model, whose checksums the corrupt one has."""
+def broken_and_good(archives: Archives) -> Iterator[Running]:
+    """One server. Its cache holds the good model, whose list of checksums the corrupt one has."""
     repository = archives.repository(GOOD)
     sound = archives.archive(GOOD).read_bytes()
     for name in ("truncated", "corrupt", "pickled"):
@@ -52,7 +52,7 @@ def broken_and_good(archives: Archives, tmp_path_factory: pytest.TempPathFactory
     ):
         archives.put(repository, GOOD, name)
         (repository / name / "config.pbtxt").write_text(text)
-    with serving(repository, "300%", tmp_path_factory.mktemp("cache"), batch_sizes=(1, 4)) as server:
+    with serving(repository, "300%", archives.cache, batch_sizes=(1, 4)) as server:
         yield server
 
 

@@ -113,7 +113,7 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
     source: ModelSource, config: ServeConfig, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file, truncated, changed by one digit, and removed; the archive is never read in this process."""
-    monkeypatch.setattr(archive, "read", lambda path: pytest.fail("an archive was read in this process"))
+    monkeypatch.setattr(archive, "read", lambda file: pytest.fail("an archive was read in this process"))
     workers = WorkerProcesses()
     first = prepare_in_worker(source, config, backend, workers)
     first.store.close()

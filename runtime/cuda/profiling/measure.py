@@ -50,6 +50,9 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format_version: int = FORMAT_VERSION
 
 
+_decoder = msgspec.json.Decoder(Measurement)
+
+
 def measured(
     device: CudaDevice,
     streams: Streams,
@@ -66,7 +69,7 @@ def measured(
     graphs = [lowered.graphs[b].fingerprint for b in lowered.buckets]
     key = fingerprint([*graphs, device.name, store.kind, store.staged, lowered.options.tf32])
     path = None if cache is None else cache / f"cuda-{key[:32]}.json"
-    known = None if path is None else _read(path)
+    known = None if path is None else _read(path, graphs)
     if known is None:
         known = _measure(device, streams, pinned, lowered, store, on_progress)
         if path is not None:
@@ -76,11 +79,12 @@ def measured(
     return lowered, dict(zip(lowered.buckets, known.profiles, strict=True))
 
 
-def _read(path: Path) -> Measurement | None:
+def _read(path: Path, graphs: list[str]) -> Measurement | None:
     try:
-        return decode_as(cache_file.read(path), Measurement, "measurement", FORMAT_VERSION)
+        known = decode_as(cache_file.read(path), _decoder, "measurement", FORMAT_VERSION)
     except (FileNotFoundError, FormatError):
         return None
+    return known if [profile.graph for profile in known.profiles] == graphs else None
 
 
 def _measure(
