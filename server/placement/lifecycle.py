@@ -20,9 +20,17 @@ from cohabit.server.errors import (
     ShuttingDown,
     load_reason,
 )
+from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.models.registry import Registry
-from cohabit.server.models.repository import Found, ModelSource, Unloadable, versions_of, warn_of_ignored_config
+from cohabit.server.models.repository import (
+    Found,
+    ModelSource,
+    Unloadable,
+    is_in_repository,
+    versions_of,
+    warn_of_ignored_config,
+)
 from cohabit.server.models.worker_process import MOST_PREPARING
 from cohabit.server.placement.warmup import warm_up
 from cohabit.server.protocol.model_config import parse_config
@@ -87,6 +95,7 @@ class Lifecycle:
         if not found:
             raise NotInRepository(model)
         await self.serve(model, found)
+        await self.forget_removed()
 
     async def unload(self, model: str) -> None:
         """Refuse new requests for a model, answer the present ones, and release its memory.
@@ -95,6 +104,17 @@ class Lifecycle:
         """
         self._require_explicit()
         await self.serve(model, ())
+        await self.forget_removed()
+
+    async def forget_removed(self) -> None:
+        """Forget the models and versions that are not served, and whose folders were removed."""
+        repository, idle = self._config.repository, self._registry.idle()
+
+        def removed() -> list[ModelEntry]:
+            return [entry for entry in idle if not is_in_repository(repository, entry.name, entry.version)]
+
+        for entry in await asyncio.to_thread(removed):
+            self._registry.forget(entry)
 
     async def serve(self, model: str, found: Sequence[Found]) -> None:
         """Serve exactly these versions of a model, each of which has a number.
