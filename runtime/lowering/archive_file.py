@@ -28,9 +28,9 @@ from cohabit.runtime.errors import ArchiveError
 _MOST_DIRECTORY_BYTES = 4 << 20
 """Size of the list of records, which is read before anything else; torch writes about a hundred bytes per record."""
 _NOTE_VERSION = 1
-_SETTLED_NS = 2_000_000_000
-"""A file that changed less than this before it was read may change again with the same time: its times are those of the
-kernel's clock ticks, or whole seconds."""
+_SETTLED_NS = 100_000_000
+"""A file that changed less than this before it was read may change again with the same time, which is that of a tick of
+the kernel's clock."""
 
 
 LOWERED_SUFFIX = ".lowered"
@@ -56,7 +56,7 @@ class _FileState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fingerprint of a file in this state, with this list of records.
 
-    The list has the CRC-32 of each record. It tells files apart on file systems that invent their times.
+    The list has the CRC-32 of each record. It tells files apart on file systems whose times are coarse or invented.
     """
 
     path: str

@@ -22,6 +22,7 @@ from cohabit.server.errors import (
 )
 from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.model import ModelKey
+from cohabit.server.log import log_internal_error
 from cohabit.server.models.registry import Registry
 from cohabit.server.models.repository import (
     Found,
@@ -31,7 +32,7 @@ from cohabit.server.models.repository import (
     versions_of,
     warn_of_ignored_config,
 )
-from cohabit.server.models.worker_process import MOST_PREPARING
+from cohabit.server.models.worker_process import MOST_PREPARING, failed_stage
 from cohabit.server.placement.warmup import warm_up
 from cohabit.server.protocol.model_config import parse_config
 
@@ -178,8 +179,7 @@ class Lifecycle:
         except (CohabitError, OSError) as error:
             return load_reason(source.name, error)
         except Exception as error:
-            _log.exception("unexpected error of a load", extra={"fields": source.key.fields})
-            return f"unexpected {type(error).__name__}: {error}"
+            return f"{failed_stage(error)}: {log_internal_error(_log, model=source.name)}"
         except asyncio.CancelledError:
             self._failed(source, "loading was cancelled")
             raise

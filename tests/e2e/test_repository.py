@@ -15,6 +15,8 @@ import tritonclient.http as triton
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.server.config.config import Layout
+from cohabit.server.errors import StartFailed
+from cohabit.server.models import prepared
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
 
@@ -140,3 +142,18 @@ def test_a_start_that_cannot_work_names_model_op_and_least_budget(archives: Arch
     with process(repository, str(least), archives.cache, *flags) as server:
         server.until_ready()
         assert infer(server.address, "ranker", archives.inputs("ranker", 4))["score"].shape == (4, 1)
+
+
+def test_an_unexpected_error_reaches_no_user_but_its_number(
+    archives: Archives, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise KeyError("p_weight")
+
+    monkeypatch.setattr(prepared, "lower", broken)
+    with pytest.raises(StartFailed) as refused, serving(archives.repository("ranker"), "100%", archives.cache):
+        pass
+    said = r"lowering model 'ranker' failed unexpectedly: internal error [0-9a-f]{12}; the server's log"
+    assert re.search(said, str(refused.value))
+    assert "KeyError" not in str(refused.value)
+    assert "KeyError: 'p_weight'" in caplog.text

@@ -368,8 +368,9 @@ def test_an_archive_is_read_again_when_it_was_replaced_or_written_in_place(
     assert torch.equal(run(lower(path, "m", [1], tmp_path / "cache"), x), answer)
 
 
-def test_no_note_is_taken_of_a_file_that_has_just_changed(tmp_path: Path) -> None:
+def test_no_note_is_taken_of_a_file_that_has_just_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may change again before the clock of its file system goes on."""
+    monkeypatch.setattr(archive_file, "_SETTLED_NS", 3600 * 10**9)
     path = exported(Flat(), tmp_path)
     with ArchiveFile(path) as file:
         file.note(tmp_path)
