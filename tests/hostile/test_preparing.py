@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +26,9 @@ from cohabit.server.models.prepared import measure_in_worker, open_backend, prep
 from cohabit.server.models.preparer import ModelPreparer
 from cohabit.server.models.repository import ModelSource, find
 from cohabit.server.models.worker_process import WorkerFailed, WorkerProcesses, failed_stage, stage
+from tests.hostile.test_archives import with_equal_checksums
 from tests.runtime import models
+from tests.runtime.test_archive import read
 
 GIB = 1 << 30
 
@@ -132,6 +135,34 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
             assert {path: path.read_bytes() for path in good} == good, (path, damage)
     workers.close()
     assert [p for p in config.cache.rglob("*") if p.name.startswith(".")] == [], "nothing temporary is left"
+
+
+def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: Path, config: ServeConfig) -> None:
+    """Loaded after it, again from memory, and in place of it under the same name after a restart."""
+    for path, name in zip(with_equal_checksums(tmp_path), ("one", "other"), strict=True):
+        (tmp_path / "models" / name / "1").mkdir(parents=True)
+        path.rename(tmp_path / "models" / name / "1" / "model.pt2")
+    own = [
+        read(tmp_path / "models" / name / "1" / "model.pt2")[0].state_dict["a.weight"] for name in ("one", "other")
+    ]
+
+    def weights(preparer: ModelPreparer, name: str) -> torch.Tensor:
+        prepared = preparer.prepare(find(tmp_path / "models" / name))
+        prepared.store.close()
+        start = prepared.lowered.manifest.segments[0].offset
+        raw = prepared.lowered.weights_path.read_bytes()[start : start + own[0].nbytes]
+        return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(8, 8)
+
+    config = replace(config, pack_weights=False, verify_reads=True)
+    with closing(open_backend(config)) as backend, closing(ModelPreparer(config, backend)) as preparer:
+        for _ in range(2):
+            assert torch.equal(weights(preparer, "one"), own[0])
+            assert torch.equal(weights(preparer, "other"), own[1])
+    places = [tmp_path / "models" / name / "1" / "model.pt2" for name in ("one", "other")]
+    shutil.copy2(places[1], tmp_path / "copy")
+    (tmp_path / "copy").rename(places[0])
+    with closing(open_backend(config)) as backend, closing(ModelPreparer(config, backend)) as preparer:
+        assert torch.equal(weights(preparer, "one"), own[1])
 
 
 def fail_unexpectedly() -> None:
