@@ -240,6 +240,8 @@ class DataPlane:
             raise
         finally:
             self._under_way[model] -= 1
+            if not self._under_way[model]:
+                del self._under_way[model]  # models come and go
             self._answered.set()
             if full_s is None:
                 self._full.pop(model, None)

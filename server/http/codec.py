@@ -160,6 +160,9 @@ class _Request(msgspec.Struct):
     parameters: Parameters = {}
 
 
+msgspec.json.Decoder(_Request)  # msgspec looks at the type now, and not in two threads at once
+
+
 def _parse(header: memoryview) -> RequestBody:
     try:
         sent = parse_json(header, _Request)

@@ -14,6 +14,7 @@ from rich.live import Live
 
 from cohabit.server.config.setting import parsed
 from cohabit.server.config.values import seconds
+from cohabit.server.errors import RemoteError
 from cohabit.server.tools.remote import tables
 from cohabit.server.tools.remote.client import RemoteServer, read_token
 from cohabit.server.tools.remote.top import Snapshot, snapshot, view
