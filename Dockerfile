@@ -30,8 +30,8 @@ RUN python -c "from cohabit.planner.warm import warm; warm()"
 FROM python:${PYTHON}-slim
 RUN useradd --system --uid 10001 --home-dir /cache --create-home cohabit
 COPY --from=build /opt/cohabit /opt/cohabit
-# numba uses a cache only where it could write to it.
-COPY --from=build --chown=10001 /opt/numba /opt/numba
+# Read only; the first server copies it to the cache, where code for other processors is added.
+COPY --from=build /opt/numba /opt/numba
 ENV PATH=/opt/cohabit/bin:$PATH NUMBA_CACHE_DIR=/opt/numba XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1
 USER cohabit
 VOLUME ["/cache"]

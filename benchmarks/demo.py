@@ -107,7 +107,7 @@ def _outcome(measured: Measured, before: dict[str, tuple[int, float]]) -> Outcom
         m: Cost(predicted[m], alone_s, (after[m][1] - before[m][1]) / max(1, after[m][0] - before[m][0]))
         for m, alone_s in measured.alone_s.items()
     }
-    return Outcome(joined(measured.turns).report, costs, measured.server.sum("cohabit_swapped_bytes"))
+    return Outcome(joined(measured.turns).report, costs, measured.server.sum("cohabit_swapped_bytes_total"))
 
 
 def joined(turns: Sequence[SentLoad]) -> SentLoad:

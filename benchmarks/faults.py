@@ -195,7 +195,7 @@ async def inject(
 
 
 def restarts(metrics_url: str) -> float:
-    return sample(metrics_url, "cohabit_engine_restarts")
+    return sample(metrics_url, "cohabit_engine_restarts_total")
 
 
 def sample(metrics_url: str, name: str) -> float:

@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[LayoutName, Sequence[str]]] = {
 }
 """By the name in the table: the layout, and further flags."""
 RATES = (100.0, 200.0, 300.0)
-COPIED, COMPUTED = "cohabit_swapped_bytes", "cohabit_compute_seconds_sum"
+COPIED, COMPUTED = "cohabit_swapped_bytes_total", "cohabit_compute_seconds_sum"
 COUNTED = ("nv_inference_count", COPIED, COMPUTED)
 WARM_UP_S = 1.0
 SLO_S = 0.1

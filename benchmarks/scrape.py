@@ -44,9 +44,10 @@ async def serving(command: Sequence[str], *, show_log: bool = False) -> AsyncIte
 def by_model(metrics_url: str, name: str) -> dict[str, float]:
     """Samples of one metric, by model; for batch 1 where there are several."""
     samples: dict[str, float] = {}
+    stem = name.removesuffix("_total")
     for family in text_string_to_metric_families(get(metrics_url).decode()):
         for sample in family.samples:
-            if sample.name.removesuffix("_total") == name and sample.labels.get("batch", "1") == "1":
+            if sample.name.removesuffix("_total") == stem and sample.labels.get("batch", "1") == "1":
                 samples[sample.labels["model"]] = sample.value
     return samples
 

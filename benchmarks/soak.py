@@ -140,7 +140,7 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
                         found.memory[name].append(psutil.Process(pid).memory_info().rss / 2**20)
                 p99s = ", ".join(f"{_p99_ms(found, hostile):.1f}" for hostile in (False, True))
                 console.print(f"turn {seed}: p99 {p99s} ms, {found.memory['front end'][-1]:.0f} MiB")
-        found.restarts = sample(server.metrics_url, "cohabit_engine_restarts")
+        found.restarts = sample(server.metrics_url, "cohabit_engine_restarts_total")
         found.left_bytes = sample(server.metrics_url, "cohabit_request_memory_bytes")
     return found
 

@@ -4,11 +4,17 @@ numba trusts a cached function until its own file changes. But a function holds 
 functions that it calls: a cache from before they changed makes it crash. So each state of the planner's sources has
 its own cache folder, in `NUMBA_CACHE_DIR` or the user's cache.
 
+numba uses a folder only if it can write to it. A folder that it cannot write to, such as one in a container's image, is
+copied once: to the user's cache, or else to the folder for temporary files.
+
 Compiling takes half a minute, which is long for a few plans. With `COHABIT_INTERPRET` in the environment, loops that
 were not compiled before are interpreted; they give the same plans."""
 
 import hashlib
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
@@ -27,8 +33,11 @@ def compiled(function: _F) -> _F:
         return cast(_F, wraps(function)(lambda *args: _plain(function(*args))))
     import numba  # an installed one may refuse its numpy; then loops are interpreted without it
 
+    folder = cache_folder()
+    if folder is None:
+        return cast(_F, numba.njit(nogil=True)(function))
     others = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_folder())
+    numba.config.CACHE_DIR = str(folder)
     try:
         return cast(_F, numba.njit(cache=True, nogil=True)(function))
     finally:
@@ -47,16 +56,71 @@ def _plain(result: Any) -> Any:
 
 @cache
 def _is_interpreted() -> bool:
-    return INTERPRET in os.environ and not any(cache_folder().rglob("*.nbi"))
+    if INTERPRET not in os.environ:
+        return False
+    folder = cache_folder()
+    return folder is None or not any(folder.rglob("*.nbi"))
 
 
 @cache
-def cache_folder() -> Path:
-    """Return the cache folder of the current sources. Where it cannot be written, numba chooses another place."""
+def cache_folder() -> Path | None:
+    """Return the cache folder of the current sources; None if no folder can be written."""
+    name = _state_of_sources()
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit" / "compiled"
+    given = Path(os.environ.get("NUMBA_CACHE_DIR") or user) / name
+    for folder in (given, user / name, _temporary_folder(name)):
+        if folder is None:
+            continue
+        if folder != given and given.is_dir() and not folder.exists():
+            _copy(given, folder)
+        if _is_writable(folder):
+            return folder
+    return None
+
+
+def _state_of_sources() -> str:
     state = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         source = path.read_bytes()
         if b"@compiled" in source or b"NamedTuple" in source:
             state.update(source)
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit" / "compiled"
-    return Path(os.environ.get("NUMBA_CACHE_DIR") or user) / state.hexdigest()[:16]
+    return state.hexdigest()[:16]
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be written there, as numba finds out; makes the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+def _temporary_folder(name: str) -> Path | None:
+    """Return a folder that belongs to this user alone: compiled code is pickled, and executed."""
+    try:
+        own = Path(tempfile.gettempdir()) / f"cohabit-{os.geteuid()}"
+        own.mkdir(mode=0o700, exist_ok=True)
+        found = own.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return own / name if is_own else None
+
+
+def _copy(given: Path, folder: Path) -> None:
+    """Copy a folder under its new name at once. Another process may do the same; one copy stays."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as copy:
+            for path in given.rglob("*"):
+                target = Path(copy) / "copy" / path.relative_to(given)
+                if path.is_dir():
+                    target.mkdir(parents=True, exist_ok=True)
+                else:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target)
+            (Path(copy) / "copy").rename(folder)
+    except OSError:
+        pass  # loops are compiled again, or the other process has copied them

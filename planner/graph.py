@@ -171,7 +171,7 @@ def encode(data: Graph) -> bytes:
 
 def decode(raw: bytes) -> Graph:
     """Read and validate a graph. Raises FormatError or InvalidGraph."""
-    graph = decode_as(raw, Graph, "graph", FORMAT_VERSION)
+    graph = decode_as(raw, _decoder, "graph", FORMAT_VERSION)
     graph.validate()
     return graph
 
@@ -180,10 +180,16 @@ class _Header(msgspec.Struct):
     format_version: int
 
 
-def decode_as(raw: bytes, kind: type[_T], what: str, newest: int) -> _T:
-    """Decode versioned JSON into `kind`. Raises FormatError, naming the version where that is the reason."""
+# Decoders are made when modules are imported: two threads that have msgspec look at the same type for the first time
+# may get half of what it finds, and crash.
+_decoder = msgspec.json.Decoder(Graph)
+_header_decoder = msgspec.json.Decoder(_Header)
+
+
+def decode_as(raw: bytes, decoder: msgspec.json.Decoder[_T], what: str, newest: int) -> _T:
+    """Decode versioned JSON. Raises FormatError, naming the version where that is the reason."""
     try:
-        version = msgspec.json.decode(raw, type=_Header).format_version
+        version = _header_decoder.decode(raw).format_version
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"not a {what} file, or a truncated one: {error}") from error
     if version != newest:
@@ -192,6 +198,6 @@ def decode_as(raw: bytes, kind: type[_T], what: str, newest: int) -> _T:
             f" {'upgrade Cohabit' if version > newest else f'make the {what} again'}"
         )
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return decoder.decode(raw)
     except msgspec.DecodeError as error:
         raise FormatError(f"{what} file is damaged: {error}") from error

@@ -23,8 +23,18 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
 
 T = TypeVar("T")
-_DIVISION_VERSION = 3
+_DIVISION_VERSION = 4
 """Changes with the way that memory is divided."""
+
+
+class _DivisionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A division of memory, and the fingerprint of what was divided among which models."""
+
+    problem: str
+    division: Division
+
+
+_division_decoder = msgspec.json.Decoder(_DivisionRecord)
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +77,21 @@ class Library:
         self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int
     ) -> Division | None:
         """Return how this memory was divided among these models; None if that is not stored."""
-        path = _division_path(self.root, models, memory_bytes, layout, lanes)
-        return self._read(path, lambda raw: msgspec.json.decode(raw, type=Division))
+        key = _division_key(models, memory_bytes, layout, lanes)
+        return self._read(self._division_path(key), lambda raw: _usable_division(raw, key))
 
     def store_division(
         self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int, division: Division
     ) -> None:
-        self._store(_division_path(self.root, models, memory_bytes, layout, lanes), msgspec.json.encode(division))
+        key = _division_key(models, memory_bytes, layout, lanes)
+        self._store(self._division_path(key), msgspec.json.encode(_DivisionRecord(key, division)))
 
     def plan_path(self, problem: Problem, searcher: str) -> Path:
         key = (cohabit.planner.plan.FORMAT_VERSION, searcher, *problem.key)
         return self.root / "plans" / f"{fingerprint(key)}.json"
+
+    def _division_path(self, key: str) -> Path:
+        return self.root / "plans" / f"{key}.division.json"
 
     def _read(self, path: Path, decode: Callable[[bytes], T]) -> T | None:
         try:
@@ -97,13 +111,18 @@ class Library:
             logger.warning("library file not stored", extra={"fields": fields})
 
 
-def _division_path(
-    root: Path, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int
-) -> Path:
+def _division_key(models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int) -> str:
     graphs = [[graph.fingerprint for _, graph in sorted(model.graphs.items())] for model in models]
     profiles = [[profile.fingerprint for _, profile in sorted(model.profiles.items())] for model in models]
-    key = (_DIVISION_VERSION, graphs, profiles, [model.rate_per_s for model in models], memory_bytes, layout, lanes)
-    return root / "plans" / f"{fingerprint(key)}.division.json"
+    rates = [model.rate_per_s for model in models]
+    return fingerprint((_DIVISION_VERSION, graphs, profiles, rates, memory_bytes, layout, lanes))
+
+
+def _usable_division(raw: bytes, key: str) -> Division:
+    record = _division_decoder.decode(raw)
+    if record.problem != key:
+        raise FormatError(f"division is of {record.problem[:12]}, not of {key[:12]}")
+    return record.division
 
 
 def _usable_plan(raw: bytes, problem: Problem) -> Plan:

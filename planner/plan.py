@@ -135,10 +135,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return computes[-1] + 1 if computes else 0
 
 
+_decoder = msgspec.json.Decoder(Plan)
+
+
 def encode(plan: Plan) -> bytes:
     return msgspec.json.encode(plan)
 
 
 def decode(raw: bytes) -> Plan:
     """Read a plan. Raises FormatError. Whether it may run is for `planner.check` to say."""
-    return decode_as(raw, Plan, "plan", FORMAT_VERSION)
+    return decode_as(raw, _decoder, "plan", FORMAT_VERSION)

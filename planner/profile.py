@@ -48,12 +48,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of the profile's canonical JSON. A whole number counts as the float that it is read back as."""
-        return fingerprint(msgspec.json.decode(encode(self), type=Profile))
+        return fingerprint(_decoder.decode(encode(self)))
 
     @cached_property
     def compute_s(self) -> float:
         """Time of one inference with every parameter resident."""
         return sum(self.op_seconds)
+
+
+_decoder = msgspec.json.Decoder(Profile)
 
 
 def encode(profile: Profile) -> bytes:
@@ -62,4 +65,4 @@ def encode(profile: Profile) -> bytes:
 
 def decode(raw: bytes) -> Profile:
     """Read a profile. Raises FormatError."""
-    return decode_as(raw, Profile, "profile", FORMAT_VERSION)
+    return decode_as(raw, _decoder, "profile", FORMAT_VERSION)

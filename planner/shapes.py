@@ -88,14 +88,24 @@ class DynamicShape(msgspec.Struct, frozen=True):
             most = max(wanted, default=0) if d.most is None else d.most
             powers = (LEAST_BUCKET << n for n in range(most.bit_length()))
             sizes = {min(size, most) for size in wanted or (*(p for p in powers if p < most), most)}
-            valid = [self.valid(d, size) for size in (sizes if d.least > 1 else sizes | {d.least})]
-            dimensions.append(replace(d, buckets=tuple(sorted({size for size in valid if size is not None}))))
+            buckets: list[int] = []
+            tried = d.least - 1  # no size is looked at twice, because conditions take microseconds each
+            for size in sorted(sizes if d.least > 1 else sizes | {d.least}):
+                found = self.valid(d, size, tried + 1)
+                buckets += [] if found is None else [found]
+                tried = max(tried, size)
+            dimensions.append(replace(d, buckets=tuple(buckets)))
         return replace(self, dimensions=tuple(dimensions))
 
-    def valid(self, dimension: Dimension, size: int) -> int | None:
-        """Return the largest size up to this one that a dimension can have; None if there is none."""
+    def valid(self, dimension: Dimension, size: int, least: int | None = None) -> int | None:
+        """Return the largest size from `least` to this one that a dimension can have; None if there is none.
+
+        `least` is the dimension's own by default.
+        """
         conditions = self.conditions(dimension)
-        for value in range(dimension.symbol_value(size), dimension.symbol_value(dimension.least) - 1, -1):
+        # Rounded down for the first size, and up for the last.
+        lowest = -((dimension.offset - (dimension.least if least is None else least)) // dimension.step)
+        for value in range(dimension.symbol_value(size), lowest - 1, -1):
             if all(_holds(c, {dimension.symbol: value}) for c in conditions):
                 return value * dimension.step + dimension.offset
         return None

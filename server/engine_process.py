@@ -267,11 +267,9 @@ class EngineService:
             return
         except CohabitError as error:
             self._send_all(messages.StartRefused(to_wire(error)))
-        except Exception as error:
-            _log.exception("the engine did not start")
-            self._send_all(
-                messages.StartRefused(to_wire(StartFailed(f"unexpected {type(error).__name__}: {error}")))
-            )
+        except Exception:
+            reason = f"starting the engine failed unexpectedly: {log.log_internal_error(_log)}"
+            self._send_all(messages.StartRefused(to_wire(StartFailed(reason))))
         else:
             self._send_all(messages.Started(self._memory_map))
 

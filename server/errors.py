@@ -81,6 +81,8 @@ class Unauthenticated(RequestError):
     def __init__(self, message: str, wrong_token: bool = False) -> None:
         super().__init__(message)
         self.wrong_token = wrong_token
+        self.ends_connection = False
+        """Whether a client that guesses is to open a connection for its next call."""
 
 
 class PermissionMissing(RequestError):

@@ -5,7 +5,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,12 +50,15 @@ class Server:
         load: "Load | None" = None,
         engine_path: Path | None = None,
         engine_command: Sequence[str] = COMMAND,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`load` replaces the loader of an engine in this process, `engine_command` starts one in another.
 
         `engine_path` is where another front end's engine listens; without it, this front end starts an engine.
+        `clock` tells how old the text of the metrics is, and how long requests take.
         """
         self._engine_command = engine_command
+        self._clock = clock
         self.http_url = ""
         self.grpc_address: str | None = None
         self.metrics_url = ""
@@ -93,7 +97,8 @@ class Server:
         opened = partial(open_region, any_user=config.client_shm == "any-user")
         regions = Regions(opened if config.takes_client_shm else no_system)
         tracer = Tracer(control, self._trace_file)
-        self.plane = DataPlane(config, self.client, self._memory, regions, tracer, Machine(self._access))
+        machine = Machine(self._access)
+        self.plane = DataPlane(config, self.client, self._memory, regions, tracer, machine, self._clock)
 
     async def start(self) -> None:
         """Listen on every port. Raises ConfigError if a port or a file cannot be opened."""

@@ -6,10 +6,10 @@ Here weights must be raw records, sample inputs are not read, and names and expr
 """
 
 import json
-import mmap
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch.export import ExportedProgram
 
 from cohabit.runtime.errors import ArchiveError, UnsupportedModel
 from cohabit.runtime.lowering.allowed_ops import allows_target
-from cohabit.runtime.lowering.archive_file import open_archive
+from cohabit.runtime.lowering.archive_file import ArchiveFile
 
 _MODEL = "models/model.json"
 _WEIGHTS = "data/weights/model_weights_config.json"
@@ -59,35 +59,32 @@ _FUNCTIONS = frozenset(
 )
 
 
-def read(path: Path) -> tuple[ExportedProgram, list[str]]:
+def read(archive: ArchiveFile) -> tuple[ExportedProgram, list[str]]:
     """Load an exported program, and the conditions on its inputs' sizes that stand beside it.
 
     The program's weights are views of the mapped file. The conditions are Python text, which must not be executed.
     Raises ArchiveError for a bad file.
     """
-    with open_archive(path) as archive:
-        records = _Records(path, archive)
-        records.refuse_unsafe()
-        weights = records.tensors(_WEIGHTS, "data/weights/")
-        constants = records.tensors(_CONSTANTS, "data/constants/")
-        serialized, guards = _check_program(path, records.checked(_MODEL, _MAX_JSON_BYTES))
-        try:
-            program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, None)
-        except Exception as error:  # the deserializer raises whatever its asserts and look-ups raise
-            reason = str(error).split("\n", 1)[0][:300]
-            raise ArchiveError(
-                f"{path.name}: not a program that torch {torch.__version__} reads: {reason}"
-            ) from error
+    path, records = archive.path, _Records(archive)
+    records.refuse_unsafe()
+    weights = records.tensors(_WEIGHTS, "data/weights/")
+    constants = records.tensors(_CONSTANTS, "data/constants/")
+    serialized, guards = _check_program(path, records.checked(_MODEL, _MAX_JSON_BYTES))
+    try:
+        program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, None)
+    except Exception as error:  # the deserializer raises whatever its asserts and look-ups raise
+        reason = str(error).split("\n", 1)[0][:300]
+        raise ArchiveError(f"{path.name}: not a program that torch {torch.__version__} reads: {reason}") from error
     return program, guards
 
 
 class _Records:
     """The records of one archive, by their names below the archive's root folder."""
 
-    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
-        self.path = path
+    def __init__(self, archive: ArchiveFile) -> None:
+        self.path = archive.path
         self.archive = archive
-        self.infos = {i.filename.split("/", 1)[-1]: i for i in archive.infolist()}
+        self.infos = {i.filename.split("/", 1)[-1]: i for i in archive.records.infolist()}
 
     def refuse_unsafe(self) -> None:
         for name, info in self.infos.items():
@@ -118,7 +115,7 @@ class _Records:
                 f"{self.path.name}: record {name} has {info.file_size} bytes, the limit is {limit_bytes}"
             )
         try:
-            return self.archive.read(info)
+            return self.archive.records.read(info)
         except (zipfile.BadZipFile, OSError, NotImplementedError, EOFError) as error:
             raise ArchiveError(f"{self.path.name}: record {name} is damaged: {error}") from error
 
@@ -154,24 +151,17 @@ class _Records:
             raise ArchiveError(f"{self.path.name}: has no record {name}")
         if info.file_size == 0:
             return torch.empty(0, dtype=dtype)
-        self._verify(info)
-        with self.path.open("rb") as file:
-            file.seek(info.header_offset + 26)
-            name_length, extra_length = struct.unpack("<HH", file.read(4))
-            start = info.header_offset + 30 + name_length + extra_length
-            # A private mapping: writable for torch's sake, and never written.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped = self.archive.mapped
+        try:
+            name_length, extra_length = struct.unpack_from("<HH", mapped, info.header_offset + 26)
+        except struct.error as error:
+            raise ArchiveError(f"{self.path.name}: record {name} is cut off") from error
+        start = info.header_offset + 30 + name_length + extra_length
         if start + info.file_size > len(mapped):
             raise ArchiveError(f"{self.path.name}: record {name} is cut off")
+        if zlib.crc32(memoryview(mapped)[start : start + info.file_size]) != info.CRC:
+            raise ArchiveError(f"{self.path.name}: record {name} is damaged: its checksum does not fit")
         return torch.frombuffer(mapped, dtype=dtype, count=info.file_size // dtype.itemsize, offset=start)
-
-    def _verify(self, info: zipfile.ZipInfo) -> None:
-        try:
-            with self.archive.open(info) as stream:
-                while stream.read(1 << 20):
-                    pass
-        except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-            raise ArchiveError(f"{self.path.name}: record {info.filename} is damaged: {error}") from error
 
 
 def _check_program(path: Path, raw: bytes) -> tuple[Any, list[str]]:

@@ -84,6 +84,9 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dynamic: DynamicShape = STATIC
 
 
+_decoder = msgspec.json.Decoder(Artifact)
+
+
 def encode(
     lowering: str,
     inputs: tuple[Port, ...],
@@ -106,7 +109,7 @@ def decode(
 
     Raises FormatError, also for another lowering.
     """
-    artifact = decode_as(raw, Artifact, "lowered model", FORMAT_VERSION)
+    artifact = decode_as(raw, _decoder, "lowered model", FORMAT_VERSION)
     if artifact.lowering != lowering:
         raise FormatError(f"lowered model was made by {artifact.lowering}, in use is {lowering}; lower it again")
     try:

@@ -17,7 +17,7 @@ from cohabit.planner.graph import Graph
 from cohabit.planner.shapes import STATIC, Bucket, Dimension, DynamicShape
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import artifact, packing, weights
-from cohabit.runtime.lowering.archive_file import fingerprint
+from cohabit.runtime.lowering.archive_file import ArchiveFile, noted_fingerprint
 from cohabit.runtime.lowering.interaction import find_interaction
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.rewrite import rewrite
@@ -60,6 +60,11 @@ class Lowered:
         return {b: build_graph(self.name, trace, self.manifest) for b, trace in self.traces.items()}
 
     @property
+    def archive(self) -> str:
+        """The fingerprint of the archive that this was lowered from."""
+        return self.manifest.archive.partition("/")[0]
+
+    @property
     def buckets(self) -> tuple[Bucket, ...]:
         return tuple(sorted(self.traces))
 
@@ -98,27 +103,52 @@ def lower(
     options: Options = DEFAULTS,
     *,
     shape_buckets: Sequence[int] = (),
-    cached_only: bool = False,
 ) -> Lowered:
     """Lower an archive for the given batch sizes; those it was not exported for are left out.
 
     `shape_buckets` are sizes of each other dynamic dimension; by default, powers of two.
 
     The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
-    for a bad archive and UnsupportedModel for a program that cannot be planned. With `cached_only`, the archive is
-    not read; NotCached is raised if the cache does not have it, or has it damaged.
+    for a bad archive and UnsupportedModel for a program that cannot be planned.
     """
-    own_fingerprint = fingerprint(path)
-    folder = _folder(cache, own_fingerprint, options)
     wanted = sorted(set(batches))
-    stamp = _stamp(wanted, options, shape_buckets)
-    known = _known(name, folder, stamp, options)
-    if known is not None:
-        return known
-    if cached_only:
+    noted = noted_fingerprint(path, notes_of(cache))
+    if noted is not None:
+        known = _known(name, Entry(cache, noted, wanted, options, shape_buckets))
+        if known is not None:
+            return known
+    with ArchiveFile(path) as archive:
+        on_progress(f"{name}: reading {path.name}")
+        entry = Entry(cache, archive.fingerprint, wanted, options, shape_buckets)
+        known = None if entry.archive == noted else _known(name, entry)
+        lowered = known or _lower(archive, name, entry, on_progress)
+        archive.note(notes_of(cache))
+    return lowered
+
+
+def cached(
+    archive: str,
+    name: str,
+    batches: Iterable[int],
+    cache: Path,
+    options: Options,
+    shape_buckets: Sequence[int] = (),
+) -> Lowered:
+    """Return what `lower` has left in the cache for an archive of this fingerprint. Raises NotCached."""
+    known = _known(name, Entry(cache, archive, sorted(set(batches)), options, shape_buckets))
+    if known is None:
         raise NotCached(f"{name}: the cache has no undamaged copy of it")
-    on_progress(f"{name}: reading {path.name}")
-    model = _read(path, name)
+    return known
+
+
+def notes_of(cache: Path) -> Path:
+    """Return the folder of the notes on archives, for the folder that is given to `lower`."""
+    return cache / "archives"
+
+
+def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callable[[str], None]) -> Lowered:
+    options, wanted, shape_buckets, folder = entry.options, entry.batches, entry.shape_buckets, entry.folder
+    model = _read(archive, name)
     folder.mkdir(parents=True, exist_ok=True)
     model.folder = folder
     buckets = _buckets(model, wanted, shape_buckets)
@@ -137,68 +167,85 @@ def lower(
     first = traces[min(traces)]
     readers = first.readers()
     uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
-    archive = f"{own_fingerprint}/{_LOWERING}{options.label}"
-    manifest = weights.lay_out(archive, uses, model.tables, _machine(options))
-    weights_path = folder / "weights.bin"
-    if weights.read(weights_path, _machine(options)) != manifest:
+    manifest = weights.lay_out(entry.origin, uses, model.tables, entry.machine)
+    if weights.read(entry.weights_path, entry.machine) != manifest:
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
-        weights.write(weights_path, manifest, own, model.tables)
+        weights.write(entry.weights_path, manifest, own, model.tables, archive.refuse_change)
     batched = model.max_batch is not None
     ports, rest = (model.inputs, model.outputs), (interaction, model.dynamic)
-    cache_file.write(folder / _artifact_name(stamp), artifact.encode(stamp, *ports, batched, traces, *rest))
-    return Lowered(name, *ports, batched, traces, manifest, weights_path, options, *rest)
+    program = artifact.encode(entry.stamp, *ports, batched, traces, *rest)
+    archive.refuse_change()
+    cache_file.write(entry.program_path, program)
+    return Lowered(name, *ports, batched, traces, manifest, entry.weights_path, options, *rest)
 
 
-def cached_files(
-    path: Path, batches: Iterable[int], cache: Path, options: Options, shape_buckets: Sequence[int]
-) -> list[Path]:
-    """Return the files of a model that `lower` has left in the cache for the same arguments."""
-    folder = _folder(cache, fingerprint(path), options)
-    stamp, weights_path = _stamp(sorted(set(batches)), options, shape_buckets), folder / "weights.bin"
-    return [folder / _artifact_name(stamp), weights_path, weights.description_path(weights_path)]
+@dataclass(frozen=True)
+class Entry:
+    """The place of a lowered model in the cache. Its files say what they were made from, and are used for no other."""
+
+    cache: Path
+    archive: str
+    """Fingerprint of the archive."""
+    batches: Sequence[int]
+    options: Options
+    shape_buckets: Sequence[int]
+
+    @property
+    def folder(self) -> Path:
+        threads = f"-{torch.get_num_threads()}" if self.options.packed else ""
+        return self.cache / f"{self.archive[:32]}{self.options.label}{threads}"
+
+    @property
+    def machine(self) -> str | None:
+        return packing.machine() if self.options.packed else None
+
+    @property
+    def origin(self) -> str:
+        """What a weights file is made from."""
+        return f"{self.archive}/{_LOWERING}{self.options.label}"
+
+    @cached_property
+    def stamp(self) -> str:
+        """What a program is made from, and by."""
+        made = f"archive {self.archive}, lowering {_LOWERING}, torch {torch.__version__}"
+        made += f", batches {','.join(map(str, self.batches))}"
+        if self.shape_buckets:
+            made += f", buckets {','.join(map(str, self.shape_buckets))}"
+        return f"{made}, packed for {self.machine}" if self.options.packed else made
+
+    @property
+    def program_path(self) -> Path:
+        return self.folder / f"program-{hashlib.sha256(self.stamp.encode()).hexdigest()[:16]}.json"
+
+    @property
+    def weights_path(self) -> Path:
+        return self.folder / "weights.bin"
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.program_path, self.weights_path, weights.description_path(self.weights_path)]
 
 
-def _folder(cache: Path, archive: str, options: Options) -> Path:
-    threads = f"-{torch.get_num_threads()}" if options.packed else ""
-    return cache / f"{archive[:32]}{options.label}{threads}"
-
-
-def _read(path: Path, name: str) -> FxModel:
+def _read(archive: ArchiveFile, name: str) -> FxModel:
     """Read an archive. Torch's deserializer takes seconds to import, which a server with a full cache need not."""
     from cohabit.runtime.lowering.archive import read
     from cohabit.runtime.lowering.exported import from_program
 
-    return from_program(name, *read(path))
+    return from_program(name, *read(archive))
 
 
-def _machine(options: Options) -> str | None:
-    return packing.machine() if options.packed else None
-
-
-def _stamp(batches: Sequence[int], options: Options, shape_buckets: Sequence[int]) -> str:
-    """Return what the cached file depends on besides its archive."""
-    made = f"lowering {_LOWERING}, torch {torch.__version__}, batches {','.join(map(str, batches))}"
-    if shape_buckets:
-        made += f", buckets {','.join(map(str, shape_buckets))}"
-    return f"{made}, packed for {_machine(options)}" if options.packed else made
-
-
-def _artifact_name(stamp: str) -> str:
-    return f"program-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.json"
-
-
-def _known(name: str, folder: Path, stamp: str, options: Options) -> Lowered | None:
+def _known(name: str, entry: Entry) -> Lowered | None:
     """Return what an earlier run lowered from the same archive, if all of it is there and undamaged."""
-    weights_path = folder / "weights.bin"
     try:
-        raw = cache_file.read(folder / _artifact_name(stamp))
-        inputs, outputs, batched, interaction, traces, dynamic = artifact.decode(raw, stamp)
+        raw = cache_file.read(entry.program_path)
+        inputs, outputs, batched, interaction, traces, dynamic = artifact.decode(raw, entry.stamp)
     except (FileNotFoundError, FormatError):
         return None
-    manifest = weights.read(weights_path, _machine(options))
-    if manifest is None:
+    manifest = weights.read(entry.weights_path, entry.machine)
+    if manifest is None or manifest.archive != entry.origin:
         return None
-    return Lowered(name, inputs, outputs, batched, traces, manifest, weights_path, options, interaction, dynamic)
+    path, options = entry.weights_path, entry.options
+    return Lowered(name, inputs, outputs, batched, traces, manifest, path, options, interaction, dynamic)
 
 
 def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int]) -> list[Bucket]:

@@ -7,7 +7,7 @@ block size that O_DIRECT asks for. Embedding tables follow the segments and are 
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,9 @@ class Description(msgspec.Struct, frozen=True):
     format_version: int = _DESCRIPTION_VERSION
 
 
+_decoder = msgspec.json.Decoder(Description)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightUse:
     """A weight and the ops that read it, by their indices."""
@@ -192,9 +195,16 @@ def _segment(offset: int, group: Sequence[WeightUse], alignment: int) -> Segment
 
 
 def write(
-    path: Path, manifest: Manifest, weights: Mapping[str, torch.Tensor], tables: Mapping[str, torch.Tensor]
+    path: Path,
+    manifest: Manifest,
+    weights: Mapping[str, torch.Tensor],
+    tables: Mapping[str, torch.Tensor],
+    refuse_change: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the weights file and, last, its description, each in one rename."""
+    """Write the weights file and, last, its description, each in one rename.
+
+    `refuse_change` is called when all weights have been read; if it raises, nothing is kept.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with cache_file.replacing(path) as fd:
         os.ftruncate(fd, manifest.file_bytes)
@@ -203,6 +213,7 @@ def write(
                 _write_tensor(fd, weights[piece.name], segment.offset + piece.offset)
         for table in manifest.tables:
             _write_tensor(fd, tables[table.name].contiguous(), table.offset)
+        refuse_change()
     cache_file.write(description_path(path), msgspec.json.encode(Description(manifest, _checksums(path, manifest))))
 
 
@@ -245,7 +256,7 @@ def _checksums(path: Path, manifest: Manifest) -> tuple[int, ...]:
 
 def _described(path: Path) -> Description:
     raw = cache_file.read(description_path(path))
-    return decode_as(raw, Description, "weights description", _DESCRIPTION_VERSION)
+    return decode_as(raw, _decoder, "weights description", _DESCRIPTION_VERSION)
 
 
 def description_path(path: Path) -> Path:

@@ -102,7 +102,7 @@ def measure_contention(
     alone_s: float,
 ) -> tuple[float, float]:
     """Return the factors by which ops and copies slow each other down: (compute, swap), both at least 1."""
-    if not copies:
+    if not copies or alone_s == 0:
         return 1.0, 1.0
     alone_copy_s = statistics.median(_seconds(copies) for _ in range(3))
     rounds: list[float] = []

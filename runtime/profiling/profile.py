@@ -86,7 +86,7 @@ def _path(cache: Path, graph: str, device: str, *, provisional: bool) -> Path:
 def _cached(path: Path, graph: Graph) -> Profile | None:
     with suppress(FileNotFoundError, FormatError):
         known = profile_format.decode(cache_file.read(path))
-        if known.graph == graph.fingerprint:
+        if known.graph == graph.fingerprint and len(known.op_seconds) == len(graph.ops):
             return known
     return None
 

@@ -77,8 +77,9 @@ class StepTimes:
 
     @property
     def noise(self) -> float:
-        """The median latency over the least, less one."""
-        return self.latency_s / min(self._latencies) - 1
+        """The median latency over the least, less one. A program of views only takes no time, and has no noise."""
+        least_s = min(self._latencies)
+        return self.latency_s / least_s - 1 if least_s > 0 else 0.0
 
     def medians(self) -> tuple[float, ...]:
         """Return seconds by step, with the time between steps spread over them."""

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 
 LARGEST_BATCH = 1 << 16
+MOST_SIZES = 64
+"""As many as a model may have buckets."""
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
@@ -50,6 +52,10 @@ def port_or_off(text: str) -> int | None:
 def batches(text: str) -> tuple[int, ...]:
     """Return comma-separated sizes, ascending and each once."""
     parse = integer(1, LARGEST_BATCH)
+    if (count := text.count(",") + 1) > MOST_SIZES:
+        raise ValueError(
+            f"{count} sizes are named, the limit is {MOST_SIZES}; each has a plan of its own, so name fewer"
+        )
     return tuple(sorted({parse(part.strip()) for part in text.split(",")}))
 
 

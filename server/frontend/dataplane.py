@@ -1,8 +1,10 @@
 """The data plane: the protocol-independent operations of the server, which all ports share."""
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,6 +29,7 @@ from cohabit.server.frontend.memory import Lease, RequestMemory
 from cohabit.server.frontend.threads import call
 from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import Array, ModelInfo, ModelKey
+from cohabit.server.ipc.statistics import INVALID, REQUEST_SECONDS, Histogram
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.metrics import metrics_page
 from cohabit.server.observe.settings import LogSettings, TraceControl, log_changes
@@ -44,6 +47,11 @@ ControlParameters = Mapping[str, bool | int | float | str | bytes]
 
 _QUICK_CLASSIFICATION_BYTES = 64 << 10
 _MOST_CONTROL_PARAMETERS = 64
+_METRICS_S = 1.0
+"""How long the text of the metrics is good."""
+_REPEATED_READING_S = 0.1
+"""How much later it is sent to those who read it after the first."""
+_MOST_DELAYED_READERS = 16
 
 
 class DataPlane:
@@ -57,6 +65,7 @@ class DataPlane:
         regions: Regions,
         tracer: Tracer | None = None,
         machine: Machine | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.memory = memory
         self.regions = regions
@@ -65,6 +74,14 @@ class DataPlane:
         self._config = config
         self._client = client
         self._machine = machine
+        self._clock = clock
+        self._latencies: dict[ModelKey, Histogram] = {}
+        """Seconds from the arrival of a request's last byte to its answer, of requests that were answered."""
+        self._metrics = b""
+        self._metrics_s = -math.inf
+        """When `_metrics` was written."""
+        self._writing_metrics = asyncio.Lock()
+        self._delayed_readers = 0
         self._under_way: dict[ModelKey, int] = {}
         """Unanswered requests by model."""
         self._full: dict[ModelKey, float] = {}
@@ -143,12 +160,50 @@ class DataPlane:
         return descriptions.statistics(entries, (await self._client.report()).models)
 
     async def metrics(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        report = await self._client.report()
-        entries, used_bytes = list(self._client.catalog), self.memory.used_bytes
-        return await asyncio.to_thread(
-            metrics_page, entries, report, self._machine, self._client.restarts, used_bytes
-        )
+        """Return all metrics in Prometheus' text format. Readers within a second get the same text, a little later.
+
+        So scrapers in a loop leave the event loop to inference. The delayed ones are bounded, because each of them
+        keeps a connection; more are answered at once.
+        """
+        async with self._writing_metrics:
+            is_new = self._clock() - self._metrics_s >= _METRICS_S
+            if is_new:
+                report = await self._client.report()
+                self._metrics_s = self._clock()
+                self._metrics = await asyncio.to_thread(
+                    metrics_page,
+                    list(self._client.catalog),
+                    report,
+                    dict(self._latencies),
+                    self._machine,
+                    self._client.restarts,
+                    self.memory.used_bytes,
+                )
+            text = self._metrics
+        if not is_new and self._delayed_readers < _MOST_DELAYED_READERS:
+            self._delayed_readers += 1
+            try:
+                await asyncio.sleep(_REPEATED_READING_S)
+            finally:
+                self._delayed_readers -= 1
+        return text
+
+    @contextmanager
+    def answering(self, model: ModelKey) -> Iterator[None]:
+        """Measure the latency of a request, which has arrived, to the end of this block, where it is answered."""
+        arrived_s = self._clock()
+        yield
+        latency = self._latencies.setdefault(model, Histogram.of(REQUEST_SECONDS))
+        latency.add(self._clock() - arrived_s)
+
+    @contextmanager
+    def fitting(self, model: ModelKey) -> Iterator[None]:
+        """Count a request that is refused in this block because it does not fit its model."""
+        try:
+            yield
+        except InvalidRequest:
+            self._client.count_rejection(model, INVALID)
+            raise
 
     async def decode(self, slow: bool, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call a decoder; a slow one runs on a thread, one at a time, so that large requests do not add up."""
@@ -185,6 +240,8 @@ class DataPlane:
             raise
         finally:
             self._under_way[model] -= 1
+            if not self._under_way[model]:
+                del self._under_way[model]  # models come and go
             self._answered.set()
             if full_s is None:
                 self._full.pop(model, None)

@@ -14,6 +14,8 @@ from cohabit.server.errors import ConfigError
 UNREAD_S = 75.0
 """TCP_USER_TIMEOUT: the kernel closes a connection whose sent data is not acknowledged for this long."""
 
+_BACKLOG = 512
+
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
@@ -57,7 +59,7 @@ def without_covered(hosts: Sequence[str]) -> list[str]:
 
 
 def open_sockets(hosts: Sequence[str], port: int, flag: str, reuse_port: bool) -> list[socket.socket]:
-    """Bind a socket for every address of the hosts; port 0 takes a free port, the same one for all.
+    """Listen at every address of the hosts; port 0 takes a free port, the same one for all. The sockets do not block.
 
     Raises ConfigError, which names the flag.
     """
@@ -69,12 +71,27 @@ def open_sockets(hosts: Sequence[str], port: int, flag: str, reuse_port: bool) -
                     sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
                     _set_options(sock, family, reuse_port)
                     sock.bind((address[0], port, *address[2:]))
+                    _listen(sock)
                     port = sock.getsockname()[1]
                     sockets.append(sock)
             except OSError as error:
                 raise ConfigError(f"{flag}: cannot listen on {host} port {port}: {error}") from error
         opened.pop_all()
         return sockets
+
+
+def open_unix_socket(path: Path, flag: str) -> socket.socket:
+    """Listen at a path, in place of a socket that another server has left. Raises ConfigError, which names the flag."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            path.unlink()
+        sock.bind(str(path))
+        _listen(sock)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"{flag}: cannot listen on {path}: {error}") from error
+    return sock
 
 
 def address_of(host: str, port: int) -> str:
@@ -88,6 +105,11 @@ def _set_options(sock: socket.socket, family: int, reuse_port: bool) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     if family == socket.AF_INET6:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+
+
+def _listen(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.listen(_BACKLOG)
 
 
 def _readable(flag: str, path: Path) -> None:

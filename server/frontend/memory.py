@@ -97,6 +97,10 @@ class RequestMemory:
         inside = offset >= PAGE_BYTES and offset + array.nbytes <= self.nbytes
         return offset if inside and array.flags.c_contiguous else None
 
+    def holds(self, data: bytes | memoryview) -> bool:
+        """Whether bytes are in the pool."""
+        return len(data) > 0 and self.offset_of(np.frombuffer(data, np.uint8)) is not None
+
     def array(self, offset: int, dtype: str | np.dtype[np.void], shape: tuple[int, ...]) -> Array:
         return np.ndarray(shape, dtype, self.map, offset)
 

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
 
-from cohabit.server.errors import SEND_LESS_JSON, InvalidRequest, PayloadTooLarge, Unsupported
+from cohabit.server.errors import SEND_LESS_JSON, PayloadTooLarge, RequestError, Unsupported
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.frontend.threads import call
@@ -172,9 +172,25 @@ class InferenceCalls:
             try:
                 response, lease = await self._infer(request, None, unsent)
             except Exception as error:
-                return _failed(status_of(error, "ModelStreamInfer").message, request), None
+                return self._failed(status_of(error, "ModelStreamInfer").message, request), None
         response.parameters[_FINAL].bool_param = True
         return pb.ModelStreamInferResponse(infer_response=response), lease
+
+    def _failed(self, text: str, request: bytes) -> Any:
+        """Make the stream's answer to a request that failed: with its id, model and version, if those are known."""
+        response = pb.ModelStreamInferResponse(error_message=text)
+        answer = response.infer_response
+        answer.parameters[_FINAL].bool_param = True
+        with suppress(RequestError):
+            message = parse_request(request)
+            answer.id, answer.model_name, answer.model_version = (
+                message.id,
+                message.model_name,
+                message.model_version,
+            )
+            if not message.model_version:
+                answer.model_version = str(self._plane.describe(message.model_name).version)
+        return response
 
     def _tracing(self, traceparent: str | None) -> AbstractContextManager[RequestTrace | None]:
         tracer = self._plane.tracer
@@ -191,9 +207,14 @@ class InferenceCalls:
         message = await self._plane.decode(typed or len(data) > _QUICK_TENSOR_BYTES, parse_request, data)
         version = message.model_version or None
         info = self._plane.require_ready(message.model_name, version, message.id)
-        with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
+        with (
+            self._plane.answering(info.key),
+            self._plane.memory.lease() as lease,
+            self._plane.regions.use() as regions,
+        ):
             slow = typed or self._plane.regions.slow
-            request = await self._plane.decode(slow, decode_request, message, info, regions)
+            with self._plane.fitting(info.key):
+                request = await self._plane.decode(slow, decode_request, message, info, regions)
             if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
                 request = replace(request, timeout_s=left_s)
             response = await self._plane.infer(request, info, lease, version)
@@ -202,15 +223,6 @@ class InferenceCalls:
                 message = await call(large, encode_response, response)
             unsent.hold(lease)
             return message, lease
-
-
-def _failed(text: str, request: bytes) -> Any:
-    """Make the stream's answer to a request that failed, with its id if that can be read."""
-    response = pb.ModelStreamInferResponse(error_message=text)
-    with suppress(InvalidRequest):
-        response.infer_response.id = parse_request(request).id
-    response.infer_response.parameters[_FINAL].bool_param = True
-    return response
 
 
 def _which(request: Any) -> tuple[str, str | None]:

@@ -81,7 +81,7 @@ def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots
 
     async def request_of(requests: Any, context: Any) -> Any:
         if permission not in access.open:
-            access.require(metadata_of(context, "authorization"), permission)
+            await access.admit(metadata_of(context, "authorization"), permission, context.peer())
         if method.client_streaming:
             return requests if request_type is ModelInferRequest else parsed(requests)
         message = await _message(context)

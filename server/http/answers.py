@@ -1,6 +1,6 @@
 """JSON bodies and answers of HTTP's endpoints, and the model that a path names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,15 +18,29 @@ _UNCHECKED_BYTES = 64 << 10
 _MOST_KEYS = 1 << 14
 """Keys of a body that is larger than that; a key takes memory many times its size."""
 _COUNTED_BYTES = 1 << 20
+_PIECE_BYTES = 256 << 10
+_UNCOUNTED_BYTES = 64 << 10
+"""An answer of this size is not counted as request memory; a connection has one at a time."""
 
 
-class LeasedResponse(web.Response):
-    """An answer that holds its request's memory until the client has read it, so that unread answers are bounded."""
+class LeasedResponse(web.StreamResponse):
+    """An answer that holds its request's memory until the client has read it, so that unread answers are bounded.
 
-    def __init__(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
-        super().__init__(body=body, headers=headers)
+    Parts in leased memory are sent from there, a piece at a time: the connection copies what it is given. Parts in
+    memory of the process's own count as request memory.
+    """
+
+    _send_headers_immediately = False  # but with the first piece, as those of web.Response
+
+    def __init__(self, lease: Lease, parts: Sequence[bytes | memoryview], headers: Mapping[str, str]) -> None:
+        """Raises Overloaded if parts outside of leased memory exceed the request memory."""
+        super().__init__(headers=headers)
+        self.content_length = nbytes = sum(map(len, parts))
+        if nbytes > _UNCOUNTED_BYTES:
+            lease.reserve(sum(len(part) for part in parts if not lease.memory.holds(part)))
         lease.hold()
         self._lease: Lease | None = lease
+        self._parts = parts
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         try:
@@ -37,14 +51,29 @@ class LeasedResponse(web.Response):
 
     async def write_eof(self, data: bytes = b"") -> None:
         try:
-            await super().write_eof(data)
+            last = data
+            for piece in _pieces(self._parts):
+                if last:
+                    await self.write(last)  # waits while the client does not read
+                last = piece
+            await super().write_eof(last)
         finally:
+            self._parts = ()
             self._release()
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
+
+
+def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[bytes]:
+    if sum(map(len, parts)) <= _PIECE_BYTES:
+        yield b"".join(parts)
+        return
+    for part in parts:
+        for start in range(0, len(part), _PIECE_BYTES):
+            yield bytes(part[start : start + _PIECE_BYTES])
 
 
 def json_response(body: Any) -> web.Response:

@@ -1,5 +1,7 @@
 """HTTP's endpoints for inference, health and descriptions."""
 
+from collections.abc import Mapping, Sequence
+
 from aiohttp import hdrs, web
 
 from cohabit.server.errors import SEND_LESS_JSON, PayloadTooLarge
@@ -19,6 +21,7 @@ from cohabit.server.protocol.request import InferResponse
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 _BINARY = "application/octet-stream"
+_EVENTS = "text/event-stream; charset=utf-8"
 _QUICK_JSON_BYTES = 64 << 10
 """The event loop parses and writes JSON up to this size; threads do the rest."""
 _QUICK_BINARY_BYTES = 4 << 20
@@ -64,7 +67,7 @@ class InferenceApi:
         name, version = request.match_info.get("model"), request.match_info.get("version")
         return json_response(await self._plane.statistics(name, version))
 
-    async def infer(self, request: web.Request) -> web.Response:
+    async def infer(self, request: web.Request) -> web.StreamResponse:
         """Check the head before reading the body; then read, decode, infer and encode."""
         name, version = model_of(request)
         info = self._plane.require_ready(name, version)
@@ -77,28 +80,35 @@ class InferenceApi:
             if most_json < json_bytes <= len(body):
                 raise PayloadTooLarge(f"the request JSON of {json_bytes} bytes", most_json, way_out)
             slow = json_bytes > _QUICK_JSON_BYTES or self._plane.regions.slow
-            decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
-            encoded = await _encode(await self._plane.infer(decoded, info, lease, version))
+            with self._plane.answering(info.key):
+                with self._plane.fitting(info.key):
+                    decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
+                encoded = await _encode(await self._plane.infer(decoded, info, lease, version))
             return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         """Infer with plain JSON values."""
-        return web.Response(body=await self._generate(request), content_type=JSON)
+        return await self._generate(request, {hdrs.CONTENT_TYPE: JSON})
 
-    async def generate_stream(self, request: web.Request) -> web.Response:
+    async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         """Send the answer of `generate` as a stream of one event, because models here answer once."""
-        event = b"data: %b\n\n" % await self._generate(request)
-        return web.Response(body=event, headers={hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8"})
+        return await self._generate(request, {hdrs.CONTENT_TYPE: _EVENTS}, b"data: ", b"\n\n")
 
-    async def _generate(self, request: web.Request) -> bytes:
+    async def _generate(
+        self, request: web.Request, headers: Mapping[str, str], before: bytes = b"", after: bytes = b""
+    ) -> web.StreamResponse:
         name, version = model_of(request)
         info = self._plane.require_ready(name, version)
         with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
             body = await read_body(request, lease, *self._json_limit)
             slow = len(body) > _QUICK_JSON_BYTES
-            decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
-            response = await self._plane.infer(decoded, info, lease, version)
-            return await call(_json_bytes(response) > _QUICK_JSON_BYTES, generate.encode_response, response)
+            with self._plane.answering(info.key):
+                with self._plane.fitting(info.key):
+                    decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
+                response = await self._plane.infer(decoded, info, lease, version)
+                slow = _json_bytes(response) > _QUICK_JSON_BYTES
+                written = await call(slow, generate.encode_response, response)
+            return LeasedResponse(lease, (before, written, after), headers)
 
 
 async def _encode(response: InferResponse) -> EncodedResponse:
@@ -113,13 +123,15 @@ def _json_bytes(response: InferResponse, only: bool = False) -> int:
     return sum(8 * o.array.size for o in response.outputs if not (only and (o.binary or o.window)))
 
 
-async def _infer_response(encoded: EncodedResponse, accept_encoding: str | None, lease: Lease) -> web.Response:
+async def _infer_response(
+    encoded: EncodedResponse, accept_encoding: str | None, lease: Lease
+) -> web.StreamResponse:
     headers: dict[str, str] = {hdrs.CONTENT_TYPE: JSON}
     if encoded.header_length is not None:
         headers = {hdrs.CONTENT_TYPE: _BINARY, HEADER_LENGTH: str(encoded.header_length)}
-    body = encoded.body
+    parts: Sequence[bytes | memoryview] = encoded.parts
     encoding = chosen_encoding(accept_encoding)
     if encoding is not None:
-        body = await call(len(body) > _QUICK_COMPRESSION_BYTES, compress, body, encoding)
+        parts = [await call(sum(map(len, parts)) > _QUICK_COMPRESSION_BYTES, compress, parts, encoding)]
         headers[hdrs.CONTENT_ENCODING] = encoding
-    return LeasedResponse(lease, body, headers)
+    return LeasedResponse(lease, parts, headers)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from cohabit.server.errors import RequestError
+from cohabit.server.errors import RequestError, Unauthenticated
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.answers import JSON, json_response
 from cohabit.server.http.endpoints import Endpoint, endpoints
@@ -32,20 +32,28 @@ def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> we
         return web.Response(body=described, content_type=JSON)
 
     app = web.Application(middlewares=[_traced(plane.tracer)])
-    _add(app, access, [*served, Endpoint("GET", ("/v2/openapi.json",), openapi)])
+    # Here the metrics need what statistics need; a scraper without it has the metrics port.
+    _add(
+        app,
+        access,
+        [*served, Endpoint("GET", ("/v2/openapi.json",), openapi), _metrics(plane, Permission.INFERENCE)],
+    )
     return app
 
 
 def make_metrics_app(plane: DataPlane, access: Access = OPEN) -> web.Application:
     """Make the application of the metrics port, which also answers health: inference cannot take its connections."""
+    health = [e for e in endpoints(plane, 0) if e.permission is Permission.HEALTH]
+    app = web.Application(middlewares=[_answered])
+    _add(app, access, [*health, _metrics(plane, Permission.METRICS)])
+    return app
 
+
+def _metrics(plane: DataPlane, permission: Permission) -> Endpoint:
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=await plane.metrics(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
-    health = [e for e in endpoints(plane, 0) if e.permission is Permission.HEALTH]
-    app = web.Application(middlewares=[_answered])
-    _add(app, access, [*health, Endpoint("GET", ("/metrics",), metrics, permission=Permission.METRICS)])
-    return app
+    return Endpoint("GET", ("/metrics",), metrics, permission=permission)
 
 
 def _add(app: web.Application, access: Access, served: Iterable[Endpoint]) -> None:
@@ -65,7 +73,7 @@ def _guarded(handler: Handler, access: Access, permission: Permission) -> Handle
         return handler
 
     async def guard(request: web.Request) -> web.StreamResponse:
-        access.require(request.headers.get(hdrs.AUTHORIZATION), permission)
+        await access.admit(request.headers.get(hdrs.AUTHORIZATION), permission, request.remote or "a Unix socket")
         return await handler(request)
 
     return guard
@@ -81,6 +89,8 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         response = await handler(request)
     except RequestError as error:
         response = response_of(error)
+        if isinstance(error, Unauthenticated) and error.ends_connection:
+            response.force_close()
     except web.HTTPException as error:
         allow: dict[str, str] = {name: error.headers[name] for name in (hdrs.ALLOW,) if name in error.headers}
         response = error_response(error.status, error.reason, allow)

@@ -34,9 +34,9 @@ _shapes = msgspec.json.Decoder(list[Dim])
 
 
 class EncodedResponse(msgspec.Struct, frozen=True):
-    """A body. `header_length` is the JSON's length where binary tensors follow it."""
+    """A body in parts, some of which may be views of leased memory. `header_length` is the JSON's if tensors follow."""
 
-    body: bytes
+    parts: list[bytes | memoryview]
     header_length: int | None
 
 
@@ -87,7 +87,7 @@ def encode_response(response: InferResponse) -> EncodedResponse:
             tail.append(binary)
     body = {"model_name": response.model, "model_version": str(response.version), "outputs": described}
     header = msgspec.json.encode(body | ({"id": response.id} if response.id else {}))
-    return EncodedResponse(b"".join((header, *tail)), len(header) if tail else None)
+    return EncodedResponse([header, *tail], len(header) if tail else None)
 
 
 def _output_body(output: OutputTensor, binary: bytes | memoryview | None) -> dict[str, Any]:
@@ -158,6 +158,9 @@ class _Request(msgspec.Struct):
     id: str = ""
     outputs: list[WantedBody] = []
     parameters: Parameters = {}
+
+
+msgspec.json.Decoder(_Request)  # msgspec looks at the type now, and not in two threads at once
 
 
 def _parse(header: memoryview) -> RequestBody:

@@ -6,6 +6,7 @@ alone, or weights, are a choice and are honoured.
 """
 
 import zlib
+from collections.abc import Iterable
 
 _LEVEL = 1
 _PLAIN = "identity"
@@ -25,9 +26,9 @@ def chosen_encoding(accept: str | None) -> str | None:
     return best if best != _PLAIN and weights[best] > 0 else None
 
 
-def compress(body: bytes, encoding: str) -> bytes:
+def compress(parts: Iterable[bytes | memoryview], encoding: str) -> bytes:
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW_BITS[encoding])
-    return compressor.compress(body) + compressor.flush()
+    return b"".join([*map(compressor.compress, parts), compressor.flush()])
 
 
 def _weighted(coding: str) -> tuple[str, float]:

@@ -62,8 +62,9 @@ class ControlApi:
         )
 
     async def system_register(self, request: web.Request) -> web.Response:
+        name = request.match_info.get("region", "")
         body = await read_json(request, _SystemBody)
-        region = SystemRequest(request.match_info["region"], body.key, body.offset, body.byte_size)
+        region = SystemRequest(name, body.key, body.offset, body.byte_size)
         self._plane.regions.register(region)
         return web.Response()
 
@@ -76,7 +77,7 @@ class ControlApi:
         return json_response([])
 
     async def cuda_register(self, request: web.Request) -> web.Response:
-        refuse_cuda(request.match_info["region"])
+        refuse_cuda(request.match_info.get("region", ""))
 
     async def cuda_unregister(self, request: web.Request) -> web.Response:
         return web.Response()

@@ -81,6 +81,9 @@ def _shared_memory(
     listed, forgotten = (f"{path}/status", f"{region}/status"), (f"{path}/unregister", f"{region}/unregister")
     yield Endpoint("GET", listed, status, f"List {what}", None, f"{name}Regions")
     yield Endpoint("POST", (f"{region}/register",), register, f"Register {what}", f"{name}Region", None, change)
+    yield Endpoint(
+        "POST", (f"{path}/register",), register, permission=change
+    )  # without a name, as Triton refuses it
     yield Endpoint("POST", forgotten, unregister, f"Forget {what}", permission=change)
 
 

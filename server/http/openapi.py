@@ -7,6 +7,7 @@ from typing import Any
 from cohabit.server.http.endpoints import Endpoint
 from cohabit.server.observe.access import OPEN, Access, Permission
 from cohabit.server.protocol.datatypes import BYTES, DTYPES
+from cohabit.server.protocol.matching import MOST_UNSIGNED
 
 Schema = Mapping[str, Any]
 
@@ -24,7 +25,12 @@ _DATA: Schema = {
 _PARAMETERS: Schema = {
     "type": "object",
     "additionalProperties": {
-        "anyOf": [_FLAG, {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, {"type": "number"}, _TEXT]
+        "anyOf": [
+            _FLAG,
+            {"type": "integer", "minimum": -(2**63), "maximum": MOST_UNSIGNED},
+            {"type": "number"},
+            _TEXT,
+        ]
     },
 }
 

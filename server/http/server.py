@@ -2,7 +2,11 @@
 
 import asyncio
 import logging
+import socket
+import ssl
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
@@ -11,22 +15,27 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import RawRequestMessage
 
-from cohabit.server.errors import ConfigError
-from cohabit.server.frontend.listening import TlsFiles, address_of, open_sockets
+from cohabit.server.frontend.listening import TlsFiles, address_of, open_sockets, open_unix_socket
 from cohabit.server.http.errors import error_response
 
 KEEP_ALIVE_S = 75.0
 _READ_AHEAD_BYTES = 256 << 10
 """How much of a body may wait to be read before its client is paused."""
-_BACKLOG = 512
 _HANDSHAKE_S = 20.0
+_ACCEPT_AGAIN_S = 0.1
 _MOST_ERROR_CHARACTERS = 300
 
 _log = logging.getLogger("cohabit.http")
 
 
 class HttpServer:
-    """Serves one application on any number of addresses. All methods belong to the event loop's thread."""
+    """Serves one application on any number of addresses. All methods belong to the event loop's thread.
+
+    A connection counts from its accept, during a TLS handshake as well. At the limit, a new connection replaces
+    the one that has waited longest for a request of its client: first among those that have sent none yet, then
+    among those that are idle. So silent clients cannot keep others out, and a port whose requests are short always
+    has a place for a probe. If every connection has a request under way, the new one is refused.
+    """
 
     def __init__(
         self,
@@ -48,7 +57,9 @@ class HttpServer:
             "read_bufsize": _READ_AHEAD_BYTES,
         }
         self._runner = web.AppRunner(app, handler_cancellation=True, **self._options)
-        self._listening: list[asyncio.Server] = []
+        self._listening: list[socket.socket] = []
+        self._connections: dict[_Connection, asyncio.Task[None]] = {}
+        """Every connection with the task of its handshake, in the order in which their clients were last heard."""
         self._unix: Path | None = None
 
     async def start(self, hosts: Sequence[str], port: int, unix: Path | None, flag: str) -> str:
@@ -57,32 +68,27 @@ class HttpServer:
         Port 0 takes a free port, the same one on every host. The Unix socket has no TLS. Raises ConfigError, which
         names the flag, for an address that cannot be bound, and for unusable TLS files.
         """
-        loop = asyncio.get_running_loop()
         tls = None if self._tls is None else self._tls.context()
         await self._runner.setup()
         sockets = open_sockets(hosts, port, flag, self._reuse_port)
         for sock in sockets:
-            listening = await loop.create_server(
-                self._accept,
-                sock=sock,
-                ssl=tls,
-                backlog=_BACKLOG,
-                ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
-            )
-            self._listening.append(listening)
+            self._listen(sock, tls)
         if unix is not None:
-            try:
-                self._listening.append(await loop.create_unix_server(self._accept, unix, backlog=_BACKLOG))
-            except OSError as error:
-                raise ConfigError(f"{flag}: cannot listen on {unix}: {error}") from error
+            self._listen(open_unix_socket(unix, flag), None)
             self._unix = unix
         scheme = "http" if tls is None else "https"
         return f"{scheme}://{address_of(hosts[0], sockets[0].getsockname()[1])}"
 
     async def stop(self, grace_s: float) -> None:
         """Take no more connections, give requests under way this long, then cancel them."""
-        for listening in self._listening:
-            listening.close()
+        loop = asyncio.get_running_loop()
+        while self._listening:
+            sock = self._listening.pop()
+            loop.remove_reader(sock)
+            sock.close()
+        for handshake in self._connections.values():
+            handshake.cancel()
+        await asyncio.gather(*self._connections.values(), return_exceptions=True)
         if (server := self._runner.server) is not None:
             server.pre_shutdown()
             await server.shutdown(grace_s)
@@ -90,23 +96,127 @@ class HttpServer:
         if self._unix is not None:
             self._unix.unlink(missing_ok=True)
 
-    def _accept(self) -> asyncio.BaseProtocol:
+    def _listen(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+        self._listening.append(sock)
+        self._follow(sock, tls)
+
+    def _follow(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Accept connections from now on, unless the port was closed meanwhile."""
+        if sock in self._listening:
+            asyncio.get_running_loop().add_reader(sock, self._accept, sock, tls)
+
+    def _accept(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            accepted, _ = sock.accept()
+        except (BlockingIOError, ConnectionError):  # the client has gone, or another front end was faster
+            return
+        except OSError as error:  # such as no descriptor that is left
+            _log.warning("a connection could not be accepted", extra={"fields": {"reason": str(error)}})
+            self._end_longest_waiting()
+            loop.remove_reader(sock)
+            loop.call_later(_ACCEPT_AGAIN_S, self._follow, sock, tls)
+            return
+        accepted.setblocking(False)
+        if len(self._connections) >= self._max_connections and not self._end_longest_waiting():
+            self._refuse(accepted, tls)
+            return
         server = self._runner.server
         assert server is not None
-        if len(server.connections) >= self._max_connections:
-            return _ConnectionRefused(self._max_connections)
-        return _JsonErrorHandler(server, loop=asyncio.get_running_loop(), **self._options)
+        connection = _Connection(self, server, loop=loop, **self._options)
+        handshake = asyncio.create_task(self._open(connection, accepted, tls))
+        handshake.add_done_callback(partial(self._handshake_ended, connection, accepted))
+        self._connections[connection] = handshake
+
+    async def _open(self, connection: "_Connection", accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
+        timeout_s = None if tls is None else _HANDSHAKE_S
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=timeout_s
+        )
+
+    def _handshake_ended(
+        self, connection: "_Connection", accepted: socket.socket, handshake: asyncio.Task[None]
+    ) -> None:
+        if not connection.is_open:  # the handshake has failed, or was cancelled
+            accepted.close()
+            self.lost(connection)
+        if not handshake.cancelled() and (error := handshake.exception()) is not None:
+            _log.debug("a handshake failed", extra={"fields": {"reason": str(error)}})
+
+    def heard(self, connection: "_Connection") -> None:
+        """Called by a connection whose client has sent a request."""
+        if connection in self._connections:
+            self._connections[connection] = self._connections.pop(connection)
+
+    def lost(self, connection: "_Connection") -> None:
+        """Called by a connection that has ended."""
+        self._connections.pop(connection, None)
+
+    def _end_longest_waiting(self) -> bool:
+        """End the connection that has waited longest for a request; False if every one has a request under way."""
+        waiting = [connection for connection in self._connections if connection.is_waiting]
+        if not waiting:
+            return False
+        longest = min(waiting, key=lambda connection: connection.has_asked)  # the first one, since `min` is stable
+        self._connections.pop(longest).cancel()  # ends a handshake, and does nothing after it
+        longest.abort()
+        return True
+
+    def _refuse(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Answer a connection over the limit without reading from it, and close it.
+
+        With TLS there is no answer: it would take a handshake.
+        """
+        body = msgspec.json.encode(
+            {"error": f"{self._max_connections} connections have requests under way, see --max-connections"}
+        )
+        with accepted, suppress(OSError):
+            if tls is None:
+                accepted.send(
+                    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+                    b"Retry-After: 1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+                )
 
 
-class _JsonErrorHandler(web.RequestHandler):
+class _Connection(web.RequestHandler):
     """A connection. Input that is not HTTP, and heads over a limit, are answered as `{"error": ...}`."""
 
-    __slots__ = ("_newest",)
+    __slots__ = ("_newest", "_opened", "_port")
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, port: HttpServer, server: web.Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._port = port
         self._newest: tuple[Any, Any] | None = None
         """The last request that was parsed, with its body."""
+        self._opened: asyncio.Transport | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its handshake is done, if it has one."""
+        return self._opened is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the connection has no request under way: its client is to send one, or the rest of one."""
+        return not (self._request_in_progress or self._messages)
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the client has ever sent a request's head."""
+        return self._newest is not None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._opened = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._port.lost(self)
+
+    def abort(self) -> None:
+        """Close at once, without TLS's farewell, for which the client could keep the connection open."""
+        if self._opened is not None:
+            self._opened.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for its answers if the client closes its side after a request with `Connection: close`.
@@ -125,6 +235,7 @@ class _JsonErrorHandler(web.RequestHandler):
         if not self._messages:
             return
         self._newest = self._messages[-1]
+        self._port.heard(self)
         if not isinstance(self._newest[0], RawRequestMessage):
             body = self._messages[-2][1] if len(self._messages) > 1 else before and before[1]
             if body is not None and not body.is_eof():
@@ -146,19 +257,3 @@ class _JsonErrorHandler(web.RequestHandler):
         answer = error_response(status, text)
         answer.force_close()
         return answer
-
-
-class _ConnectionRefused(asyncio.Protocol):
-    """Answers a connection over the limit without reading from it."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        writable = cast(asyncio.WriteTransport, transport)
-        body = msgspec.json.encode({"error": f"{self._limit} connections are open already, see --max-connections"})
-        writable.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            b"Retry-After: 1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
-        writable.close()

@@ -20,6 +20,8 @@ class ModelState(Enum):
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
+    REMOVED = "REMOVED"
+    """In the repository no more, and not served: its entry is dropped."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
@@ -62,8 +64,13 @@ class Catalog:
             yield from self.versions(name)
 
     def update(self, entry: ModelEntry) -> None:
-        """Add or replace an entry. One with a version takes the place of its model's entry without."""
+        """Add, replace or drop an entry. One with a version takes the place of its model's entry without."""
         versions = self._models.setdefault(entry.name, {})
+        if entry.state is ModelState.REMOVED:
+            versions.pop(entry.version, None)
+            if not versions:
+                del self._models[entry.name]
+            return
         if entry.state is ModelState.ABSENT and versions:
             return
         if entry.version is not None:

@@ -27,8 +27,13 @@ REJECTIONS: Mapping[type[errors.RequestError], str] = {
 }
 """Reasons of refusals after which a retry can succeed."""
 
+INVALID = "invalid"
+"""The reason of requests that do not fit their model, by shape, datatype or otherwise."""
+
 SECONDS = (*(round(base * 10.0**power, 6) for power in range(-4, 1) for base in (1.0, 1.8, 3.2, 5.6)), 10.0)
 """A hundred microseconds to ten seconds, four bounds per decade."""
+REQUEST_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Bounds of latencies for service level objectives: round numbers from a millisecond to ten seconds."""
 _RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
 """Triton's."""
 
@@ -101,7 +106,9 @@ class ModelStatistics(msgspec.Struct):
     failures: dict[FailureReason, int] = msgspec.field(
         default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     )
-    rejections: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REJECTIONS.values(), 0))
+    rejections: dict[str, int] = msgspec.field(
+        default_factory=lambda: dict.fromkeys((*REJECTIONS.values(), INVALID), 0)
+    )
 
     def executed(self, timings: Sequence[ExecutionTiming], wall_s: float) -> None:
         """Count an execution that ended at `wall_s`; `timings` are those of its requests, which waited differently."""
@@ -128,7 +135,7 @@ class ModelStatistics(msgspec.Struct):
         self.failures[reason] += 1
 
     def rejected(self, reason: str, count: int = 1) -> None:
-        """Count requests that were refused for one of the reasons in `REJECTIONS`."""
+        """Count requests that were refused for one of the reasons in `REJECTIONS`, or as `INVALID`."""
         self.rejections[reason] += count
 
     def cancelled(self) -> None:

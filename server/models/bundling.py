@@ -13,8 +13,8 @@ import msgspec
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Profile
-from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint
-from cohabit.runtime.lowering.lower import cached_files
+from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
+from cohabit.runtime.lowering.lower import Entry
 from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, BundledModel, described, read_bundle
 from cohabit.server.config.config import BY_KEY, ServeConfig, cache_of
 from cohabit.server.config.sizes import write_size
@@ -125,7 +125,7 @@ def _write(model: Prepared, room: Memory, plans: Plans, config: ServeConfig, out
     """Write a model's part of a bundle."""
     source, cache = model.source, cache_of(config)
     lowered, batches, buckets = model.lowered, wanted_batches(source, config), wanted_buckets(source, config)
-    for path in cached_files(source.path, batches, cache / "weights", lowered.options, buckets):
+    for path in Entry(cache / "weights", lowered.archive, batches, lowered.options, buckets).files:
         _copy(path, output / CACHE / path.relative_to(cache))
     store_profiles(lowered, model.profiles, output / CACHE / "profiles")
     Library(output / CACHE).store_plans(model.demand, room, config.search, plans)
@@ -136,7 +136,7 @@ def _write(model: Prepared, room: Memory, plans: Plans, config: ServeConfig, out
         _copy(folder / name, copy / name)
     stand_in = copy / str(source.version) / ((given and given.default_model_filename) or source.path.name)
     stand_in.parent.mkdir(parents=True)
-    stand_in.with_suffix(LOWERED_SUFFIX).write_text(f"{fingerprint(source.path)}\n")
+    stand_in.with_suffix(LOWERED_SUFFIX).write_text(f"{lowered.archive}\n")
 
 
 def _settings(config: ServeConfig, memory_bytes: int) -> dict[str, str | bool | None]:
@@ -161,7 +161,7 @@ def _entry(model: Prepared, room: Memory, plans: Plans) -> BundledModel:
     return BundledModel(
         source.name,
         source.version,
-        fingerprint(source.path),
+        model.lowered.archive,
         model.weight_bytes,
         room.partition_bytes,
         provenance.latency_s,

@@ -12,6 +12,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
+from cohabit.server.models.worker_process import stage
 
 
 def divide(
@@ -20,7 +21,10 @@ def divide(
     """See `planner.sizing.division.divide`."""
     from cohabit.planner.sizing import division
 
-    return division.divide(models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes)
+    with stage("dividing memory among the models"):
+        return division.divide(
+            models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes
+        )
 
 
 def least_memory(models: Sequence[ModelDemand], layout: LayoutName, lanes: int) -> int:
@@ -28,7 +32,8 @@ def least_memory(models: Sequence[ModelDemand], layout: LayoutName, lanes: int) 
     from cohabit.planner.sizing import division
 
     try:
-        return division.divide(models, 1, layout, lanes=lanes).memory_bytes
+        with stage("dividing memory among the models"):
+            return division.divide(models, 1, layout, lanes=lanes).memory_bytes
     except InfeasibleBudget as error:
         return error.least_bytes
 
@@ -39,18 +44,21 @@ def plan_model(
     """See `planner.sizing.fitting.plan_model`."""
     from cohabit.planner.sizing import fitting
 
-    return fitting.plan_model(model, room, library, searcher, quick=quick)
+    with stage(f"planning model '{model.name}'"):
+        return fitting.plan_model(model, room, library, searcher, quick=quick)
 
 
 def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
     """See `planner.sizing.fitting.workspaces_for`."""
     from cohabit.planner.sizing import fitting
 
-    return fitting.workspaces_for(model, memory_bytes)
+    with stage(f"planning model '{model.name}'"):
+        return fitting.workspaces_for(model, memory_bytes)
 
 
 def fit(model: ModelDemand, rooms: Sequence[Memory]) -> Memory | None:
     """See `planner.sizing.fitting.fit`."""
     from cohabit.planner.sizing import fitting
 
-    return fitting.fit(model, rooms)
+    with stage(f"planning model '{model.name}'"):
+        return fitting.fit(model, rooms)

@@ -1,6 +1,7 @@
 """Preparation of a model: lowered, measured, its parameters in the host store."""
 
 import logging
+import shutil
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +20,9 @@ from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.allowed_ops import draws
-from cohabit.runtime.lowering.archive_file import fingerprint as archive_fingerprint
-from cohabit.runtime.lowering.lower import Lowered, NotCached, lower
+from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, noted_fingerprint
+from cohabit.runtime.lowering.archive_file import fingerprint as fingerprint_of
+from cohabit.runtime.lowering.lower import Entry, Lowered, NotCached, cached, lower, notes_of
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import cached_profiles
@@ -32,7 +34,7 @@ from cohabit.server.file_state import FileState
 from cohabit.server.models.known_models import KnownModel
 from cohabit.server.models.options import options_of
 from cohabit.server.models.repository import ModelSource
-from cohabit.server.models.worker_process import WorkerProcesses
+from cohabit.server.models.worker_process import EXPECTED, WorkerProcesses, stage
 from cohabit.server.protocol.config_fields import parameter_of
 from cohabit.server.protocol.model_config import ModelConfig, config_mismatch, config_names
 from cohabit.server.resources import available_cpus
@@ -151,35 +153,77 @@ def prepare(
     backend: Backend,
     on_progress: OnProgress,
     *,
-    cached_only: bool = False,
+    archive: str | None = None,
     quick: bool = False,
 ) -> Prepared:
     """Lower and measure one model, unless the cache has the results. Raises CohabitError.
 
-    With `cached_only`, a model that the cache lacks is not lowered; raises NotCached. With `quick`, its profiles may be
-    provisional.
+    With `archive`, the fingerprint of its archive, the model is taken from the cache, and the archive is not read;
+    raises NotCached. Otherwise what the cache has of the model is made anew, once, after an unexpected error. With
+    `quick`, its profiles may be provisional.
     """
+    try:
+        return _prepare(source, config, backend, on_progress, archive, quick)
+    except EXPECTED:
+        raise
+    except Exception:
+        if archive is not None or not _forget_lowered(source, config):
+            raise
+        _log.warning(
+            "the cache was of no use, and is made anew", exc_info=True, extra={"fields": source.key.fields}
+        )
+        return _prepare(source, config, backend, on_progress, archive, quick)
 
+
+def _prepare(
+    source: ModelSource,
+    config: ServeConfig,
+    backend: Backend,
+    on_progress: OnProgress,
+    archive: str | None,
+    quick: bool,
+) -> Prepared:
     def progress(text: str) -> None:
         on_progress(source.name, text.removeprefix(f"{source.name}: "))
 
     cache, options, buckets = cache_of(config), model_options(source, config), wanted_buckets(source, config)
-    given = (source.path, source.name, wanted_batches(source, config), cache / "weights", progress, options)
-    lowered = lower(*given, shape_buckets=buckets, cached_only=cached_only)
-    release_free_memory()  # lowering has packed the weights one by one
-    weights = FileState.of(lowered.weights_path)
-    lowered = _with_config_names(source, lowered)
-    _refuse_mismatch(source, lowered)
-    store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
-    try:
-        if config.bundle is None:
-            lowered, profiles = backend.measure(lowered, store, cache / "profiles", progress, quick=quick)
+    name, batches, weights_cache = source.name, wanted_batches(source, config), cache / "weights"
+    with stage(f"lowering model '{name}'"):
+        if archive is not None:
+            lowered = cached(archive, name, batches, weights_cache, options, buckets)
         else:
-            profiles = bundled_profiles(lowered, cache / "profiles")
+            lowered = lower(source.path, name, batches, weights_cache, progress, options, shape_buckets=buckets)
+        release_free_memory()  # lowering has packed the weights one by one
+        weights = FileState.of(lowered.weights_path)
+        lowered = _with_config_names(source, lowered)
+        _refuse_mismatch(source, lowered)
+    with stage(f"opening the weights of model '{name}'"):
+        store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
+    try:
+        with stage(f"measuring model '{name}'"):
+            if config.bundle is None:
+                lowered, profiles = backend.measure(lowered, store, cache / "profiles", progress, quick=quick)
+            else:
+                profiles = bundled_profiles(lowered, cache / "profiles")
     except BaseException:
         store.close()
         raise
     return Prepared(source, KnownModel(lowered, profiles, weights), store, _rate(source, config))
+
+
+def _forget_lowered(source: ModelSource, config: ServeConfig) -> bool:
+    """Remove a lowered model from the cache; False if it is not there, or there is no archive to make it from."""
+    if config.bundle is not None or source.path.suffix == LOWERED_SUFFIX:
+        return False
+    options, batches, buckets = (
+        model_options(source, config),
+        wanted_batches(source, config),
+        wanted_buckets(source, config),
+    )
+    folder = Entry(cache_of(config) / "weights", fingerprint_of(source.path), batches, options, buckets).folder
+    is_there = folder.is_dir()
+    shutil.rmtree(folder, ignore_errors=True)
+    return is_there
 
 
 def prepare_closed(
@@ -224,13 +268,18 @@ def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, b
     return Prepared(source, known, store, _rate(source, config))
 
 
-def key_of(source: ModelSource, config: ServeConfig) -> Hashable:
-    """Return a key of everything that a known model depends on. Raises ArchiveError or RepositoryError."""
+def noted_archive(source: ModelSource, config: ServeConfig) -> str | None:
+    """Return the fingerprint of a model's archive, if it is known without reading it. Raises ArchiveError."""
+    return noted_fingerprint(source.path, notes_of(cache_of(config) / "weights"))
+
+
+def key_of(source: ModelSource, archive: str, config: ServeConfig) -> Hashable:
+    """Return a key of everything that a known model depends on. Raises RepositoryError."""
     options = model_options(source, config)
     tensors = () if source.config is None else (*source.config.input, *source.config.output)
     names = tuple(tensor.name for tensor in tensors)
     wanted = tuple(wanted_batches(source, config)), wanted_buckets(source, config)
-    return source.name, archive_fingerprint(source.path), wanted, options, names
+    return source.name, archive, wanted, options, names
 
 
 def prepare_in_worker(
@@ -241,21 +290,32 @@ def prepare_in_worker(
     Archives come from clients, so nothing else reads them. A damaged cache is made anew. With `quick`, its profiles may
     be provisional. Raises CohabitError.
     """
-    if _marker(source, config).exists() or (quick and _marker(source, config, "provisional").exists()):
+    archive, anew = noted_archive(source, config), False
+    if archive is not None and (
+        _marker(source, archive, config).exists()
+        or (quick and _marker(source, archive, config, "provisional").exists())
+    ):
         try:
-            return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)
+            return prepare(source, config, backend, lambda *_: None, archive=archive, quick=quick)
         except NotCached as error:
             _log.warning("cache not usable, preparing again", extra={"fields": {"reason": str(error)}})
+        except EXPECTED:
+            raise
+        except Exception:
+            fields = source.key.fields
+            _log.warning("the cache was of no use, and is made anew", exc_info=True, extra={"fields": fields})
+            anew = True
     if quick or _is_large(source):
-        _call_worker(source, config, workers, quick=True)
+        made = _call_worker(source, config, workers, quick=True, anew=anew)
+        anew = False
     if not quick:
-        _call_worker(source, config, workers, quick=False)
-    return prepare(source, config, backend, lambda *_: None, cached_only=True, quick=quick)
+        made = _call_worker(source, config, workers, quick=False, anew=anew)
+    return prepare(source, config, backend, lambda *_: None, archive=made.archive, quick=quick)
 
 
 def measure_in_worker(prepared: Prepared, config: ServeConfig, workers: WorkerProcesses) -> Prepared:
     """Measure a model whose profiles are provisional, in a worker process. Raises CohabitError."""
-    profiles = _call_worker(prepared.source, config, workers, quick=False)
+    profiles = _call_worker(prepared.source, config, workers, quick=False).profiles
     if any(profiles[bucket].graph != graph.fingerprint for bucket, graph in prepared.lowered.graphs.items()):
         raise UnsupportedModel(f"{prepared.source.name}: its archive has changed since it was loaded")
     return replace(prepared, known=KnownModel(prepared.lowered, profiles, prepared.known.weights))
@@ -266,27 +326,39 @@ def _is_large(source: ModelSource) -> bool:
     return state is not None and state.nbytes >= _LARGE_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """What a worker has put into the cache."""
+
+    archive: str
+    """Fingerprint of the archive that was read."""
+    profiles: dict[Bucket, Profile]
+
+
 def _call_worker(
-    source: ModelSource, config: ServeConfig, workers: WorkerProcesses, *, quick: bool
-) -> dict[Bucket, Profile]:
+    source: ModelSource, config: ServeConfig, workers: WorkerProcesses, *, quick: bool, anew: bool = False
+) -> _Filled:
     if not quick and _is_large(source):
         workers.release()
     model_config = None if source.config is None else source.config.SerializeToString()
-    return workers.call(_fill_cache, replace(source, config=None), model_config, config, quick)
+    return workers.call(_fill_cache, replace(source, config=None), model_config, config, quick, anew)
 
 
 def _fill_cache(
-    source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool
-) -> dict[Bucket, Profile]:
-    """Prepare a model, and return its profiles. Worker's process."""
+    source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool, anew: bool
+) -> _Filled:
+    """Prepare a model; with `anew`, whatever the cache has of it. Worker's process."""
     if model_config is not None:
         source = replace(source, config=ModelConfig.FromString(model_config))
+    if anew:
+        _forget_lowered(source, config)
     prepared = prepare_closed(source, config, lambda *_: None, quick=quick)
-    marker = _marker(source, config, *(["provisional"] if prepared.known.is_provisional else []))
+    archive = prepared.lowered.archive
+    marker = _marker(source, archive, config, *(["provisional"] if prepared.known.is_provisional else []))
     with suppress(OSError):  # without it, the next start looks at the cache in a worker again
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
-    return prepared.profiles
+    return _Filled(archive, prepared.profiles)
 
 
 def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
@@ -303,11 +375,11 @@ def wanted_buckets(source: ModelSource, config: ServeConfig) -> tuple[int, ...]:
     return parameter_of(source.config, SHAPE_BUCKETS, parse_sizes) or config.shape_buckets or ()
 
 
-def _marker(source: ModelSource, config: ServeConfig, *more: str) -> Path:
+def _marker(source: ModelSource, archive: str, config: ServeConfig, *more: str) -> Path:
     """Return the file that exists once a worker has prepared this model for this configuration."""
     threads = threads_of(config)
     options = asdict(model_options(source, config))
-    made = (archive_fingerprint(source.path), wanted_batches(source, config), options, threads, packing.machine())
+    made = (archive, wanted_batches(source, config), options, threads, packing.machine())
     link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
     if config.verify_reads:
         link += ("verified",)

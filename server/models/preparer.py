@@ -9,6 +9,7 @@ from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.errors import StoreChanged
+from cohabit.runtime.lowering.archive_file import fingerprint
 from cohabit.runtime.lowering.lower import NotCached
 from cohabit.runtime.profiling.profile import forget
 from cohabit.server.config.bundle import Bundle
@@ -20,6 +21,7 @@ from cohabit.server.models.prepared import (
     Prepared,
     key_of,
     measure_in_worker,
+    noted_archive,
     prepare,
     prepare_in_worker,
     prepare_known,
@@ -58,9 +60,9 @@ class ModelPreparer:
         With `quick`, its profiles may be provisional; by default, as configured.
         """
         quick = self._config.plans_later if quick is None else quick
-        key = key_of(source, self._config)
+        archive = noted_archive(source, self._config)
         with self._lock:
-            known = self._cache.get(key)
+            known = None if archive is None else self._cache.get(key_of(source, archive, self._config))
         if known is not None and known.is_unchanged and not known.is_provisional:
             start_s = time.perf_counter()
             with suppress(StoreChanged):  # it is prepared anew
@@ -68,8 +70,7 @@ class ModelPreparer:
                 time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
                 return prepared
         prepared = prepare_in_worker(source, self._config, self._backend, self.workers, quick=quick)
-        with self._lock:
-            self._cache[key] = prepared.known
+        self._remember(prepared)
         return prepared
 
     def bundled(self, source: ModelSource, bundle: Bundle) -> Prepared:
@@ -77,7 +78,8 @@ class ModelPreparer:
         room, config = room_in(bundle, source), self._config
         assert config.bundle is not None
         try:
-            prepared = prepare(source, config, self._backend, lambda *_: None, cached_only=True)
+            archive = fingerprint(source.path)
+            prepared = prepare(source, config, self._backend, lambda *_: None, archive=archive)
             if self.known_plans(prepared, room) is None:
                 prepared.store.close()
                 raise NotCached(f"{source.name}: the bundle has no undamaged plans of it")
@@ -97,9 +99,13 @@ class ModelPreparer:
             if again:
                 forget(prepared.profiles.values(), cache_of(self._config) / "profiles")
             measured = measure_in_worker(prepared, self._config, self.workers)
-        with self._lock:
-            self._cache[key_of(measured.source, self._config)] = measured.known
+        self._remember(measured)
         return measured
+
+    def _remember(self, prepared: Prepared) -> None:
+        key = key_of(prepared.source, prepared.lowered.archive, self._config)
+        with self._lock:
+            self._cache[key] = prepared.known
 
     def known_plans(self, prepared: Prepared, room: Memory) -> Plans | None:
         """Return the best plans for a room, if they are cached."""

@@ -83,6 +83,18 @@ class Registry:
         self._statistics.pop(model, None)
         self._put(replace(old, state=ModelState.UNAVAILABLE, reason="unloaded", footprint=nothing, wanted=False))
 
+    def idle(self) -> list[ModelEntry]:
+        """Return the entries of versions that are not served, and are not requested."""
+        unused = ModelState.ABSENT, ModelState.UNAVAILABLE
+        return [entry for entry in self._catalog if entry.state in unused and not entry.wanted]
+
+    def forget(self, entry: ModelEntry) -> None:
+        """Drop an entry that the repository has no more, unless it is another one by now."""
+        if self._catalog.get(entry.name, entry.version) is entry:
+            if entry.version is not None:
+                self._statistics.pop(entry.key, None)
+            self._put(replace(entry, state=ModelState.REMOVED))
+
     def rejected(self, model: ModelKey, error: RequestError) -> None:
         """Count a refused request, if a retry could succeed."""
         if (reason := REJECTIONS.get(type(error))) is not None:

@@ -141,6 +141,11 @@ def versions_of(
         raise RepositoryError(f"model '{name}' of {repository} cannot be read: {error}") from error
 
 
+def is_in_repository(repository: Path, name: str, version: int | None) -> bool:
+    """Whether a model, or this version of it, has a folder."""
+    return (repository / name / ("" if version is None else str(version))).is_dir()
+
+
 def warn_of_ignored_config(source: ModelSource, device: str) -> None:
     """Log the fields of a model's configuration that have no effect, with the reasons."""
     ignored = {} if source.config is None else ignored_fields(source.config, device)

@@ -1,20 +1,24 @@
 """Worker processes for lowering, measuring and planning, which hold the interpreter lock and may crash."""
 
+import logging
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.server.config.config import LogFormat, ServeConfig
-from cohabit.server.log import configure_logging
+from cohabit.server.log import configure_logging, log_internal_error
 from cohabit.server.process_rights import no_new_privileges, yield_memory
 from cohabit.server.resources import available_cpus
+
+_log = logging.getLogger("cohabit.models")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -34,6 +38,42 @@ _NICENESS = 10
 
 class WorkerFailed(CohabitError):
     """A call failed in the worker process; the message is the reason."""
+
+
+class _WorkerTraceback(Exception):
+    """The traceback of an error in a worker process, for the log."""
+
+
+class _Failure(NamedTuple):
+    """An error as it is sent: not every exception can be pickled."""
+
+    reason: str
+    """If the error was not expected, what was being done."""
+    traceback: str | None = None
+
+
+EXPECTED = CohabitError, OSError, MemoryError
+"""Errors whose message says what is wrong."""
+
+
+@contextmanager
+def stage(doing: str) -> Iterator[None]:
+    """Note on an unexpected error what was being done, such as "lowering model 'x'"."""
+    try:
+        yield
+    except EXPECTED:
+        raise
+    except Exception as error:
+        if "DefaultCPUAllocator" in str(error):  # torch has no class for this
+            raise MemoryError(str(error)) from error
+        error.add_note(doing)
+        raise
+
+
+def failed_stage(error: Exception) -> str:
+    """Return what was being done when an unexpected error came."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return f"{notes[0] if notes else 'preparing models'} failed unexpectedly"
 
 
 class WorkerProcesses:
@@ -81,7 +121,7 @@ class WorkerProcesses:
                 ) from error
             self._give_back(process)
         if failure is not None:
-            raise WorkerFailed(failure)
+            raise WorkerFailed(_reported(failure))
         answer: _T = result
         return answer
 
@@ -151,12 +191,12 @@ class _WorkerProcess:
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
-    ) -> tuple[Any, str | None]:
-        """Return the result, or the error as text. Raises EOFError or ConnectionError if it dies, or TimeoutError."""
+    ) -> tuple[Any, _Failure | None]:
+        """Return the result, or the error. Raises EOFError or ConnectionError if it dies, or TimeoutError."""
         self._pipe.send((function, args, kwargs))
         if not self._pipe.poll(timeout_s):
             raise TimeoutError
-        answer: tuple[Any, str | None] = self._pipe.recv()
+        answer: tuple[Any, _Failure | None] = self._pipe.recv()
         return answer
 
     def end(self) -> None:
@@ -212,15 +252,27 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _guarded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
-    """Return the result, or the error as text, because not every exception can be pickled."""
+def _guarded(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, _Failure | None]:
+    """Return the result, or the error."""
     try:
         return function(*args, **kwargs), None
     except CohabitError as error:
-        return None, str(error)
+        return None, _Failure(str(error))
     except OSError as error:
-        return None, f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
+        return None, _Failure(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))
     except MemoryError:
-        return None, "memory has run out while it was prepared, see --prepare-memory"
+        return None, _Failure("memory has run out while it was prepared, see --prepare-memory")
     except Exception as error:
-        return None, f"unexpected {type(error).__name__}: {error}"
+        return None, _Failure(failed_stage(error), traceback.format_exc())
+
+
+def _reported(failure: _Failure) -> str:
+    """Return the reason for clients, after logging the traceback of an unexpected error."""
+    if failure.traceback is None:
+        return failure.reason
+    try:
+        raise _WorkerTraceback(f"in a worker process\n{failure.traceback}")
+    except _WorkerTraceback:
+        return f"{failure.reason}: {log_internal_error(_log, what=failure.reason)}"

@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,10 @@ _log = logging.getLogger("cohabit.access")
 _TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 _LARGEST_FILE_BYTES = 1 << 20
 _INTERVAL_S = 5.0
+_UNKNOWN_TOKEN_S = 0.5
+"""How much later an unknown token is refused."""
+_DELAYED_SHARE = 16
+"""Part of a port's connections that delayed refusals may keep, as a divisor."""
 
 Digest = bytes
 """SHA-256 of a token. Comparing digests reveals neither the token nor its length."""
@@ -45,9 +49,38 @@ class Access:
         default_factory=lambda: {"unauthenticated": 0, "not_permitted": 0}, compare=False, repr=False
     )
     """Number of refused calls by reason."""
+    most_delayed: int = 64
+    """Refusals of unknown tokens that may be delayed together."""
+    sleep: Callable[[float], Awaitable[None]] = field(default=asyncio.sleep, compare=False, repr=False)
+    _delayed: int = field(default=0, init=False, compare=False, repr=False)
+
+    async def admit(self, authorization: str | None, permission: Permission, peer: str) -> None:
+        """Check a call's Authorization header. Raises Unauthenticated or PermissionMissing.
+
+        A refusal is logged with the peer's address. That of an unknown token comes after a delay, so that a connection
+        tries few of them. The number of delayed refusals is bounded, because each of them keeps a connection;
+        beyond it, the refusal ends the connection.
+        """
+        try:
+            self.require(authorization, permission)
+        except (Unauthenticated, PermissionMissing) as error:
+            _log.warning("a call was refused for its token", extra={"fields": {"peer": peer, "reason": str(error)}})
+            if isinstance(error, Unauthenticated) and error.wrong_token:
+                error.ends_connection = self._delayed >= self.most_delayed
+                await self._delay(error)
+            raise
+
+    async def _delay(self, error: Unauthenticated) -> None:
+        if error.ends_connection:
+            return
+        self._delayed += 1
+        try:
+            await self.sleep(_UNKNOWN_TOKEN_S)
+        finally:
+            self._delayed -= 1
 
     def require(self, authorization: str | None, permission: Permission) -> None:
-        """Check a call's Authorization header. Raises Unauthenticated or PermissionMissing."""
+        """Do the same at once and without a record in the log."""
         if permission in self.open:
             return
         token = _bearer(authorization)
@@ -115,7 +148,8 @@ def open_access(config: ServeConfig) -> Access:
         guarded |= {Permission.HEALTH} if config.health_access == "token" else set()
     if control_tokens:
         guarded.add(Permission.CONTROL)
-    return Access(tokens, control_tokens, frozenset(Permission) - guarded)
+    most_delayed = max(1, config.max_connections // _DELAYED_SHARE)
+    return Access(tokens, control_tokens, frozenset(Permission) - guarded, most_delayed=most_delayed)
 
 
 def _read_tokens(config: ServeConfig) -> tuple[tuple[Digest, ...], tuple[Digest, ...]]:

@@ -25,7 +25,7 @@ class Machine:
         yield from _processors()
         yield from _device(use)
         yield Family(
-            "cohabit_refused_calls",
+            "cohabit_refused_calls_total",
             "counter",
             "Calls refused for want of a token that permits them",
             [({"reason": reason}, count) for reason, count in self._access.refused.items()],
@@ -70,7 +70,7 @@ def _device(use: DeviceUse) -> Iterator[Family]:
         [({"use": name}, nbytes) for name, nbytes in sizes.items()],
     )
     yield Family(
-        "cohabit_lane_busy_seconds",
+        "cohabit_lane_busy_seconds_total",
         "counter",
         "Seconds that a lane was busy",
         [({"lane": lane}, seconds) for lane, seconds in use.lane_busy_s.items()],

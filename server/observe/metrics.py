@@ -1,15 +1,24 @@
 """The metrics, under Triton's names where Triton has one, and the text of `/metrics`."""
 
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.ipc.catalog import ModelEntry
-from cohabit.server.ipc.model import ModelFootprint
-from cohabit.server.ipc.statistics import EngineReport, Histogram, ModelCounters, ModelStatistics
+from cohabit.server.ipc.model import ModelFootprint, ModelKey
+from cohabit.server.ipc.statistics import (
+    REQUEST_SECONDS,
+    EngineReport,
+    Histogram,
+    ModelCounters,
+    ModelStatistics,
+)
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.prometheus import Family, Kind, Sample, single, written
+from cohabit.server.protocol.descriptions import product_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +27,7 @@ class ReadyModel:
 
     entry: ModelEntry
     report: ModelCounters
+    latency: Histogram
 
 
 Metric = Callable[[Sequence[ReadyModel]], Family]
@@ -25,16 +35,38 @@ Metric = Callable[[Sequence[ReadyModel]], Family]
 
 
 def metrics_page(
-    entries: Sequence[ModelEntry], report: EngineReport, machine: Machine | None, restarts: int, request_bytes: int
+    entries: Sequence[ModelEntry],
+    report: EngineReport,
+    latencies: Mapping[ModelKey, Histogram],
+    machine: Machine | None,
+    restarts: int,
+    request_bytes: int,
 ) -> bytes:
-    """Write the metrics of the models, the device and the machine in Prometheus' text format. Any thread."""
-    ready = [entry for entry in entries if entry.is_ready]
-    views = [ReadyModel(e, report.models.get(e.key) or ModelCounters(ModelStatistics())) for e in ready]
+    """Write the metrics of the models, the device and the machine in Prometheus' text format. Any thread.
+
+    `latencies` are the seconds of the front end's answered requests, from arrival to answer.
+    """
+    none = Histogram.of(REQUEST_SECONDS)
+    views = [
+        ReadyModel(
+            entry,
+            report.models.get(entry.key) or ModelCounters(ModelStatistics()),
+            latencies.get(entry.key, none),
+        )
+        for entry in entries
+        if entry.is_ready
+    ]
     readiness = [(_identity(entry), float(entry.is_ready)) for entry in entries if entry.wanted]
     families = [
+        Family("cohabit_build_info", "gauge", "The server's version, as labels of the number 1", [(_build(), 1.0)]),
         Family("cohabit_model_ready", "gauge", "Whether a model that was asked for can be served", readiness),
         *(metric(views) for metric in _METRICS),
-        single("cohabit_engine_restarts", "counter", "Times that the engine's process was started again", restarts),
+        single(
+            "cohabit_engine_restarts_total",
+            "counter",
+            "Times that the engine's process was started again",
+            restarts,
+        ),
         single(
             "cohabit_request_memory_bytes",
             "gauge",
@@ -43,6 +75,17 @@ def metrics_page(
         ),
     ]
     return written([*families, *(() if machine is None else machine.families(report.device))])
+
+
+def _build() -> dict[str, str]:
+    """Return the versions of what the front end runs on."""
+    libraries = {"aiohttp": version("aiohttp"), "grpc": version("grpcio")}
+    return {
+        "version": product_version(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **libraries,
+    }
 
 
 def _metric(name: str, kind: Kind, text: str, read: Callable[[ReadyModel], Iterable[Sample]]) -> Metric:
@@ -76,6 +119,10 @@ def _by_reason(name: str, text: str, counts: Callable[[ModelStatistics], Mapping
 
 def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Histogram]) -> Metric:
     return _metric(name, "histogram", text, lambda view: [({}, value(view.report.statistics))])
+
+
+def _latency(name: str, text: str) -> Metric:
+    return _metric(name, "histogram", text, lambda view: [({}, view.latency)])
 
 
 def _footprint(name: str, text: str, value: Callable[[ModelFootprint], float]) -> Metric:
@@ -148,13 +195,18 @@ _METRICS = (
         "Milliseconds from a request's arrival to its response",
         lambda s: s.response_ms,
     ),
+    _latency(
+        "cohabit_request_seconds", "Seconds from a request's arrival to its answer, as the front end sees them"
+    ),
     _histogram("cohabit_queue_seconds", "Seconds that answered requests waited in the queue", lambda s: s.queued),
     _histogram(
         "cohabit_compute_seconds", "Seconds that executions computed, their stalls included", lambda s: s.computed
     ),
-    _counter("cohabit_swapped_bytes", "Bytes copied in and out for inferences", lambda s: s.swapped_bytes),
-    _counter("cohabit_stall_seconds", "Seconds that computing waited for parameters", lambda s: s.stall_s),
-    _by_reason("cohabit_rejected_requests", "Requests that were refused before they ran", lambda s: s.rejections),
+    _counter("cohabit_swapped_bytes_total", "Bytes copied in and out for inferences", lambda s: s.swapped_bytes),
+    _counter("cohabit_stall_seconds_total", "Seconds that computing waited for parameters", lambda s: s.stall_s),
+    _by_reason(
+        "cohabit_rejected_requests_total", "Requests that were refused before they ran", lambda s: s.rejections
+    ),
     _footprint("cohabit_partition_bytes", "Device memory of the model's own", lambda f: f.partition_bytes),
     _footprint("cohabit_parameter_bytes", "Size of the model's parameters", lambda f: f.parameter_bytes),
     _footprint(

@@ -20,10 +20,19 @@ from cohabit.server.errors import (
     ShuttingDown,
     load_reason,
 )
+from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.model import ModelKey
+from cohabit.server.log import log_internal_error
 from cohabit.server.models.registry import Registry
-from cohabit.server.models.repository import Found, ModelSource, Unloadable, versions_of, warn_of_ignored_config
-from cohabit.server.models.worker_process import MOST_PREPARING
+from cohabit.server.models.repository import (
+    Found,
+    ModelSource,
+    Unloadable,
+    is_in_repository,
+    versions_of,
+    warn_of_ignored_config,
+)
+from cohabit.server.models.worker_process import MOST_PREPARING, failed_stage
 from cohabit.server.placement.warmup import warm_up
 from cohabit.server.protocol.model_config import parse_config
 
@@ -87,6 +96,7 @@ class Lifecycle:
         if not found:
             raise NotInRepository(model)
         await self.serve(model, found)
+        await self.forget_removed()
 
     async def unload(self, model: str) -> None:
         """Refuse new requests for a model, answer the present ones, and release its memory.
@@ -95,6 +105,17 @@ class Lifecycle:
         """
         self._require_explicit()
         await self.serve(model, ())
+        await self.forget_removed()
+
+    async def forget_removed(self) -> None:
+        """Forget the models and versions that are not served, and whose folders were removed."""
+        repository, idle = self._config.repository, self._registry.idle()
+
+        def removed() -> list[ModelEntry]:
+            return [entry for entry in idle if not is_in_repository(repository, entry.name, entry.version)]
+
+        for entry in await asyncio.to_thread(removed):
+            self._registry.forget(entry)
 
     async def serve(self, model: str, found: Sequence[Found]) -> None:
         """Serve exactly these versions of a model, each of which has a number.
@@ -158,8 +179,7 @@ class Lifecycle:
         except (CohabitError, OSError) as error:
             return load_reason(source.name, error)
         except Exception as error:
-            _log.exception("unexpected error of a load", extra={"fields": source.key.fields})
-            return f"unexpected {type(error).__name__}: {error}"
+            return f"{failed_stage(error)}: {log_internal_error(_log, model=source.name)}"
         except asyncio.CancelledError:
             self._failed(source, "loading was cancelled")
             raise

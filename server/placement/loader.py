@@ -18,12 +18,13 @@ from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.errors import load_reason
 from cohabit.server.ipc.model import DeviceUse, ModelKey
+from cohabit.server.log import log_internal_error
 from cohabit.server.models import planning
 from cohabit.server.models.bundling import fitting_bundle, room_in
 from cohabit.server.models.prepared import OnProgress, Prepared, open_backend, prepare, warn_without_packing
 from cohabit.server.models.preparer import ModelPreparer
 from cohabit.server.models.repository import ModelSource, warn_of_ignored_config
-from cohabit.server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here
+from cohabit.server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here, failed_stage
 from cohabit.server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
 from cohabit.server.placement.lane_choice import assign_lanes
 from cohabit.server.placement.memory_map import draw
@@ -128,8 +129,7 @@ def _prepared(
         except CohabitError as error:
             return load_reason(source.name, error)
         except Exception as error:
-            _log.exception("model failed to load", extra={"fields": source.key.fields})
-            return f"unexpected {type(error).__name__}: {error}"
+            return f"{failed_stage(error)}: {log_internal_error(_log, model=source.name)}"
         finally:
             progress.done(source)
         return prepared

@@ -45,6 +45,8 @@ class Poller:
         for name, versions in found.items():
             if seen.get(name) != versions:
                 await self._serve(name, versions)
+        if seen != found:
+            await self._lifecycle.forget_removed()
 
     async def _serve(self, name: str, found: Sequence[Found]) -> None:
         """Serve these versions. If the model as a whole is not valid, its present versions stay."""

@@ -9,14 +9,15 @@ from msgspec import Meta, Raw
 
 from cohabit.server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
-from cohabit.server.protocol.datatypes import BINARY_ONLY, BYTES
+from cohabit.server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
 from cohabit.server.protocol.request import InferRequest, RequestedOutput
 from cohabit.server.protocol.shared_memory import RegionUse, Window
 from cohabit.server.protocol.tensors import filled
 
 Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Parameters = dict[str, bool | Int64 | float | str]
+Parameters = dict[str, bool | int | float | str]
+MOST_UNSIGNED = 2**64 - 1
+"""Triton's `timeout`, `priority` and sizes are uint64."""
 
 NO_DATA = Raw(b"")
 """The values of a tensor without `data`; compared by identity."""
@@ -105,11 +106,15 @@ def window_of(parameters: Parameters, regions: RegionUse, where: str) -> Window 
 
 
 def unsigned(parameters: Mapping[str, object], key: str, where: str) -> int | None:
+    """Return a parameter that is a uint64, or None if it is not set. Raises InvalidRequest."""
     value = parameters.get(key)
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidRequest(f"parameter '{key}' of {where} must be an unsigned integer, got {str(value)[:40]}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_UNSIGNED:
+        raise InvalidRequest(
+            f"parameter '{key}' of {where} must be an unsigned integer of at most {MOST_UNSIGNED}, got"
+            f" {str(value)[:40]}"
+        )
     return value
 
 
@@ -135,6 +140,11 @@ def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
 
 
 def _match_input(body: InputBody, tensor: TensorSpec, info: ModelInfo) -> None:
+    if body.datatype != BYTES and body.datatype not in DTYPES:
+        raise InvalidRequest(
+            f"invalid datatype '{body.datatype[:40]}' of input '{body.name}'; the datatypes are"
+            f" {', '.join((*DTYPES, BYTES))}"
+        )
     if body.datatype != tensor.datatype:
         hint = "; PyTorch models have no string tensors" if body.datatype == BYTES else ""
         raise TensorMismatch(

@@ -64,6 +64,8 @@ def no_system(request: SystemRequest) -> NoReturn:
 
 def refuse_cuda(name: str) -> NoReturn:
     """Raise InvalidRequest for every region of device memory."""
+    if not name:
+        raise InvalidRequest("'region name' is necessary to register cuda shared memory region")
     raise InvalidRequest(
         f"failed to register CUDA shared memory region: '{name}', GPUs not supported: this server takes no device"
         " memory of clients; use system shared memory"
@@ -100,7 +102,7 @@ class Regions:
     def register(self, request: SystemRequest) -> None:
         """Raises AlreadyRegistered, or InvalidRequest for a key or range that does not exist."""
         if not request.name:
-            raise InvalidRequest("a shared memory region needs a name")
+            raise InvalidRequest("'region name' is necessary to register system shared memory region")
         if request.name in self._regions:
             raise AlreadyRegistered(f"shared memory region '{request.name}' already in manager")
         if len(self._regions) >= MOST_REGIONS:

@@ -260,7 +260,41 @@ def test_repository_is_followed(stacks: Stacks, plans: Path, tmp_path: Path) -> 
         stacks.put(tmp_path, "a", 2, version=2)
         eventually(lambda: is_answer_of(2, answer(server, "a")))
         shutil.rmtree(tmp_path / "b")
-        eventually(lambda: repository_index(server.address)["b"].get("reason") == "unloaded")
+        eventually(lambda: "b" not in repository_index(server.address))
         assert not client.is_model_ready("b")
+        assert held(server).keys() == {"a"}
         with pytest.raises(InferenceServerException, match="not allowed"):
             client.unload_model("a")
+
+
+@pytest.mark.parametrize("control", ["poll", "explicit"])
+def test_models_that_come_and_go_leave_nothing_behind(
+    stacks: Stacks, plans: Path, tmp_path: Path, control: str
+) -> None:
+    """New names, new versions of a name, and a folder that is no model; each is in the index while it has a folder."""
+    stacks.put(tmp_path, "a", 0)
+    changes: dict[str, Any] = {"load_models": ("a",)} if control == "explicit" else {"poll_interval_s": 0.1}
+    with controlled(tmp_path, "20MiB", plans, model_control=control, **changes) as (server, client):
+        registry = server.engine.registry
+
+        def entries() -> set[tuple[str, int | None]]:
+            return {(entry.name, entry.version) for entry in registry}
+
+        for n in range(2):
+            stacks.put(tmp_path, f"b{n}", 1)
+            (tmp_path / f"broken{n}").mkdir()
+            stacks.put(tmp_path, "a", 1, version=2 + n)
+            if control == "explicit":
+                client.load_model(f"b{n}")
+                client.load_model("a")
+            eventually(lambda n=n: client.is_model_ready(f"b{n}") and client.is_model_ready("a", f"{2 + n}"))
+            assert {(f"b{n}", 1), ("a", 1 + n), ("a", 2 + n)} <= entries()
+            if control == "explicit":
+                client.unload_model(f"b{n}")
+            for gone in (f"b{n}", f"broken{n}", f"a/{1 + n}"):
+                shutil.rmtree(tmp_path / gone)
+            if control == "explicit":
+                client.load_model("a")
+            eventually(lambda n=n: entries() == {("a", 2 + n)})
+        assert registry._statistics.keys() == {("a", 3)}
+        assert repository_index(server.address).keys() == {"a"}

@@ -54,7 +54,7 @@ def resident_answers(archives: Archives) -> list[Answer]:
         archives.repository(*TRIO), "100%", archives.cache, layout="resident", batch_sizes=PLANNED
     ) as server:
         answers = ask_in_turns(server, archives)
-        assert all(metric(server.metrics_address, "cohabit_swapped_bytes", name) == 0 for name in TRIO)
+        assert all(metric(server.metrics_address, "cohabit_swapped_bytes_total", name) == 0 for name in TRIO)
     return answers
 
 
@@ -71,7 +71,7 @@ def test_layouts_and_stores_give_the_bits_of_resident_models(
     repository = archives.repository(*TRIO)
     with serving(repository, STREAMING, archives.cache, layout=layout, store=store, batch_sizes=PLANNED) as server:
         assert_same_bits(ask_in_turns(server, archives), resident_answers)
-        assert sum(metric(server.metrics_address, "cohabit_swapped_bytes", name) for name in TRIO) > 0
+        assert sum(metric(server.metrics_address, "cohabit_swapped_bytes_total", name) for name in TRIO) > 0
 
 
 def test_a_second_start_lowers_and_measures_nothing_and_gives_the_same_bits(
@@ -110,8 +110,8 @@ def test_a_slow_link_really_slows_streaming_and_changes_no_bit(archives: Archive
             start = time.perf_counter()
             answers += [infer(server.address, "ranker", inputs) for _ in range(count)]
             taken_s[limit] = time.perf_counter() - start
-            stalled_s[limit] = metric(server.metrics_address, "cohabit_stall_seconds", "ranker")
-            swapped_bytes = metric(server.metrics_address, "cohabit_swapped_bytes", "ranker")
+            stalled_s[limit] = metric(server.metrics_address, "cohabit_stall_seconds_total", "ranker")
+            swapped_bytes = metric(server.metrics_address, "cohabit_swapped_bytes_total", "ranker")
             assert swapped_bytes == count * program.link_bytes > 0
             copying_s = server.loaded.placed_models["ranker", 1].servable.executor.swap_busy_s
     least_s = (count - 1) * program.link_bytes / bandwidth_bytes_per_s
@@ -137,8 +137,9 @@ def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives
         for name, array in inputs.items()
     ]
     body = {"inputs": tensors}
-    # A link so slow that an inference takes about a second: requests are still in flight when the signal comes.
-    flags = ("--link-bandwidth", "4MB/s", "--batch-sizes", "1", "--exit-timeout-secs", "60")
+    # A link so slow that an inference takes about two seconds, over which the metrics show the requests that wait:
+    # the text of the metrics is good for one. So requests are still in flight when the signal comes.
+    flags = ("--link-bandwidth", "1MB/s", "--batch-sizes", "1", "--exit-timeout-secs", "60")
     with (
         process(archives.repository("ranker"), "50%", archives.cache, *flags) as server,
         ThreadPoolExecutor(3) as clients,

@@ -15,6 +15,8 @@ import tritonclient.http as triton
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.server.config.config import Layout
+from cohabit.server.errors import StartFailed
+from cohabit.server.models import prepared
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
 
@@ -22,7 +24,7 @@ GOOD = "torchcrepe"
 WEIGHTS_CONFIG = "model/data/weights/model_weights_config.json"
 
 REASONS = {
-    "corrupt": r"record model/data/weights/weight_\d+ is damaged: Bad CRC-32",
+    "corrupt": r"record data/weights/weight_\d+ is damaged: its checksum does not fit",
     "empty": r"has no version folder",
     "garbage_config": r"config\.pbtxt is not a ModelConfig: 1:\d+",
     "no_program": r"it has no file model\.pt2",
@@ -34,8 +36,8 @@ REASONS = {
 
 
 @pytest.fixture(scope="module")
-def broken_and_good(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One server, with a cache of its own: the others' holds the good model, whose checksums the corrupt one has."""
+def broken_and_good(archives: Archives) -> Iterator[Running]:
+    """One server. Its cache holds the good model, whose list of checksums the corrupt one has."""
     repository = archives.repository(GOOD)
     sound = archives.archive(GOOD).read_bytes()
     for name in ("truncated", "corrupt", "pickled"):
@@ -52,7 +54,7 @@ def broken_and_good(archives: Archives, tmp_path_factory: pytest.TempPathFactory
     ):
         archives.put(repository, GOOD, name)
         (repository / name / "config.pbtxt").write_text(text)
-    with serving(repository, "300%", tmp_path_factory.mktemp("cache"), batch_sizes=(1, 4)) as server:
+    with serving(repository, "300%", archives.cache, batch_sizes=(1, 4)) as server:
         yield server
 
 
@@ -140,3 +142,18 @@ def test_a_start_that_cannot_work_names_model_op_and_least_budget(archives: Arch
     with process(repository, str(least), archives.cache, *flags) as server:
         server.until_ready()
         assert infer(server.address, "ranker", archives.inputs("ranker", 4))["score"].shape == (4, 1)
+
+
+def test_an_unexpected_error_reaches_no_user_but_its_number(
+    archives: Archives, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise KeyError("p_weight")
+
+    monkeypatch.setattr(prepared, "lower", broken)
+    with pytest.raises(StartFailed) as refused, serving(archives.repository("ranker"), "100%", archives.cache):
+        pass
+    said = r"lowering model 'ranker' failed unexpectedly: internal error [0-9a-f]{12}; the server's log"
+    assert re.search(said, str(refused.value))
+    assert "KeyError" not in str(refused.value)
+    assert "KeyError: 'p_weight'" in caplog.text

@@ -1,6 +1,7 @@
 """Tensors without dimensions and without elements, and bfloat16: in and out over both protocols, in every form."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -40,6 +41,13 @@ class PerRow(nn.Module):
 class Half(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"y": x * 2}
+
+
+class Views(nn.Module):
+    """No kernel at all."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"turned": x.transpose(1, 2), "flat": x.view(x.shape[0], 6), "column": x[:, :, 1:2], "same": x}
 
 
 FACTOR, ROWS = np.array(1.5, np.float32), np.zeros((0, 4), np.float32)
@@ -135,3 +143,20 @@ def test_bfloat16_is_sent_as_bytes_only(server: Running) -> None:
     body = {"inputs": [{"name": "x", "datatype": "BF16", "shape": [1, 3], "data": [1, 2, 3]}]}
     status, answer = ask(server.address, "POST", "/v2/models/half/infer", body)
     assert (status, "receiving BF16 data via JSON is not supported" in answer["error"]) == (400, True)
+
+
+@pytest.mark.parametrize("layout", ["partitioned", "time_shared", "on_demand"])
+def test_a_model_of_views_only_is_served(tmp_path: Path, layout: str) -> None:
+    """It has no op to time, no parameter to copy, and no time to compare with."""
+    example, batch = {"x": torch.zeros(2, 2, 3)}, Dim("batch", min=1, max=8)
+    program = torch.export.export(Views(), (), example, dynamic_shapes={"x": {0: batch}})
+    (tmp_path / "models" / "views" / "1").mkdir(parents=True)
+    save_model(program, tmp_path / "models" / "views" / "1" / "model.pt2", {})
+    x = np.random.default_rng(0).standard_normal((3, 2, 3), np.float32)
+    folders = tmp_path / "models", "1MiB", tmp_path / "cache"
+    with serving(*folders, layout=layout, engine="process", batch_sizes=(1, 4)) as server:
+        answers = infer(server.address, "views", {"x": x})
+    expected = {"turned": x.transpose(0, 2, 1), "flat": x.reshape(3, 6), "column": x[:, :, 1:2], "same": x}
+    assert answers.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(answers[name], array)

@@ -1,9 +1,12 @@
 """Archives that attack: operators that reach outside of computing, in every sub-graph, and records that explode."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,13 @@ from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import ArchiveError, UnsupportedModel
 from cohabit.runtime.host.store import open_store
-from cohabit.runtime.lowering import archive, artifact
+from cohabit.runtime.lowering import archive, archive_file, artifact
 from cohabit.runtime.lowering.allowed_ops import allows, allows_lowered, allows_target
-from cohabit.runtime.lowering.archive_file import fingerprint
+from cohabit.runtime.lowering.archive_file import ArchiveFile, fingerprint
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
+from tests.runtime.test_archive import read
 
 
 class Loop(nn.Module):
@@ -142,7 +146,7 @@ def test_no_graph_of_an_archive_reads_a_file(tmp_path: Path, model: type[nn.Modu
 def test_other_targets_of_an_archive_are_refused(tmp_path: Path, target: str) -> None:
     path = attacked(exported(models.Branch(), tmp_path), "linear.default", target, [])
     with pytest.raises(UnsupportedModel, match="not an operator that a model may use"):
-        archive.read(path)
+        read(path)
 
 
 def test_names_are_not_written_into_code(tmp_path: Path) -> None:
@@ -176,7 +180,7 @@ def test_containers_import_no_module(tmp_path: Path, written: str) -> None:
 
     path = edited(exported(Plain(), tmp_path), poison)
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom pathlib import Path\n"
-    script += f"from runtime.lowering import archive\narchive.read(Path({str(path)!r}))"
+    script += f"from tests.runtime.test_archive import read\nread(Path({str(path)!r}))"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "use plain containers" in ended.stderr
     assert not (tmp_path / "mark").exists()
@@ -188,7 +192,7 @@ def test_functions_are_no_arguments(tmp_path: Path) -> None:
         next(i for i in node["inputs"] if "as_graph" in i["arg"])["arg"] = {"as_operator": "torch.load"}
 
     with pytest.raises(UnsupportedModel, match=r"'torch\.load'"):
-        archive.read(edited(exported(models.Branch(), tmp_path), poison))
+        read(edited(exported(models.Branch(), tmp_path), poison))
 
 
 def test_every_operator_with_a_string_that_is_no_choice_is_refused() -> None:
@@ -234,7 +238,7 @@ def test_a_record_that_inflates_is_refused(tmp_path: Path) -> None:
             new.writestr(name, bytes(8 << 20) if name.endswith("weight_0") else old.read(name))
     assert bomb.stat().st_size < 64 << 10
     with pytest.raises(ArchiveError, match=r"is compressed, to \d+ of \d+ bytes"):
-        archive.read(bomb)
+        read(bomb)
 
 
 def test_a_list_of_too_many_records_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -253,10 +257,158 @@ def test_a_restart_reads_no_archive(
     """Archives are read where models are prepared; programs with sub-programs are in the cache as well."""
     path = exported(model(), tmp_path)
     first = lower(path, "m", [1], tmp_path / "cache")
-    monkeypatch.setattr(archive, "read", lambda path: pytest.fail("the archive was read again"))
+    monkeypatch.setattr(archive, "read", lambda file: pytest.fail("the archive was read again"))
     again = lower(path, "m", [1], tmp_path / "cache")
     x = torch.randn(2, 8)
     assert torch.equal(run(again, x), run(first, x))
+
+
+class Flat(nn.Module):
+    """One layer whose weights are one record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x)
+
+
+def with_the_checksums_of(weights: torch.Tensor, wanted: int) -> torch.Tensor:
+    """Flip the lowest bits of some weights, so that the CRC-32 of all of them is another one's: it is linear."""
+    raw = weights.numpy().copy()
+    base = zlib.crc32(raw.tobytes())
+    basis: dict[int, tuple[int, frozenset[int]]] = {}
+    for n in range(raw.size):
+        flipped = raw.copy()
+        flipped.view("<i4").flat[n] ^= 1
+        value, flips = reduced(zlib.crc32(flipped.tobytes()) ^ base, frozenset({n}), basis)
+        if value:
+            basis[value.bit_length()] = value, flips
+    left, chosen = reduced(base ^ wanted, frozenset(), basis)
+    assert left == 0
+    for n in chosen:
+        raw.view("<i4").flat[n] ^= 1
+    return torch.from_numpy(raw)
+
+
+def reduced(
+    value: int, flips: frozenset[int], basis: dict[int, tuple[int, frozenset[int]]]
+) -> tuple[int, frozenset[int]]:
+    while value and (found := basis.get(value.bit_length())) is not None:
+        value, flips = value ^ found[0], flips ^ found[1]
+    return value, flips
+
+
+def with_equal_checksums(folder: Path) -> tuple[Path, Path]:
+    """Two archives with other weights, whose lists of records are the same."""
+    first, second = Flat(), Flat()
+    raw = first.a.weight.detach().numpy().tobytes()
+    with torch.no_grad():
+        second.a.weight.copy_(with_the_checksums_of(second.a.weight.detach(), zlib.crc32(raw)))
+    paths = exported(first, folder / "first"), exported(second, folder / "second")
+    records = [[(i.filename, i.file_size, i.CRC) for i in zipfile.ZipFile(path).infolist()] for path in paths]
+    assert records[0] == records[1]
+    return paths
+
+
+def test_archives_with_the_same_checksums_are_two_models(tmp_path: Path) -> None:
+    x, paths = torch.randn(2, 8), with_equal_checksums(tmp_path)
+    answers = [run(lower(path, "m", [1], tmp_path / "cache"), x) for path in paths]
+    alone = [run(lower(path, "m", [1], tmp_path / f"cache{n}"), x) for n, path in enumerate(paths)]
+    assert not torch.equal(*alone)
+    assert all(map(torch.equal, answers, alone))
+
+
+@pytest.mark.parametrize("exchanged", ["", "weights.*", "program-*.json"], ids=["folder", "weights", "program"])
+def test_what_the_cache_has_of_another_model_is_made_anew(tmp_path: Path, exchanged: str) -> None:
+    """Sound files at the place of other ones, as after a restored backup, or a copy that went wrong."""
+    x, cache = torch.randn(2, 8), tmp_path / "cache"
+    paths = exported(Plain(), tmp_path / "first"), exported(NoGrad(), tmp_path / "second")
+    lowered = [lower(path, "m", [1], cache) for path in paths]
+    answers = [run(each, x) for each in lowered]
+    one, other = (each.weights_path.parent for each in lowered)
+    pairs = (
+        zip(sorted(one.glob(exchanged)), sorted(other.glob(exchanged)), strict=True)
+        if exchanged
+        else [(one, other)]
+    )
+    for a, b in pairs:
+        exchange(a, b)
+    again = [run(lower(path, "m", [1], cache), x) for path in paths]
+    assert all(map(torch.equal, again, answers))
+
+
+def exchange(a: Path, b: Path) -> None:
+    aside = a.with_name("aside")
+    a.rename(aside)
+    b.rename(a)
+    aside.rename(b)
+
+
+def test_an_archive_is_read_again_when_it_was_replaced_or_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same size, list of records, name and time; a time of change cannot be set."""
+    monkeypatch.setattr(archive_file, "_SETTLED_NS", 0)
+    first, second = with_equal_checksums(tmp_path)
+    path = tmp_path / "model.pt2"
+    shutil.copy2(first, path)
+    x, before = torch.randn(2, 8), path.stat()
+    answer, other = (run(lower(each, "m", [1], tmp_path / "cache"), x) for each in (path, second))
+    with monkeypatch.context() as patch:
+        patch.setattr(ArchiveFile, "fingerprint", None)  # would fail if it were taken again
+        assert torch.equal(run(lower(path, "m", [1], tmp_path / "cache"), x), answer)
+    path.write_bytes(second.read_bytes())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert torch.equal(run(lower(path, "m", [1], tmp_path / "cache"), x), other)
+    shutil.copy2(first, tmp_path / "new")
+    os.utime(tmp_path / "new", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (tmp_path / "new").rename(path)
+    assert torch.equal(run(lower(path, "m", [1], tmp_path / "cache"), x), answer)
+
+
+def test_no_note_is_taken_of_a_file_that_has_just_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may change again before the clock of its file system goes on."""
+    monkeypatch.setattr(archive_file, "_SETTLED_NS", 3600 * 10**9)
+    path = exported(Flat(), tmp_path)
+    with ArchiveFile(path) as file:
+        file.note(tmp_path)
+        assert file.noted(tmp_path) is None
+
+
+def test_what_is_written_to_the_cache_goes_by_the_bytes_and_not_by_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever changes an archive without a trace in its times has no part of another model's cache."""
+    monkeypatch.setattr(archive_file, "_SETTLED_NS", 0)
+    first, second = with_equal_checksums(tmp_path)
+    with ArchiveFile(first) as file:
+        file.note(tmp_path / "cache" / "archives")
+    with first.open("rb") as opened:
+        state = archive_file._FileState.of(opened.fileno())
+    first.write_bytes(second.read_bytes())
+    monkeypatch.setattr(archive_file._FileState, "of", lambda fd: state)
+    lowered = lower(first, "m", [1], tmp_path / "cache")
+    assert lowered.archive == fingerprint(second)
+    assert [f.name[:32] for f in (tmp_path / "cache").iterdir() if f.name != "archives"] == [lowered.archive[:32]]
+
+
+def test_an_archive_that_is_written_while_it_is_lowered_leaves_nothing_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = with_equal_checksums(tmp_path)
+
+    def written_meanwhile(file: ArchiveFile) -> Any:
+        program = archive_read(file)
+        path.write_bytes(other.read_bytes())
+        return program
+
+    archive_read = archive.read
+    monkeypatch.setattr(archive, "read", written_meanwhile)
+    with pytest.raises(ArchiveError, match="it was written while it was read; load the model again"):
+        lower(path, "m", [1], tmp_path / "cache")
+    assert [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()] == []
 
 
 def run(lowered: Lowered, x: torch.Tensor) -> torch.Tensor:

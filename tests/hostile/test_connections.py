@@ -4,7 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import grpc
 import numpy as np
@@ -145,26 +145,50 @@ def test_calls_of_others_do_not_take_the_slots_of_health(monkeypatch: pytest.Mon
 
 
 def test_the_metrics_port_answers_health_when_http_has_no_connection_left() -> None:
-    with running(identity("one"), max_connections=1) as server:
-        metrics = HttpServer(make_metrics_app(server.plane), max_connections=16)
-        url = server.run(metrics.start(["127.0.0.1"], 0, None, "--metrics-port"))
-        with (
-            stopping(server, metrics),
-            socket.create_connection(("127.0.0.1", server.port), timeout=20) as half_a_head,
-        ):
-            half_a_head.sendall(b"GET /v2/health/live HTTP/1.1\r\n")
-            refused = ask(server, "GET", "/v2/health/live")
-            assert refused.status == 503
-            beside = Beside(int(url.rpartition(":")[2]))
-            assert ask(beside, "GET", "/v2/health/live").json == {"live": True}
-            assert ask(beside, "GET", "/v2/health/ready").json == {"ready": True}
-            assert ask(beside, "GET", "/v2/models/one").status == 404
+    gate = Gate()
+    body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}'
+    head = b"POST /v2/models/one/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with (
+        running(identity("one", gate=gate), max_connections=1) as server,
+        metrics_port(server) as beside,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as busy,
+    ):
+        busy.sendall(head + body)
+        assert gate.entered.acquire(timeout=20)
+        refused = ask(server, "GET", "/v2/health/live")
+        assert refused.status == 503
+        assert ask(beside, "GET", "/v2/health/live").json == {"live": True}
+        assert ask(beside, "GET", "/v2/health/ready").json == {"ready": True}
+        assert ask(beside, "GET", "/v2/models/one").status == 404
+        gate.open()
+        assert busy.recv(12) == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /v2/health/live HTTP/1.1\r\n",
+        b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n",
+    ],
+    ids=["silent", "half a head", "half a body"],
+)
+def test_a_probe_of_the_metrics_port_is_answered_whoever_holds_its_connections(server: Ports, sent: bytes) -> None:
+    with metrics_port(server, max_connections=2) as beside, ExitStack() as held:
+        for _ in range(5):
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", beside.port), timeout=20))
+            connection.sendall(sent)
+            if sent.endswith(b"\r\n\r\n"):
+                assert connection.recv(12) == b"HTTP/1.1 200"
+        assert ask(beside, "GET", "/v2/health/live").json == {"live": True}
 
 
 @contextmanager
-def stopping(server: Ports, metrics: HttpServer) -> Iterator[None]:
+def metrics_port(server: Ports, max_connections: int = 16) -> Iterator["Beside"]:
+    metrics = HttpServer(make_metrics_app(server.plane), max_connections=max_connections)
+    url = server.run(metrics.start(["127.0.0.1"], 0, None, "--metrics-port"))
     try:
-        yield
+        yield Beside(int(url.rpartition(":")[2]))
     finally:
         server.run(metrics.stop(1))
 
@@ -214,6 +238,49 @@ def test_an_answer_that_nobody_reads_counts_as_request_memory() -> None:
         assert eventually(lambda: server.plane.memory.used_bytes == 0)
 
 
+def test_an_unread_answer_is_sent_from_request_memory() -> None:
+    """The connection has copies of a part only, however large the answer is."""
+    with running(wide_answers(), queue_bytes=64 << 20) as wide:
+        body = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}],' + BINARY_OUT
+        with socket.create_connection(("127.0.0.1", wide.port), timeout=20) as deaf:
+            deaf.sendall(
+                b"POST /v2/models/wide/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            )
+            deaf.sendall(body)
+            assert deaf.recv(12) == b"HTTP/1.1 200"
+            (connection,) = wide.http._connections
+            assert connection._opened is not None
+            assert connection._opened.get_write_buffer_size() <= 1 << 20
+            assert wide.plane.memory.used_bytes >= 16 << 20
+        assert eventually(lambda: wide.plane.memory.used_bytes == 0)
+
+
+@pytest.mark.parametrize("path", ["infer", "generate"])
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+def test_what_an_answer_takes_besides_its_tensors_counts_as_request_memory(path: str, encoding: str) -> None:
+    values = np.random.default_rng(0).standard_normal((1, 1 << 20)).astype(np.float32)
+    info = ModelInfo("wide", 1, tensors(("x", "FP32", (1,))), tensors(("y", "FP32", (1 << 20,))), 1)
+    bodies = {
+        "infer": b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}]}',
+        "generate": b'{"x": 1}',
+    }
+    body = bodies[path]
+    head = b"POST /v2/models/wide/%b HTTP/1.1\r\nHost: x\r\nAccept-Encoding: %b\r\nContent-Length: %d\r\n\r\n"
+    with running(FakeModel(info, lambda x: {"y": values}), queue_bytes=64 << 20) as wide:
+        with socket.create_connection(("127.0.0.1", wide.port), timeout=20) as deaf:
+            deaf.sendall(head % (path.encode(), encoding.encode(), len(body)) + body)
+            received = b""
+            while b"\r\n\r\n" not in received:
+                received += deaf.recv(256)
+            (length,) = (
+                int(line.split()[1]) for line in received.lower().split(b"\r\n") if b"content-length" in line
+            )
+            assert length > values.nbytes
+            assert wide.plane.memory.used_bytes >= values.nbytes + length
+        assert eventually(lambda: wide.plane.memory.used_bytes == 0)
+
+
+BINARY_OUT = b'"parameters": {"binary_data_output": true}}'
 WIDE = ModelInfo("wide", 1, tensors(("x", "FP32", (1,))), tensors(("y", "FP32", (4 << 20,))), 1)
 
 

@@ -1,6 +1,8 @@
 """Preparing processes: limits in time and memory, few rights, and caches that are damaged."""
 
+import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -14,16 +16,19 @@ from typing import Any
 import pytest
 import torch
 
+from cohabit.planner import cache_file
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.lowering import archive
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.models import prepared as preparation
-from cohabit.server.models.prepared import measure_in_worker, open_backend, prepare_in_worker
+from cohabit.server.models.prepared import measure_in_worker, open_backend, prepare, prepare_in_worker
 from cohabit.server.models.preparer import ModelPreparer
 from cohabit.server.models.repository import ModelSource, find
-from cohabit.server.models.worker_process import WorkerFailed, WorkerProcesses
+from cohabit.server.models.worker_process import WorkerFailed, WorkerProcesses, failed_stage, stage
+from tests.hostile.test_archives import with_equal_checksums
 from tests.runtime import models
+from tests.runtime.test_archive import read
 
 GIB = 1 << 30
 
@@ -113,7 +118,7 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
     source: ModelSource, config: ServeConfig, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file, truncated, changed by one digit, and removed; the archive is never read in this process."""
-    monkeypatch.setattr(archive, "read", lambda path: pytest.fail("an archive was read in this process"))
+    monkeypatch.setattr(archive, "read", lambda file: pytest.fail("an archive was read in this process"))
     workers = WorkerProcesses()
     first = prepare_in_worker(source, config, backend, workers)
     first.store.close()
@@ -130,6 +135,98 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
             assert {path: path.read_bytes() for path in good} == good, (path, damage)
     workers.close()
     assert [p for p in config.cache.rglob("*") if p.name.startswith(".")] == [], "nothing temporary is left"
+
+
+def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: Path, config: ServeConfig) -> None:
+    """Loaded after it, again from memory, and in place of it under the same name after a restart."""
+    for path, name in zip(with_equal_checksums(tmp_path), ("one", "other"), strict=True):
+        (tmp_path / "models" / name / "1").mkdir(parents=True)
+        path.rename(tmp_path / "models" / name / "1" / "model.pt2")
+    own = [
+        read(tmp_path / "models" / name / "1" / "model.pt2")[0].state_dict["a.weight"] for name in ("one", "other")
+    ]
+
+    def weights(preparer: ModelPreparer, name: str) -> torch.Tensor:
+        prepared = preparer.prepare(find(tmp_path / "models" / name))
+        prepared.store.close()
+        start = prepared.lowered.manifest.segments[0].offset
+        raw = prepared.lowered.weights_path.read_bytes()[start : start + own[0].nbytes]
+        return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(8, 8)
+
+    config = replace(config, pack_weights=False, verify_reads=True)
+    with closing(open_backend(config)) as backend, closing(ModelPreparer(config, backend)) as preparer:
+        for _ in range(2):
+            assert torch.equal(weights(preparer, "one"), own[0])
+            assert torch.equal(weights(preparer, "other"), own[1])
+    places = [tmp_path / "models" / name / "1" / "model.pt2" for name in ("one", "other")]
+    shutil.copy2(places[1], tmp_path / "copy")
+    (tmp_path / "copy").rename(places[0])
+    with closing(open_backend(config)) as backend, closing(ModelPreparer(config, backend)) as preparer:
+        assert torch.equal(weights(preparer, "one"), own[1])
+
+
+def fail_unexpectedly() -> None:
+    """Called in the process."""
+    with stage("lowering model 'x'"):
+        raise KeyError("p_weight")
+
+
+def test_an_unexpected_error_says_what_was_being_done_and_its_traceback_is_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with closing(WorkerProcesses()) as workers, pytest.raises(WorkerFailed, match=UNEXPECTED) as failed:
+        workers.call(fail_unexpectedly)
+    assert "KeyError" not in str(failed.value)
+    (record,) = caplog.records
+    assert vars(record)["fields"]["incident"] in str(failed.value)
+    logged = logging.Formatter().format(record)
+    assert "in fail_unexpectedly" in logged
+    assert "KeyError: 'p_weight'" in logged
+
+
+UNEXPECTED = (
+    r"^lowering model 'x' failed unexpectedly: internal error [0-9a-f]{12}; the server's log has the details$"
+)
+
+
+def test_a_cache_that_leads_to_an_unexpected_error_is_made_anew(
+    source: ModelSource, config: ServeConfig, backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program with a sound checksum that names a weight which there is not, as a defect may have written it."""
+    with closing(WorkerProcesses()) as workers:
+        first = prepare_in_worker(source, config, backend, workers)
+        first.store.close()
+        (path,) = first.lowered.weights_path.parent.glob("program-*.json")
+        good = path.read_bytes()
+        program = cache_file.read(path)
+        assert b"p_layers_1_weight" in program
+        cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
+        again = prepare_in_worker(source, config, backend, workers)
+        again.store.close()
+        assert path.read_bytes() == good
+        assert "KeyError: 'p_nothing'" in caplog.text
+        cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
+        prepare(source, config, backend, lambda *_: None).store.close()
+        assert path.read_bytes() == good, "in one process as well"
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_model_that_fails_unexpectedly_is_tried_again_only_if_the_cache_had_it(
+    source: ModelSource, config: ServeConfig, backend: Backend, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    if is_cached:
+        prepare(source, config, backend, lambda *_: None).store.close()
+    tries: list[Path] = []
+
+    def broken(path: Path, *arguments: Any, **options: Any) -> None:
+        tries.append(path)
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(preparation, "lower", broken)
+    with pytest.raises(ZeroDivisionError) as failed:
+        prepare(source, config, backend, lambda *_: None)
+    assert failed_stage(failed.value) == "lowering model 'wide' failed unexpectedly"
+    assert len(tries) == 1 + is_cached
 
 
 @pytest.mark.parametrize("quick", [True, False])

@@ -1,10 +1,13 @@
 """Loops that are cached as machine code are compiled again when code that they hold changes."""
 
+import ctypes
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import cohabit.planner.compiled
 
@@ -53,6 +56,97 @@ def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
     assert scaled(tmp_path, 2) == "10"
     assert list((tmp_path / "cache").rglob("caller.scaled*.nbi"))
     assert scaled(tmp_path, 3) == "15"
+
+
+CALL = """
+import os, sys, tempfile
+from pathlib import Path
+tempfile.tempdir = os.environ["TMPDIR"]  # and no other, if that is read-only
+for name in sys.argv[1:]:
+    try:
+        (Path(name) / "probe").touch()
+    except OSError:
+        continue
+    sys.exit(f"{name} should be read-only")
+from cohabit.planner.caller import scaled
+result = scaled(5)
+print(result, sum(scaled.stats.cache_hits.values()), sum(scaled.stats.cache_misses.values()))
+"""
+
+
+def obey_permissions() -> None:
+    """Take from root, in a new process, what lets it write where it has no permission."""
+    if os.geteuid() == 0:
+        ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
+
+
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
+
+
+@pytest.mark.parametrize("writable", ["user", "temporary", None])
+def test_loops_compiled_in_a_folder_that_is_read_only_now_are_used(tmp_path: Path, writable: str | None) -> None:
+    """They are copied to where they can be, for good; where nothing can be written, loops are compiled every time."""
+    package = tmp_path / "source" / "cohabit" / "planner"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    shutil.copy(cohabit.planner.compiled.__file__, package)
+    for name, source in LOOPS.items():
+        (package / name).write_text(source.replace("{factor}", "2"))
+    given, user, temporary = (tmp_path / name for name in ("given", "user", "temporary"))
+    for folder in (given, user, temporary):
+        folder.mkdir()
+    environment = {
+        "PYTHONPATH": str(tmp_path / "source"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "NUMBA_CACHE_DIR": str(given),
+        "XDG_CACHE_HOME": str(user),
+        "HOME": str(user),
+        "TMPDIR": str(temporary),
+    }
+
+    def call(*read_only: Path) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", CALL, *map(str, read_only)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=package,
+            preexec_fn=obey_permissions,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert call() == "10 0 1"
+    read_only = [given, user, temporary, package]
+    if writable is not None:
+        read_only.remove({"user": user, "temporary": temporary}[writable])
+    folders = [f for top in read_only for f in (top, *top.rglob("*")) if f.is_dir()]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        expected = "10 0 1" if writable is None else "10 1 0"
+        assert [call(*read_only), call(*read_only)] == [expected, expected]
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    copies = [path for path in tmp_path.rglob("caller.scaled*.nbi") if not path.is_relative_to(given)]
+    assert [path.is_relative_to(tmp_path / writable) for path in copies] == [True] if writable else not copies
+
+
+def test_temporary_compiled_code_of_another_user_is_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / f"cohabit-{os.geteuid()}"
+    assert cohabit.planner.compiled._temporary_folder("state") == folder / "state"
+    folder.chmod(0o755)
+    assert cohabit.planner.compiled._temporary_folder("state") is None, "others may have written there"
+    folder.rmdir()
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "theirs")
+    assert cohabit.planner.compiled._temporary_folder("state") is None
 
 
 def test_without_compiled_loops_the_same_plan_is_made_by_interpreting_them(tmp_path: Path) -> None:

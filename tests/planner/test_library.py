@@ -1,7 +1,10 @@
 """Files: what is stored comes back, and what is damaged is reported and made again."""
 
+import ast
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +21,11 @@ from cohabit.planner.plan import Address, Placement
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link
 from cohabit.planner.search.driver import search
+from cohabit.planner.sizing.deployment import Division, ModelDemand
 from cohabit.planner.sizing.fitting import known_or_searched
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 
+ROOT = Path(__file__).parents[2]
 GRAPH = chain([PAGE] * 3)
 PROFILE = profile_of(GRAPH)
 PROBLEM = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE)
@@ -124,6 +129,82 @@ def test_stored_residents_must_be_those_asked_for(shelf: Shelf) -> None:
     cache_file.write(shelf.library.plan_path(fixed, "best"), cohabit.planner.plan.encode(other))
     assert known_or_searched(fixed, shelf.library).residents == fixed.residents
     assert "other residents" in shelf.complaints[0]
+
+
+def test_a_division_of_another_problem_is_made_again(shelf: Shelf) -> None:
+    """One file stands at the place of the other."""
+    models = ModelDemand("a", {1: GRAPH}, {1: PROFILE}), ModelDemand("b", {1: GRAPH}, {1: PROFILE})
+    for count in (1, 2):
+        division = Division(9 * PAGE, PAGE, (PAGE,) * count)
+        shelf.library.store_division(models[:count], 9 * PAGE, "partitioned", 1, division)
+        assert shelf.library.division(models[:count], 9 * PAGE, "partitioned", 1) == division
+    first, second = shelf.path.parent.glob("*.division.json")
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    found = [shelf.library.division(models[:count], 9 * PAGE, "partitioned", 1) for count in (1, 2)]
+    assert found == [None, None]
+    assert all("division is of" in complaint for complaint in shelf.complaints)
+
+
+DECODE_AT_ONCE = """
+import sys, threading
+from pathlib import Path
+from cohabit.planner import graph, plan, profile
+
+sys.setswitchinterval(1e-6)
+files = [Path(name).read_bytes() for name in sys.argv[1:]]
+barrier, done = threading.Barrier(8), []
+
+def decode():
+    barrier.wait()
+    done.append([module.decode(raw) for module, raw in zip((graph, profile, plan), files)])
+
+threads = [threading.Thread(target=decode) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(done) == 8
+assert all(each == done[0] for each in done)
+"""
+
+
+def test_first_files_may_be_decoded_in_several_threads_at_once(tmp_path: Path) -> None:
+    """Msgspec looks at a type when it is first decoded; two threads that did so at once crashed in half of the runs."""
+    plan = hand_written_plan(GRAPH, PROFILE)
+    contents = {"graph": cohabit.planner.graph.encode(GRAPH), "profile": cohabit.planner.profile.encode(PROFILE)}
+    contents["plan"] = cohabit.planner.plan.encode(plan)
+    for name, raw in contents.items():
+        (tmp_path / name).write_bytes(raw)
+    command = [sys.executable, "-c", DECODE_AT_ONCE, *(str(tmp_path / name) for name in contents)]
+    for _ in range(10):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+AT_DECODE_TIME = {
+    "server/config/config.py": "the settings, before there are threads",
+    "server/config/bundle.py": "a bundle's manifest, before there are threads",
+    "server/http/answers.py": "types whose decoders http/codec.py makes, and those of the event loop alone",
+    "server/http/generate.py": "plain types, of which msgspec keeps nothing",
+}
+
+
+def test_decoders_are_made_when_modules_are_imported() -> None:
+    """A `decode(..., type=...)`, or a Decoder made in a function, may have msgspec look at a type in two threads."""
+    found = set()
+    for path in (ROOT / folder for folder in ("planner", "runtime", "server")):
+        for module in path.rglob("*.py"):
+            tree = ast.parse(module.read_text())
+            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+            if any(
+                ast.unparse(call.func) in ("msgspec.json.decode", "msgspec.msgpack.decode")
+                and any(keyword.arg == "type" for keyword in call.keywords)
+                for call in calls
+            ):
+                found.add(str(module.relative_to(ROOT)))
+    assert found == AT_DECODE_TIME.keys()
 
 
 def test_every_format_survives_a_round_trip() -> None:

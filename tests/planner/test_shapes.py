@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cohabit.planner import shapes
 from cohabit.planner.shapes import Bucket, Dimension, DynamicShape, UnknownExpression, evaluate, smallest_holding
 
 
@@ -48,6 +49,15 @@ def test_a_size_is_allowed_where_a_bucket_holds_it(least: int, extent: int, step
         assert checked[0] == (bucket,)
         below = max((b for b in dimension.buckets if b < bucket), default=least - 1)
         assert all(below < other <= bucket and other in taken for (other,) in checked)
+
+
+def test_no_size_is_compared_twice_with_the_conditions_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 buckets that no size meets, each would be searched down to the smallest size."""
+    tried: list[int] = []
+    monkeypatch.setattr(shapes, "_holds", lambda condition, symbols: tried.extend(symbols.values()))
+    dynamic = DynamicShape((Dimension("s", 0, 1, 1, 0, 2, 1000),), ("Eq(Mod(s, 1009), 0)",))
+    assert dynamic.bucketed(range(937, 1001)).dimensions[0].buckets == ()
+    assert sorted(tried) == list(range(2, 1001))
 
 
 def test_several_dimensions_make_every_combination() -> None:

@@ -11,8 +11,13 @@ import torch
 
 from cohabit.runtime.errors import ArchiveError
 from cohabit.runtime.lowering import archive
-from cohabit.runtime.lowering.archive_file import fingerprint
+from cohabit.runtime.lowering.archive_file import ArchiveFile, fingerprint
 from tests.runtime import models
+
+
+def read(path: Path) -> tuple[torch.export.ExportedProgram, list[str]]:
+    with ArchiveFile(path) as file:
+        return archive.read(file)
 
 
 @pytest.fixture
@@ -52,7 +57,7 @@ def edited(source: Path, record: str, edit: Callable[[dict[str, object]], None])
 def test_weights_are_what_was_saved(tmp_path: Path) -> None:
     model = models.Wide(2, 64)
     models.export(model, {"x": torch.zeros(3, 64)}, tmp_path / "model.pt2")
-    loaded = archive.read(tmp_path / "model.pt2")[0].state_dict
+    loaded = read(tmp_path / "model.pt2")[0].state_dict
     assert loaded.keys() == model.state_dict().keys()
     assert all(torch.equal(loaded[k], v) for k, v in model.state_dict().items())
 
@@ -62,7 +67,7 @@ def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     for seed, path in zip((0, 0, 1), paths, strict=True):
         torch.manual_seed(seed)
         models.export(models.Wide(1, 8), {"x": torch.zeros(3, 8)}, path)
-    weights = [archive.read(p)[0].state_dict["layers.0.weight"] for p in paths]
+    weights = [read(p)[0].state_dict["layers.0.weight"] for p in paths]
     assert torch.equal(weights[0], weights[1])
     assert fingerprint(paths[0]) != fingerprint(paths[2])
 
@@ -72,7 +77,7 @@ def test_a_truncated_archive_is_refused(good: Path, keep: int) -> None:
     cut = good.with_name("cut.pt2")
     cut.write_bytes(good.read_bytes()[:keep])
     with pytest.raises(ArchiveError, match="truncated"):
-        archive.read(cut)
+        read(cut)
 
 
 def test_a_flipped_bit_in_a_weight_is_found(good: Path) -> None:
@@ -86,7 +91,7 @@ def test_a_flipped_bit_in_a_weight_is_found(good: Path) -> None:
         raw.seek(info.header_offset + 2000)
         raw.write(bytes([byte[0] ^ 1]))
     with pytest.raises(ArchiveError, match="weight_0 is damaged"):
-        archive.read(damaged)
+        read(damaged)
 
 
 def test_pickled_weights_are_refused(good: Path) -> None:
@@ -96,23 +101,23 @@ def test_pickled_weights_are_refused(good: Path) -> None:
         next(iter(config.values()))["use_pickle"] = True
 
     with pytest.raises(ArchiveError, match="pickle"):
-        archive.read(edited(good, "data/weights/model_weights_config.json", pickled))
+        read(edited(good, "data/weights/model_weights_config.json", pickled))
 
 
 def test_a_legacy_pickle_of_all_weights_is_refused(good: Path) -> None:
     with pytest.raises(ArchiveError, match="pickle"):
-        archive.read(rewritten(good, lambda name, data: data, {"data/weights/model.pt": b"\x80\x02."}))
+        read(rewritten(good, lambda name, data: data, {"data/weights/model.pt": b"\x80\x02."}))
 
 
 def test_a_compiled_library_is_refused(good: Path) -> None:
     with pytest.raises(ArchiveError, match="compiled library"):
-        archive.read(rewritten(good, lambda name, data: data, {"data/aotinductor/model/a.so": b"ELF"}))
+        read(rewritten(good, lambda name, data: data, {"data/aotinductor/model/a.so": b"ELF"}))
 
 
 def test_sample_inputs_are_never_unpickled(good: Path) -> None:
     bomb = b"cos\nsystem\n(S'touch " + str(good.with_name("pwned")).encode() + b"'\ntR."
     path = rewritten(good, lambda name, data: bomb if name.startswith("data/sample_inputs/") else data)
-    archive.read(path)
+    read(path)
     assert not good.with_name("pwned").exists()
 
 
@@ -146,7 +151,7 @@ def test_shape_expressions_are_not_evaluated(good: Path, expression: str) -> Non
         assert replace_everywhere(document, "expr_str", expression) > 0
 
     with pytest.raises(ArchiveError, match="shape expression"):
-        archive.read(edited(good, "models/model.json", poison))
+        read(edited(good, "models/model.json", poison))
 
 
 @pytest.mark.parametrize("target", ["torch.load", "torch.hub.load", "_operator.__import__", "math.__loader__.x"])
@@ -156,7 +161,7 @@ def test_calls_of_anything_but_operators_are_refused(good: Path, target: str) ->
         graph["nodes"][-1]["target"] = target
 
     with pytest.raises(ArchiveError, match="not an operator"):
-        archive.read(edited(good, "models/model.json", poison))
+        read(edited(good, "models/model.json", poison))
 
 
 @pytest.mark.parametrize(
@@ -164,14 +169,14 @@ def test_calls_of_anything_but_operators_are_refused(good: Path, target: str) ->
 )
 def test_a_missing_record_is_named(good: Path, record: str) -> None:
     with pytest.raises(ArchiveError, match=record.replace(".", r"\.")):
-        archive.read(rewritten(good, lambda name, data: None if name == record else data))
+        read(rewritten(good, lambda name, data: None if name == record else data))
 
 
 def test_garbage_for_a_program_is_refused(good: Path) -> None:
     for garbage in (b"", b"{", b"[]", b'{"graph_module": 3}', b"\xff\xfe"):
         path = rewritten(good, lambda name, data, g=garbage: g if name == "models/model.json" else data)
         with pytest.raises(ArchiveError):
-            archive.read(path)
+            read(path)
 
 
 def test_a_weight_that_does_not_fit_its_record_is_refused(good: Path) -> None:
@@ -181,4 +186,4 @@ def test_a_weight_that_does_not_fit_its_record_is_refused(good: Path) -> None:
         next(iter(config.values()))["tensor_meta"]["sizes"][0]["as_int"] = 1 << 40
 
     with pytest.raises(ArchiveError, match="does not fit"):
-        archive.read(edited(good, "data/weights/model_weights_config.json", enlarge))
+        read(edited(good, "data/weights/model_weights_config.json", enlarge))

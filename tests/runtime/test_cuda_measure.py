@@ -76,6 +76,14 @@ def test_a_measurement_is_kept_and_belongs_to_its_device(lowered: Lowered, tmp_p
     driver.name = "another"
     measured(CudaBackend(driver), lowered, tmp_path)
     assert "launch" in driver.calls
+    one, other = tmp_path.iterdir()
+    one.write_bytes(other.read_bytes())
+    was_measured = set()
+    for name in ("fake", "another"):
+        (driver := FakeDriver()).name = name
+        measured(CudaBackend(driver), lowered, tmp_path)
+        was_measured.add("launch" in driver.calls)
+    assert was_measured == {True, False}, "the file at the place of another one is not used"
     (tmp_path / next(tmp_path.iterdir()).name).write_bytes(b"{}")
     measured(CudaBackend(FakeDriver()), lowered, tmp_path)
 

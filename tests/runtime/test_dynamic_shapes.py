@@ -22,9 +22,9 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.errors import UnsupportedModel
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered, cached, lower
 from cohabit.runtime.lowering.slots import Frame
-from cohabit.runtime.options import Options
+from cohabit.runtime.options import DEFAULTS, Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, fake_cuda, fake_streams
 from tests.runtime.observing import addresses, observed
@@ -314,7 +314,7 @@ def test_offloaded_activations_come_back_at_every_size(lowered_cases: Callable[[
 def test_buckets_are_powers_of_two_up_to_the_largest_size(tmp_path: Path) -> None:
     lowered = lower(exported("encoder", tmp_path / "model.pt2"), "encoder", [2], tmp_path / "cache")
     assert lowered.buckets == tuple(Bucket(2, (size,)) for size in (1, 16, 32, 64))
-    again = lower(tmp_path / "model.pt2", "encoder", [2], tmp_path / "cache", cached_only=True)
+    again = cached(lowered.archive, "encoder", [2], tmp_path / "cache", DEFAULTS)
     assert (again.buckets, again.dynamic, again.inputs, again.outputs) == (
         lowered.buckets,
         lowered.dynamic,

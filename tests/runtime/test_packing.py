@@ -15,7 +15,7 @@ import torch
 
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.lowering import fusion, packing, weights
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered, cached, lower
 from cohabit.runtime.lowering.model import LEAST_FILE_BYTES
 from cohabit.runtime.options import Options
 from tests.runtime import models
@@ -280,9 +280,7 @@ def test_weights_are_packed_anew_for_another_number_of_threads(tmp_path: Path) -
             torch.set_num_threads(count)
             lowered = lower(tmp_path / "m.pt2", "m", [2], tmp_path / "cache", options=Options(packed=True))
             found.append((lowered.weights_path, packing.machine()))
-            again = lower(
-                tmp_path / "m.pt2", "m", [2], tmp_path / "cache", options=Options(packed=True), cached_only=True
-            )
+            again = cached(lowered.archive, "m", [2], tmp_path / "cache", Options(packed=True))
             assert again.weights_path == lowered.weights_path
     finally:
         torch.set_num_threads(threads)

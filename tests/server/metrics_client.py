@@ -25,10 +25,10 @@ class MetricsPort:
 
 
 def parsed(text: str) -> Samples:
-    """Samples by name and labels. The parser appends `_total` to the names of counters, which have none here."""
+    """Samples by name and labels. The parser appends `_total` to the names of Triton's counters, which have none."""
     return {
         (
-            s.name.removesuffix("_total") if family.type == "counter" else s.name,
+            s.name.removesuffix("_total") if s.name.startswith("nv_") else s.name,
             tuple(sorted(s.labels.items())),
         ): s.value
         for family in text_string_to_metric_families(text)

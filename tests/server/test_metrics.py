@@ -1,22 +1,25 @@
 """The metrics page: Triton's names where Triton has one, and what the numbers mean."""
 
 import math
+import platform
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from metrics_client import FakeNvml, MetricsPort, Samples, machine_samples, parsed, scrape
 from msgspec import structs
 from server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
 from server_http import ask, infer, x
+from tritonclient.grpc import service_pb2 as pb
 
 from cohabit.runtime.recording import Follow
 from cohabit.server.engine.execution import Execution
 from cohabit.server.ipc.model import DeviceUse, Inputs
-from cohabit.server.ipc.statistics import SECONDS, Histogram
+from cohabit.server.ipc.statistics import REQUEST_SECONDS, SECONDS, Histogram
 from cohabit.server.observe.gpus import Gpu
 from cohabit.server.observe.prometheus import Family, written
 
@@ -36,7 +39,9 @@ TRITONS = {
     "nv_cpu_memory_total_bytes",
     "nv_cpu_memory_used_bytes",
 }
+PARTS = ("bucket", "sum", "count")
 OURS = {
+    "cohabit_build_info",
     "cohabit_model_ready",
     "cohabit_captured",
     "cohabit_graph_bytes",
@@ -49,15 +54,19 @@ OURS = {
     "cohabit_bound_seconds",
     "cohabit_plan_gap",
     "cohabit_measured_over_predicted",
-    "cohabit_swapped_bytes",
-    "cohabit_stall_seconds",
-    "cohabit_rejected_requests",
+    "cohabit_swapped_bytes_total",
+    "cohabit_stall_seconds_total",
+    "cohabit_rejected_requests_total",
     "cohabit_memory_bytes",
-    "cohabit_lane_busy_seconds",
-    "cohabit_refused_calls",
-    "cohabit_engine_restarts",
+    "cohabit_lane_busy_seconds_total",
+    "cohabit_refused_calls_total",
+    "cohabit_engine_restarts_total",
     "cohabit_request_memory_bytes",
-    *(f"cohabit_{what}_seconds_{part}" for what in ("queue", "compute") for part in ("bucket", "sum", "count")),
+    *(
+        f"cohabit_{what}_seconds_{part}"
+        for what in ("request", "queue", "compute")
+        for part in ("bucket", "sum", "count")
+    ),
 }
 
 
@@ -85,7 +94,7 @@ def test_every_metric_says_what_it_is_before_its_samples(server: Running) -> Non
 
 def test_counters_histograms_and_sums_agree(server: Running) -> None:
     names = ("nv_inference_request_success", "nv_inference_count", "nv_inference_exec_count")
-    names += ("cohabit_swapped_bytes", "cohabit_stall_seconds", "cohabit_compute_seconds_count")
+    names += ("cohabit_swapped_bytes_total", "cohabit_stall_seconds_total", "cohabit_compute_seconds_count")
     before = scrape(server)
     pair = [x([0] * 8, name=name, shape=[2, 4]) for name in "ab"]
     assert infer(server, "adder", {"inputs": pair}).status == 200
@@ -126,10 +135,60 @@ def test_refusals_are_counted_by_reason() -> None:
         gate.open.set()
         statuses = [first.result().status, waiting.result().status, hopeless.status, surplus.status]
         assert statuses == [200, 200, 503, 503]
-        reasons = ("deadline", "queue_full", "rate_limited", "draining", "device_lost")
+        reasons = ("deadline", "queue_full", "rate_limited", "draining", "device_lost", "invalid")
         samples = scrape(own)
-        counts = [of(samples, "cohabit_rejected_requests", reason=reason, **labels) for reason in reasons]
-        assert counts == [1, 1, 0, 0, 0]
+        counts = [of(samples, "cohabit_rejected_requests_total", reason=reason, **labels) for reason in reasons]
+        assert counts == [1, 1, 0, 0, 0, 0]
+
+
+def request_message(shape: list[int]) -> bytes:
+    message = pb.ModelInferRequest(model_name="adder", raw_input_contents=[bytes(16), bytes(16)])
+    for name in "ab":
+        message.inputs.add(name=name, datatype="FP32", shape=shape)
+    return bytes(message.SerializeToString())
+
+
+def test_requests_that_do_not_fit_their_model_are_counted(server: Running) -> None:
+    def invalid() -> float:
+        return of(scrape(server), "cohabit_rejected_requests_total", reason="invalid")
+
+    before = invalid()
+    for wrong in (x(name="a", shape=[1, 5]), x(name="a", datatype="INT8"), x(name="nope")):
+        assert infer(server, "adder", {"inputs": [wrong, x(name="b")]}).status == 400
+    assert infer(server, "adder", b"{").status == 400
+    assert ask(server, "POST", "/v2/models/adder/generate", b'{"a": "text"}').status == 400
+    with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError):
+        channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(request_message([1, 5]), timeout=20)
+    assert invalid() == before + 6
+
+
+def test_latency_is_from_arrival_to_answer_as_the_front_end_sees_it(server: Running) -> None:
+    """Every reading of the server's clock is two seconds after the one before."""
+
+    def latencies() -> list[float]:
+        samples, name = scrape(server), "cohabit_request_seconds"
+        buckets = [of(samples, f"{name}_bucket", le=f"{bound:g}") for bound in REQUEST_SECONDS]
+        return [*buckets, of(samples, f"{name}_count"), of(samples, f"{name}_sum")]
+
+    before = latencies()
+    assert infer(server, "adder", {"inputs": [x(name="a"), x(name="b")]}).status == 200
+    assert ask(server, "POST", "/v2/models/adder/generate", b'{"a": [0, 0, 0, 0], "b": [1, 1, 1, 1]}').status == 200
+    with grpc.insecure_channel(server.grpc) as channel:
+        assert channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(
+            request_message([1, 4]), timeout=20
+        )
+    assert infer(server, "adder", {"inputs": []}).status == 400  # has no latency
+    grown = [now - then for now, then in zip(latencies(), before, strict=True)]
+    assert grown == [3 * (bound >= 2) for bound in REQUEST_SECONDS] + [3, 6]
+
+
+def test_the_build_is_described(server: Running) -> None:
+    ((labels, value),) = (
+        (dict(labels), value) for (name, labels), value in scrape(server).items() if name == "cohabit_build_info"
+    )
+    assert value == 1
+    assert labels["python"] == platform.python_version()
+    assert labels["version"] == ask(server, "GET", "/v2").json["version"]
 
 
 def test_footprints_are_gauges(server: Running) -> None:
@@ -148,10 +207,10 @@ def test_the_device_the_models_and_the_machine_are_described(server: Running) ->
     samples = scrape(server)
     for use, nbytes in {"workspace": 100, "partitions": 700, "free": 224}.items():
         assert samples["cohabit_memory_bytes", (("use", use),)] == nbytes
-    assert samples["cohabit_lane_busy_seconds", (("lane", "swap_in"),)] == 1.5
-    computed_s = samples["cohabit_lane_busy_seconds", (("lane", "compute"),)]
+    assert samples["cohabit_lane_busy_seconds_total", (("lane", "swap_in"),)] == 1.5
+    computed_s = samples["cohabit_lane_busy_seconds_total", (("lane", "compute"),)]
     assert computed_s == server.engine.report().device.lane_busy_s["compute"]
-    assert samples["cohabit_engine_restarts", ()] == 0
+    assert samples["cohabit_engine_restarts_total", ()] == 0
     assert samples["cohabit_model_ready", (("model", "adder"), ("version", "3"))] == 1
     assert samples["cohabit_model_ready", (("model", "damaged"), ("version", "1"))] == 0
     assert 0 <= samples["nv_cpu_utilization", ()] <= 1

@@ -177,11 +177,13 @@ def test_http_says_how_to_authenticate(guarded: Running) -> None:
 
 
 def test_metrics_need_a_token_unless_they_are_open(guarded: Running, tmp_path: Path) -> None:
-    assert ask(MetricsPort(guarded), "GET", "/metrics").status == 401
-    assert ask(MetricsPort(guarded), "GET", "/metrics", headers=headers(INFER)).status == 200
+    for port in (MetricsPort(guarded), guarded):
+        assert ask(port, "GET", "/metrics").status == 401
+        assert ask(port, "GET", "/metrics", headers=headers(INFER)).status == 200
     files = token_file(tmp_path, "t", INFER)
     with running(serving(identity("id", "FP32")), token_files=files, metrics_access="open") as opened:
         assert ask(MetricsPort(opened), "GET", "/metrics").status == 200
+        assert ask(opened, "GET", "/metrics").status == 401  # on the HTTP port, they are statistics
 
 
 def test_tokens_are_never_logged(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -55,6 +55,13 @@ def test_every_query_of_the_dashboard_names_metrics_and_labels_that_exist(server
             assert all(wanted <= labels[name] for name in METRIC.findall(query)), query
 
 
+def test_every_latency_objective_is_a_bucket_of_the_latency_histogram(server: Running) -> None:
+    (objectives,) = (v for v in DASHBOARD["templating"]["list"] if v["name"] == "latency")
+    buckets = {dict(labels)["le"] for name, labels in scrape(server) if name == "cohabit_request_seconds_bucket"}
+    assert set(objectives["query"].split(",")) == buckets - {"+Inf"}
+    assert {query for query in queries() if "cohabit_request_seconds_bucket" in query and 'le="$latency"' in query}
+
+
 def test_panels_lie_side_by_side() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:

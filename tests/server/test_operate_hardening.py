@@ -13,6 +13,7 @@ from server_http import ask
 
 from cohabit.runtime.errors import ArchiveError
 from cohabit.runtime.lowering.archive import read
+from cohabit.runtime.lowering.archive_file import ArchiveFile
 from cohabit.server.models.repository import ModelSource, Unloadable, scan, versions_of
 
 NAMES_THAT_LEAVE = ["..", ".", "../other", "/etc", "a/b", "a\\b", "", "-x", ".hidden", "a\x00b", "a\n", "x" * 256]
@@ -132,8 +133,8 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path) -> None:
         archive.writestr("packed/data/weights/weight_0.pt", raw)
         archive.writestr("packed/models/model.json", io.BytesIO(b"{}").getvalue())
     for path in (whole, packed):
-        with pytest.raises(ArchiveError):
-            read(path)
+        with pytest.raises(ArchiveError), ArchiveFile(path) as file:
+            read(file)
     assert not mark.exists()
     pickle.loads(raw)
     assert mark.exists(), "the payload works, so the test means something"

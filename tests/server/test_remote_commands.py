@@ -17,7 +17,6 @@ from cohabit.server.ipc.model import ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import SECONDS, Histogram
 from cohabit.server.observe.prometheus import Family, written
 from cohabit.server.tools.remote import tables
-from cohabit.server.tools.remote.client import RemoteServer
 from cohabit.server.tools.remote.samples import Samples, parse
 from cohabit.server.tools.remote.top import snapshot
 
@@ -53,8 +52,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def run(server: Running, *arguments: str) -> int:
-    metrics = server.server.metrics_url.removesuffix("/metrics")
-    return main([arguments[0], "--url", server.address, "--metrics-url", metrics, *arguments[1:]])
+    return main([arguments[0], "--url", server.address, *arguments[1:]])
 
 
 def test_models_are_listed_with_their_memory_and_reasons(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,9 +68,13 @@ def test_models_as_json_are_the_repository_index(own: Running, capsys: pytest.Ca
     assert {entry["name"]: entry["state"] for entry in index}["damaged"] == "UNAVAILABLE"
 
 
-def test_models_are_listed_without_metrics(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "--url", own.address, "--metrics-url", own.address]) == 0
-    assert "adder" in capsys.readouterr().out
+@pytest.mark.parametrize("command", ["models", "top"])
+def test_the_http_port_is_all_that_a_command_needs_to_know(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(serving(adder()), metrics_port=None) as alone:
+        assert run(alone, command, *["--interval", "0.01"] * (command == "top")) == 0
+        assert "adder" in capsys.readouterr().out
 
 
 def test_statistics_of_one_model_and_of_all(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +153,7 @@ def test_tokens_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (("models", "--url", "127.0.0.1:1"), 1, "http://127.0.0.1:1/v2/repository/index does not answer"),
         (("models", "--url", "file:///etc/passwd"), 2, "--url: 'file:///etc/passwd' is no http or https address"),
-        (("top", "--metrics-url", "http://:99999"), 2, "--metrics-url: 'http://:99999' is no http"),
+        (("top", "--url", "http://:99999"), 2, "--url: 'http://:99999' is no http"),
         (("top", "--interval", "0"), 2, "--interval: '0' is not a number of seconds over zero"),
         (("stats", "--token-file", "/nowhere"), 2, "--token-file: /nowhere cannot be read"),
     ],
@@ -169,17 +171,12 @@ def test_another_kind_of_server_is_no_traceback(own: Running, capsys: pytest.Cap
     assert "answered 404" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("url", "metrics"),
-    [("gpu1:9000", "http://gpu1:8002"), ("https://[::1]:8443/", "https://[::1]:8002")],
-)
-def test_metrics_are_looked_for_beside_the_http_port(url: str, metrics: str) -> None:
-    assert RemoteServer(url, None, None, 1.0).metrics_url == metrics
-
-
 def reading(**counters: float) -> Samples:
     labels = {"model": "m", "version": "2"}
-    families = [Family(name, "counter", "", [(labels, value)]) for name, value in counters.items()]
+    families = [
+        Family(name, "gauge" if name.endswith("_sum") else "counter", "", [(labels, value)])
+        for name, value in counters.items()
+    ]
     return parse(written([Family("cohabit_model_ready", "gauge", "", [(labels, 1.0)]), *families]).decode())
 
 
@@ -197,8 +194,8 @@ def test_a_counter_that_began_anew_is_counted_from_zero() -> None:
 
 
 def test_stall_share_is_of_the_computing_time() -> None:
-    before = reading(cohabit_stall_seconds=1, cohabit_compute_seconds_sum=10)
-    now = reading(cohabit_stall_seconds=2, cohabit_compute_seconds_sum=14)
+    before = reading(cohabit_stall_seconds_total=1, cohabit_compute_seconds_sum=10)
+    now = reading(cohabit_stall_seconds_total=2, cohabit_compute_seconds_sum=14)
     assert snapshot(before, now, 1.0)["models"][0]["stall_share"] == 0.25
 
 
@@ -216,5 +213,5 @@ def test_quantiles_are_within_a_bucket_of_numpys(share: float) -> None:
 
 def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     entries: list[dict[str, Any]] = [{"name": "[red]m[/red]", "state": "READY"}]
-    Console(width=120).print(tables.models(entries, None))
+    Console(width=120).print(tables.models(entries, Samples({})))
     assert "[red]m[/red]" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.errors import RepositoryError
 from cohabit.server.models.options import options_of
-from cohabit.server.models.prepared import warn_without_packing
+from cohabit.server.models.prepared import SHAPE_BUCKETS, wanted_buckets, warn_without_packing
 from cohabit.server.models.repository import ModelSource
 from cohabit.server.protocol.model_config import ModelConfig
 
@@ -75,3 +75,13 @@ def test_weights_stay_plain_where_torch_cannot_pack_them_and_the_log_says_so(
     assert options_of(source(), "cpu") == Options()
     warn_without_packing(DEFAULT)
     assert "weights are not packed" in caplog.text
+
+
+@pytest.mark.parametrize("count", [65, 19_999])
+def test_a_list_of_too_many_sizes_is_refused_before_it_is_read(count: int) -> None:
+    """Each would be compared with the conditions of the export: 19,999 took a worker 22 s."""
+    reason = rf"'cohabit.shape_buckets': {count} sizes are named, the limit is 64; each has a plan"
+    sizes = ",".join(map(str, range(1, count + 1)))
+    with pytest.raises(RepositoryError, match=reason):
+        wanted_buckets(source(**{SHAPE_BUCKETS: sizes}), DEFAULT)
+    assert len(wanted_buckets(source(**{SHAPE_BUCKETS: ",".join(map(str, range(1, 65)))}), DEFAULT)) == 64

@@ -34,7 +34,11 @@ BAD_INPUTS: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
     "no input": ("adder", [], ("expected 2 inputs but got 0",)),
     "duplicate input": ("adder", [x(name="a"), x(name="a")], ("input 'a' already exists in request",)),
     "wrong datatype": ("id_int32", [x()], ("input 'x' data-type is 'FP32'", "expects 'INT32'")),
-    "nonsense datatype": ("id_int32", [x(datatype="FLOAT")], ("data-type is 'FLOAT'",)),
+    "nonsense datatype": (
+        "id_int32",
+        [x(datatype="FLOAT")],
+        ("invalid datatype 'FLOAT' of input 'x'", "BOOL, UINT8,", "FP64, BF16, BYTES"),
+    ),
     "strings": ("id_int32", [x(datatype="BYTES")], ("'BYTES'", "no string tensors")),
     "wrong rank": (
         "id_fp64",
@@ -79,9 +83,13 @@ BAD_INPUTS: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
     "neither data nor size": ("id_fp64", [x(datatype="FP64", data=None) | {"data": None}], ("nested 0 deep",)),
     "parameter of a list": ("id_fp64", [x(datatype="FP64", parameters={"a": [1]})], ("`$.inputs[0].parameters",)),
     "size without bytes": ("id_fp64", [binary_x(32, datatype="FP64")], ("binary_data_size 32", "0 bytes")),
-    "negative size": ("id_fp64", [binary_x(-8, datatype="FP64")], ("unsigned integer, got -8",)),
-    "size that is true": ("id_fp64", [binary_x(True, datatype="FP64")], ("unsigned integer, got True",)),
-    "size that is text": ("id_fp64", [binary_x("32", datatype="FP64")], ("unsigned integer, got 32",)),
+    "negative size": ("id_fp64", [binary_x(-8, datatype="FP64")], ("at most 18446744073709551615, got -8",)),
+    "size that is true": (
+        "id_fp64",
+        [binary_x(True, datatype="FP64")],
+        ("at most 18446744073709551615, got True",),
+    ),
+    "size that is text": ("id_fp64", [binary_x("32", datatype="FP64")], ("at most 18446744073709551615, got 32",)),
 }
 
 
@@ -257,6 +265,22 @@ def test_half_precision_has_no_json_form(server: Ports, datatype: str) -> None:
 def test_bad_parameters(server: Ports, parameters: dict[str, Any]) -> None:
     answer = infer(server, "id_fp64", {"inputs": [x(datatype="FP64")], "parameters": parameters})
     refused(answer, 400, "param")
+
+
+@pytest.mark.parametrize("key", ["timeout", "priority"])
+def test_timeout_and_priority_are_uint64(server: Ports, key: str) -> None:
+    def given(value: int) -> Answer:
+        return infer(server, "id_fp64", {"inputs": [x(datatype="FP64")], "parameters": {key: value}})
+
+    assert [given(value).status for value in (2**63 - 1, 2**63, 2**64 - 1)] == [200] * 3
+    for value in (-1, 2**64, -(2**70)):
+        refused(given(value), 400, f"'{key}' of the request", "at most 18446744073709551615", f"got {value}")
+
+
+@pytest.mark.parametrize("kind", ["system", "cuda"])
+def test_a_region_is_not_registered_without_a_name(server: Ports, kind: str) -> None:
+    answer = ask(server, "POST", f"/v2/{kind}sharedmemory/register", b'{"key": "/a", "byte_size": 4}')
+    refused(answer, 400, f"'region name' is necessary to register {kind} shared memory region")
 
 
 def test_errors_carry_the_requests_id(server: Ports) -> None:

@@ -70,7 +70,7 @@ def test_json_round_trip(tensor: tuple[str, Array], nested: bool) -> None:
     info = info_for(datatype, array.shape[1:])
     request = decode(memoryview(json_request(datatype, array, nested)), None, info)
     np.testing.assert_array_equal(request.inputs["x"], array)
-    answer = json.loads(encode_response(respond(request, info, request.inputs)).body)
+    answer = json.loads(b"".join(encode_response(respond(request, info, request.inputs)).parts))
     (output,) = answer["outputs"]
     back = np.array(output["data"], DTYPES[datatype]).reshape(output["shape"])
     np.testing.assert_array_equal(back, array)
@@ -86,7 +86,7 @@ def test_binary_round_trip_to_the_bit(tensor: tuple[str, Array]) -> None:
     assert request.batch == array.shape[0]
     encoded = encode_response(respond(request, info, request.inputs))
     assert encoded.header_length is not None
-    assert encoded.body[encoded.header_length :] == array.tobytes()
+    assert b"".join(encoded.parts)[encoded.header_length :] == array.tobytes()
 
 
 def test_binary_inputs_are_views_of_the_body() -> None:
@@ -107,7 +107,7 @@ def test_outputs_of_other_layouts_are_written_in_order() -> None:
     transposed = np.array([[1, 2], [3, 4]], np.float64).T
     request = decode(memoryview(body), length, info)
     encoded = encode_response(respond(request, info, {"x": transposed}))
-    assert encoded.body[encoded.header_length :] == np.array([1, 3, 2, 4], np.float32).tobytes()
+    assert b"".join(encoded.parts)[encoded.header_length :] == np.array([1, 3, 2, 4], np.float32).tobytes()
 
 
 def test_priority_and_timeout_are_read() -> None:

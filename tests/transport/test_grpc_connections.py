@@ -183,6 +183,27 @@ def test_large_messages_come_whole(call: str) -> None:
     assert all(answer.raw_output_contents[0] == np.ones(columns, np.float32).tobytes() for answer in answers)
 
 
+@pytest.mark.parametrize("version", ["1", ""], ids=["a version", "no version"])
+def test_a_streams_error_says_which_request_of_which_model_it_is_of(channel: grpc.Channel, version: str) -> None:
+    made = pb.ModelInferRequest(model_name="wide", model_version=version, id="seven")
+    made.inputs.add(name="nope", datatype="FP32", shape=[1, 4])
+    (answer,) = map(
+        pb.ModelStreamInferResponse.FromString,
+        channel.stream_stream(STREAM)(iter([made.SerializeToString()]), timeout=20),
+    )
+    assert "unexpected inference input 'nope'" in answer.error_message
+    failed = answer.infer_response
+    assert (failed.id, failed.model_name, failed.model_version) == ("seven", "wide", "1")
+
+
+@pytest.mark.parametrize("kind", ["System", "Cuda"])
+def test_a_region_is_not_registered_without_a_name(channel: grpc.Channel, kind: str) -> None:
+    call = channel.unary_unary(f"{SERVICE}/{kind}SharedMemoryRegister")
+    code, text = refused(lambda: call(b"", timeout=20))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text == f"'region name' is necessary to register {kind.lower()} shared memory region"
+
+
 def test_typed_contents_of_any_length(channel: grpc.Channel) -> None:
     made = pb.ModelInferRequest(model_name="wide")
     made.inputs.add(name="x", datatype="FP32", shape=[8, 4096]).contents.fp32_contents.extend([0.5] * 8 * 4096)

@@ -10,7 +10,7 @@ from server_http import ask, infer, x
 from transport_fakes import Gate, Ports, identity, running
 
 from cohabit.server.errors import ConfigError
-from cohabit.server.frontend import listening
+from cohabit.server.frontend import dataplane, listening
 from cohabit.server.http import body as body_module
 from cohabit.server.http.app import make_metrics_app
 from cohabit.server.http.server import HttpServer
@@ -356,6 +356,39 @@ def test_the_metrics_port_has_the_metrics_alone(own: Ports) -> None:
     assert (status, json.loads(body)) == (404, {"error": "Not Found"})
     wire.socket.close()
     own.run(metrics.stop(1))
+
+
+def test_scrapes_within_a_second_get_the_same_text() -> None:
+    now_s = 100.0
+    with running(identity("one"), clock=lambda: now_s) as server:
+
+        def answered() -> bytes:
+            text = ask(server, "GET", "/metrics").body
+            (line,) = (line for line in text.splitlines() if line.startswith(b"nv_inference_request_success{"))
+            return line.rpartition(b" ")[2]
+
+        assert answered() == b"0"
+        assert infer(server, "one", {"inputs": [x()]}).status == 200
+        now_s += 0.9
+        assert answered() == b"0"
+        now_s += 0.1
+        assert answered() == b"1"
+
+
+def test_a_scraper_in_a_loop_is_answered_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those beyond a number are not: each would keep a connection."""
+    monkeypatch.setattr(dataplane, "_REPEATED_READING_S", 20.0)
+    monkeypatch.setattr(dataplane, "_MOST_DELAYED_READERS", 1)
+    with running(identity("one"), clock=lambda: 100.0) as server:
+        scrape = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+        wire = Wire(server.port)
+        assert wire.send(scrape).answer()[0] == 200
+        wire.send(scrape)
+        assert ask(server, "GET", "/metrics").status == 200
+        wire.socket.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            wire.more()
+        wire.socket.close()
 
 
 def test_answers_have_a_date_and_a_length(own: Ports) -> None:

@@ -1,9 +1,13 @@
 """What a client may take of the server: connections, memory, header and message sizes."""
 
 import asyncio
+import errno
 import gzip
+import hashlib
 import json
+import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from server_http import ask, infer, x
+from server_http import Answer, ask, infer, x
 from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 
@@ -35,6 +39,7 @@ from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.codec import decode_request
 from cohabit.server.http.errors import STATUS
 from cohabit.server.ipc.model import Array
+from cohabit.server.observe.access import Access
 from cohabit.server.protocol.shared_memory import RegionUse
 
 MIB = 1 << 20
@@ -55,20 +60,164 @@ def infer_request(columns: int = 4) -> bytes:
     return written
 
 
-def test_http_connections_over_the_limit_are_told_so(narrow: Ports) -> None:
-    held = [socket.create_connection(("127.0.0.1", narrow.port), timeout=20) for _ in range(3)]
-    for connection in held:  # an answer shows that each has been accepted
-        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-    with socket.create_connection(("127.0.0.1", narrow.port), timeout=20) as late:
-        refusal = b""
-        while part := late.recv(4096):
-            refusal += part
-    assert refusal.startswith(b"HTTP/1.1 503 ")
-    assert b'{"error":"3 connections are open already, see --max-connections"}' in refusal
-    for connection in held:
-        connection.close()
-    assert eventually(lambda: ask(narrow, "GET", "/v2/health/live").status == 200)
+GET = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = json.dumps({"inputs": [x()]}).encode()
+POST = b"POST /v2/models/one/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+
+
+def connect(port: int, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    connection.sendall(sent)
+    return connection
+
+
+def answered(connection: socket.socket) -> bool:
+    """Whether an answer comes; False if the server has closed the connection."""
+    try:
+        return connection.recv(4096).startswith(b"HTTP/1.1 200")
+    except ConnectionError:
+        return False
+
+
+def test_http_connections_over_the_limit_are_told_so() -> None:
+    """Where every connection has a request under way, none can be ended."""
+    gate = Gate()
+    with running(identity("one", gate=gate), max_connections=3) as server:
+        held = [connect(server.port, POST) for _ in range(3)]
+        for _ in held:
+            assert gate.entered.acquire(timeout=20)
+        with connect(server.port) as late:
+            refusal = b""
+            while part := late.recv(4096):
+                refusal += part
+        assert refusal.startswith(b"HTTP/1.1 503 ")
+        assert b'{"error":"3 connections have requests under way, see --max-connections"}' in refusal
+        gate.open()
+        assert all(answered(connection) for connection in held)
+        for connection in held:
+            connection.close()
+
+
+@pytest.mark.parametrize("sent", [b"", GET[:-9]], ids=["silent", "half a head"])
+def test_clients_without_a_request_give_way_to_new_ones_and_the_oldest_first(sent: bytes) -> None:
+    with running(identity("one"), max_connections=3) as server:
+        known = connect(server.port, GET)
+        assert answered(known)
+        silent = [connect(server.port, sent) for _ in range(2)]
+        late = []
+        for oldest in silent:
+            late.append(connect(server.port, GET))
+            assert answered(late[-1])
+            assert not answered(oldest)
+        known.sendall(GET)
+        assert answered(known)  # a client that has asked before keeps its connection
+        for connection in (known, *silent, *late):
+            connection.close()
+
+
+def test_the_client_that_is_idle_longest_gives_way_where_all_have_asked_before() -> None:
+    with running(identity("one"), max_connections=3) as server:
+        held = []
+        for _ in range(3):
+            held.append(connect(server.port, GET))
+            assert answered(held[-1])
+        held[0].sendall(GET)
+        assert answered(held[0])
+        late = connect(server.port, GET)
+        assert answered(late)
+        assert not answered(held[1])
+        for connection in (held[0], held[2]):
+            connection.sendall(GET)
+            assert answered(connection)
+        for connection in (late, *held):
+            connection.close()
+
+
+class Exhausted(socket.socket):
+    """A listening socket of a process that may open no more files."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_without_a_free_descriptor_the_longest_waiting_client_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+    with running(identity("one")) as server, Exhausted() as listening:
+        silent = connect(server.port)
+        known = connect(server.port, GET)
+        assert answered(known)
+        server.loop.call_soon_threadsafe(server.http._accept, listening, None)
+        assert not answered(silent)
+        known.sendall(GET)
+        assert answered(known)
+        assert ask(server, "GET", "/v2/health/live").status == 200
+        for connection in (silent, known):
+            connection.close()
+    assert "a connection could not be accepted" in caplog.text
+
+
+class Delays:
+    """Delays of refusals, which last until the test ends them."""
+
+    def __init__(self) -> None:
+        self.begun: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._ended = threading.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        self.begun.put(seconds)
+        await asyncio.to_thread(self._ended.wait, 20)
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+TOKEN = "a-token-of-this-server"
+
+
+def guarded(delays: Delays, most_delayed: int) -> Access:
+    digest = hashlib.sha256(TOKEN.encode()).digest()
+    return Access((digest,), open=frozenset(), most_delayed=most_delayed, sleep=delays.sleep)
+
+
+def described(server: Ports, token: str) -> Answer:
+    return ask(server, "GET", "/v2", headers={"Authorization": f"Bearer {token}"})
+
+
+def test_an_unknown_token_is_refused_late_and_logged_with_its_address(caplog: pytest.LogCaptureFixture) -> None:
+    delays = Delays()
+    with running(identity("one"), access=guarded(delays, 3)) as server, ThreadPoolExecutor() as clients:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as guesser:
+            # More guesses of the same connection wait for the first one's answer.
+            guesser.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong-token-0123456\r\n\r\n" * 9)
+            assert delays.begun.get(timeout=20) == 0.5
+            with grpc.insecure_channel(server.grpc) as channel:
+                call = channel.unary_unary("/inference.GRPCInferenceService/ServerMetadata")
+                late = clients.submit(call, b"", 20, (("authorization", "Bearer wrong-token-0123456"),))
+                assert delays.begun.get(timeout=20) == 0.5
+                assert described(server, TOKEN).status == 200
+                assert call(b"", 20, (("authorization", f"Bearer {TOKEN}"),))
+                assert not late.done()
+                assert delays.begun.empty()
+                delays.end()
+                error = late.exception(20)
+        assert isinstance(error, grpc.RpcError)
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    refusals = [record.fields for record in caplog.records if "refused for its token" in record.message]  # type: ignore[attr-defined]
+    assert {"127.0.0.1", "ipv4"} <= {fields["peer"].partition(":")[0] for fields in refusals}
+
+
+def test_delayed_refusals_are_bounded_and_the_next_one_ends_its_connection() -> None:
+    delays = Delays()
+    with running(identity("one"), access=guarded(delays, 1)) as server, ThreadPoolExecutor() as clients:
+        first = clients.submit(described, server, "wrong-token-0123456")
+        assert delays.begun.get(timeout=20) == 0.5
+        surplus = described(server, "wrong-token-7890123")
+        assert (surplus.status, surplus.headers["connection"]) == (401, "close")
+        assert not first.done()
+        delays.end()
+        assert first.result(20).status == 401
+        assert "connection" not in first.result().headers
+        assert described(server, "wrong-token-0123456").status == 401  # its place is free again
+        assert delays.begun.get(timeout=20) == 0.5
 
 
 def test_grpc_connections_over_the_limit_are_closed(narrow: Ports) -> None:

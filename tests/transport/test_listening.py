@@ -73,6 +73,20 @@ def test_tls_on_both_ports(certificates: Path) -> None:
             assert b"200 OK" not in plain.recv(1 << 16)
 
 
+def test_connections_without_a_tls_handshake_count_and_give_way_to_new_ones(certificates: Path) -> None:
+    tls = TlsFiles(certificates / "server.pem", certificates / "server.key")
+    with running(identity("one"), tls=tls, max_connections=3) as server:
+        silent = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(8)]
+        assert https_status(server, certificates, None) == 200
+        for oldest in silent[:6]:
+            assert oldest.recv(1) == b""
+        silent[7].setblocking(False)
+        with pytest.raises(BlockingIOError):  # still open
+            silent[7].recv(1)
+        for connection in silent:
+            connection.close()
+
+
 def test_mutual_tls_on_both_ports(certificates: Path) -> None:
     tls = TlsFiles(certificates / "server.pem", certificates / "server.key", certificates / "ca.pem")
     with running(identity("one"), tls=tls) as server:

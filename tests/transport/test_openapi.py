@@ -125,4 +125,6 @@ def test_what_the_document_leaves_out() -> None:
     assert [endpoint.paths[0] for endpoint in ENDPOINTS if endpoint.summary is None] == [
         "/v2/models/{model}/generate_stream",
         "/v2/repository/{repository}/models/{model}/{order:(un)?load}",
+        "/v2/systemsharedmemory/register",
+        "/v2/cudasharedmemory/register",
     ]

@@ -197,6 +197,7 @@ def running(
     hosts: tuple[str, ...] = ("127.0.0.1",),
     unix: tuple[Path, Path] | None = None,
     grpc_options: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> Iterator[Ports]:
     """Serve models on free ports; `unix` has a socket for HTTP and one for gRPC, `options` are both servers'."""
@@ -208,7 +209,7 @@ def running(
         engine = FakeEngine(*models)
         config = ServeConfig(repository=Path("fakes"), memory=FixedSize(MIB), server_name="triton")
         memory = RequestMemory(queue_bytes)
-        plane = DataPlane(config, engine, memory, Regions(open_region if client_shm else no_system))
+        plane = DataPlane(config, engine, memory, Regions(open_region if client_shm else no_system), clock=clock)
         both = {"max_connections": max_connections, **options}
         http = HttpServer(make_app(plane, max_body_bytes, access), **both)
         grpc = GrpcServer(plane, access, max_body_bytes=max_body_bytes, **both, **(grpc_options or {}))

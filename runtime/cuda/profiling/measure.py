@@ -31,7 +31,7 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CudaDevice = DeviceBackend[CudaProgram]
 _ROUNDS = 9
 _AMPLE_BYTES = 1 << 30
@@ -48,7 +48,12 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profiles: tuple[Profile, ...]
     refused: tuple[tuple[int, ...], ...]
     """The fused ops for which the device has no kernel."""
+    key: str = ""
+    """Fingerprint of the graphs and the device that were measured."""
     format_version: int = FORMAT_VERSION
+
+
+_decoder = msgspec.json.Decoder(Measurement)
 
 
 def measured(
@@ -67,21 +72,22 @@ def measured(
     graphs = [lowered.graphs[b].fingerprint for b in lowered.buckets]
     key = fingerprint([*graphs, device.name, store.kind, store.staged, lowered.options.tf32])
     path = None if cache is None else cache / f"cuda-{key[:32]}.json"
-    known = None if path is None else _read(path)
+    known = None if path is None else _read(path, key)
     if known is None:
         known = _measure(device, streams, pinned, lowered, store, on_progress)
         if path is not None:
-            cache_file.write(path, msgspec.json.encode(known))
+            cache_file.write(path, msgspec.json.encode(msgspec.structs.replace(known, key=key)))
     for bucket, scratch, refused in zip(lowered.buckets, known.scratch, known.refused, strict=True):
         lowered = with_plain(with_scratch(lowered, bucket, scratch), bucket, refused)
     return lowered, dict(zip(lowered.buckets, known.profiles, strict=True))
 
 
-def _read(path: Path) -> Measurement | None:
+def _read(path: Path, key: str) -> Measurement | None:
     try:
-        return decode_as(cache_file.read(path), Measurement, "measurement", FORMAT_VERSION)
+        known = decode_as(cache_file.read(path), _decoder, "measurement", FORMAT_VERSION)
     except (FileNotFoundError, FormatError):
         return None
+    return known if known.key == key else None
 
 
 def _measure(

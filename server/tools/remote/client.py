@@ -1,4 +1,4 @@
-"""A client of a running server: its v2 endpoints and /metrics over HTTP."""
+"""A client of a running server: its v2 endpoints and /metrics, all on its HTTP port."""
 
 import http.client
 import urllib.error
@@ -13,16 +13,14 @@ import msgspec
 from cohabit.server.errors import ConfigError, RemoteError
 from cohabit.server.tools.remote.samples import Samples, parse
 
-_METRICS_PORT = 8002
 _MOST_BYTES = 64 << 20
 
 
 class RemoteServer:
     """One server. Every call blocks, and raises RemoteError if the server refuses it or does not answer."""
 
-    def __init__(self, url: str, metrics_url: str | None, token: str | None, timeout_s: float) -> None:
-        self.url = _checked(url, "--url")
-        self.metrics_url = _metrics_url(self.url) if metrics_url is None else _checked(metrics_url, "--metrics-url")
+    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
+        self.url = _checked(url)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s = timeout_s
 
@@ -43,11 +41,11 @@ class RemoteServer:
         self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/unload", b"", None)
 
     def metrics(self) -> Samples:
-        body = self._ask("GET", f"{self.metrics_url}/metrics", None, self._timeout_s)
+        body = self._ask("GET", f"{self.url}/metrics", None, self._timeout_s)
         try:
             return parse(body.decode())
         except ValueError as error:
-            raise RemoteError(f"{self.metrics_url}/metrics is not in Prometheus' format: {error}") from error
+            raise RemoteError(f"{self.url}/metrics is not in Prometheus' format: {error}") from error
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         sent = None if body is None else msgspec.json.encode(body)
@@ -90,7 +88,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return error.reason
 
 
-def _checked(url: str, flag: str) -> str:
+def _checked(url: str) -> str:
     full = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(full)
@@ -100,12 +98,5 @@ def _checked(url: str, flag: str) -> str:
     except ValueError:
         sound = False
     if not sound:
-        raise ConfigError(f"{flag}: '{url}' is no http or https address")
+        raise ConfigError(f"--url: '{url}' is no http or https address")
     return full.rstrip("/")
-
-
-def _metrics_url(url: str) -> str:
-    """Return the default address of the metrics: port 8002 of the same host."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{_METRICS_PORT}"

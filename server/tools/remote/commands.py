@@ -35,7 +35,6 @@ class RemoteCommand:
         parser.add_argument(
             "--url", default="http://127.0.0.1:8000", help="the server's HTTP port (default: %(default)s)"
         )
-        parser.add_argument("--metrics-url", help="its metrics port (default: port 8002 of the same host)")
         parser.add_argument(
             "--token-file", type=Path, metavar="FILE", help="file whose first token is sent to the server"
         )
@@ -47,11 +46,7 @@ def _models(options: argparse.Namespace, out: Console) -> int:
     index = server.index()
     if options.json:
         return _print_json(index)
-    try:
-        metrics = server.metrics()
-    except RemoteError:
-        metrics = None
-    out.print(tables.models(index, metrics))
+    out.print(tables.models(index, server.metrics()))
     return 0
 
 
@@ -109,7 +104,7 @@ def _snapshots(server: RemoteServer, interval_s: float) -> Iterator[Snapshot]:
 
 def _server(options: argparse.Namespace) -> RemoteServer:
     token = None if options.token_file is None else read_token(options.token_file)
-    return RemoteServer(options.url, options.metrics_url, token, _TIMEOUT_S)
+    return RemoteServer(options.url, token, _TIMEOUT_S)
 
 
 def _done(options: argparse.Namespace, out: Console, what: str, model: str) -> None:

@@ -66,7 +66,7 @@ def parse(text: str) -> Samples:
     values: dict[Key, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            # The parser appends `_total` to the names of counters, which have none here.
-            name = sample.name.removesuffix("_total") if family.type == "counter" else sample.name
+            # The parser appends `_total` to the names of Triton's counters, which have none.
+            name = sample.name.removesuffix("_total") if sample.name.startswith("nv_") else sample.name
             values[name, frozenset(sample.labels.items())] = sample.value
     return Samples(values)

@@ -14,13 +14,13 @@ NOTHING = "-"
 _STATES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "UNAVAILABLE": "red"}
 
 
-def models(index: Iterable[Mapping[str, str]], metrics: Samples | None) -> Table:
-    """List a repository index, with the models' memory if the metrics can be read."""
+def models(index: Iterable[Mapping[str, str]], metrics: Samples) -> Table:
+    """List a repository index, with the models' memory."""
     text = ("model", "state", "reason")
     table = make_table("model", "version", "state", "partition", "resident", "reason", left=text)
     for entry in index:
         state = entry.get("state", "")
-        own = metrics.of_model(entry["name"], entry.get("version", "")) if metrics is not None else Samples({})
+        own = metrics.of_model(entry["name"], entry.get("version", ""))
         table.add_row(
             Text(entry["name"]),
             entry.get("version", NOTHING),

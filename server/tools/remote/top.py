@@ -24,7 +24,7 @@ def snapshot(before: Samples, now: Samples, seconds: float) -> Snapshot:
         for (name, labels), value in now.values.items()
         if name == "cohabit_model_ready"
     }
-    busy_s = grown.labelled("cohabit_lane_busy_seconds", "lane")
+    busy_s = grown.labelled("cohabit_lane_busy_seconds_total", "lane")
     return {
         "seconds": seconds,
         "answered_per_s": grown.total("nv_inference_request_success") / seconds,
@@ -32,7 +32,7 @@ def snapshot(before: Samples, now: Samples, seconds: float) -> Snapshot:
         "memory_bytes": now.labelled("cohabit_memory_bytes", "use"),
         "lane_busy_share": {lane: value / seconds for lane, value in busy_s.items()},
         "cpu_utilization": now.get("nv_cpu_utilization"),
-        "swapped_bytes_per_s": grown.total("cohabit_swapped_bytes") / seconds,
+        "swapped_bytes_per_s": grown.total("cohabit_swapped_bytes_total") / seconds,
         "models": [
             {
                 "name": name,
@@ -52,14 +52,14 @@ def _figures(now: Samples, grown: Samples, seconds: float) -> dict[str, float | 
     return {
         "answered_per_s": (grown.get("nv_inference_request_success") or 0.0) / seconds,
         "failed_per_s": grown.total("nv_inference_request_failure", "reason") / seconds,
-        "rejected_per_s": grown.total("cohabit_rejected_requests", "reason") / seconds,
+        "rejected_per_s": grown.total("cohabit_rejected_requests_total", "reason") / seconds,
         "rows_per_execution": _over(grown.get("nv_inference_count"), grown.get("nv_inference_exec_count")),
         "pending": now.get("nv_inference_pending_request_count"),
         "queue_p50_s": grown.quantile("cohabit_queue_seconds", 0.5),
         "queue_p99_s": grown.quantile("cohabit_queue_seconds", 0.99),
         "compute_p50_s": grown.quantile("cohabit_compute_seconds", 0.5),
         "compute_p99_s": grown.quantile("cohabit_compute_seconds", 0.99),
-        "stall_share": _over(grown.get("cohabit_stall_seconds"), grown.get("cohabit_compute_seconds_sum")),
+        "stall_share": _over(grown.get("cohabit_stall_seconds_total"), grown.get("cohabit_compute_seconds_sum")),
         "partition_bytes": now.get("cohabit_partition_bytes"),
         "resident_share": now.get("cohabit_resident_share"),
         "plan_gap": min(gaps)[1] if gaps else None,  # of the smallest bucket
