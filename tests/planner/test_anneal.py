@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.streaming.anneal import anneal
 from cohabit.planner.streaming.searcher import Streaming
@@ -26,7 +27,7 @@ def test_a_large_parameter_is_exchanged_for_small_ones_that_are_a_little_larger_
 
 def test_a_walk_begins_with_the_rule_that_each_use_had() -> None:
     graph = chain([4 * PAGE, PAGE, 3 * PAGE, 2 * PAGE])
-    searcher = Streaming(Problem(graph, profile_of(graph, bandwidth=PAGE / 2), 0, 8 * PAGE), seed=0)
+    searcher = Streaming(Problem(graph, profile_of(graph, bandwidth=PAGE / 2), Memory(8 * PAGE)), seed=0)
     mixed = replace(searcher.first(), fit=bytes([0, 1, 2, 1]))
     searcher.tell([mixed], [Cost(0.0, np.inf, 0)])
     asked = searcher.ask()

@@ -9,6 +9,7 @@ import pytest
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.beaumont import dynprog as module
 from cohabit.planner.papers.beaumont.dynprog import Offloaded, incumbents, optima
 from cohabit.planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers, turn, virtual_layers
@@ -418,11 +419,11 @@ def test_plans_offload_what_was_chosen(searcher: str, offloaded: set[str], laten
     graph = layers_of([PAGE * n for n in (9, 1, 3, 5, 5, 1)])
     profile = profile_of(graph)
     enough = int(alive_bytes(Gaps(graph)).max()) + 5 * PAGE
-    plan = search(Problem(graph, profile, enough - PAGE), searcher)
+    plan = search(Problem(graph, profile, Memory(enough - PAGE, counted=True)), searcher)
     assert {graph.tensors[t].name for t in swapped(plan)} == offloaded
     assert len(plan.residents) == 5
     assert simulate(graph, plan, profile).latency_s == latency_s
-    unhurried = search(Problem(graph, profile, enough + 2 * PAGE), searcher)
+    unhurried = search(Problem(graph, profile, Memory(enough + 2 * PAGE, counted=True)), searcher)
     assert not any(isinstance(s, SwapIn | SwapOut) for s in unhurried.steps)
 
 
@@ -443,7 +444,11 @@ def test_sequences_by_the_clock_are_safe() -> None:
         actions = delay_drops(graph, profile, *decided, memory)
         assert sorted(actions, key=repr) == sorted(decided[0], key=repr)
         placed = lay_out(graph, actions, decided[1])
-        check(graph, profile, write(Problem(graph, profile, placed.peak_bytes), actions, decided[1], placed))
+        check(
+            graph,
+            profile,
+            write(Problem(graph, profile, Memory(placed.peak_bytes, counted=True)), actions, decided[1], placed),
+        )
         moved += actions != decided[0]
     assert moved > 20
 
@@ -464,7 +469,7 @@ def test_bytes_on_their_way_out_are_not_written_while_others_are_free() -> None:
         assert decided is not None
         actions = delay_drops(graph, profile, *decided, memory)
         placed = lay_out(graph, actions, decided[1], memory)
-        plan = write(Problem(graph, profile, memory), actions, decided[1], placed)
+        plan = write(Problem(graph, profile, Memory(memory, counted=True)), actions, decided[1], placed)
         check(graph, profile, plan)
         ends.append([s.end_s for s in simulate(graph, plan, profile).spans if s.lane == "compute"])
     assert ends == [[1, 3, 4, 7], [1, 2, 3, 5]]
@@ -478,7 +483,7 @@ def test_dynprog_keeps_up_with_greedy_on_training_graphs() -> None:
         profile = profile_of(graph, bandwidth=2.5 * PAGE)
         peak = int(alive_bytes(Gaps(graph)).max()) + 12 * PAGE
         for searcher in total:
-            plan = search(Problem(graph, profile, int(0.75 * peak)), searcher)
+            plan = search(Problem(graph, profile, Memory(int(0.75 * peak), counted=True)), searcher)
             check(graph, profile, plan)
             total[searcher] += simulate(graph, plan, profile).latency_s / profile.compute_s
     assert total["dynprog"] <= 1.01 * total["greedy"]
@@ -489,7 +494,7 @@ def test_dynprog_keeps_up_with_greedy_on_training_graphs() -> None:
 def test_inference_keeps_some_weights_and_streams_the_rest(searcher: str) -> None:
     graph = chain([PAGE * n for n in (4, 1, 2, 3, 1, 2, 4, 1)])
     profile = profile_of(graph, bandwidth=2.0 * PAGE)
-    plan = search(Problem(graph, profile, 14 * PAGE), searcher)
+    plan = search(Problem(graph, profile, Memory(14 * PAGE, counted=True)), searcher)
     streamed = {s.tensor for s in plan.steps if isinstance(s, SwapIn)}
     assert streamed == set(range(8)) - {p.tensor for p in plan.residents}
     assert plan.residents
@@ -500,11 +505,11 @@ def test_inference_keeps_some_weights_and_streams_the_rest(searcher: str) -> Non
 
 def test_shares_that_bring_nothing_are_left_out() -> None:
     graph = layers_of([PAGE] * 6)
-    problem = Problem(graph, profile_of(graph), 100 * PAGE)
+    problem = Problem(graph, profile_of(graph), Memory(100 * PAGE, counted=True))
     for made in (Greedy(problem, 0), DynProg(problem, 0)):
         first = made.ask()
         assert first == [Choice(())]
         made.tell(first, [made.evaluate(c, 0.0) for c in first])
         assert len(made.ask()) <= 2
-    tight = Problem(graph, profile_of(graph), least_bytes(graph))
+    tight = Problem(graph, profile_of(graph), Memory(least_bytes(graph), counted=True))
     assert search(tight, "dynprog").steps

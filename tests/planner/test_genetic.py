@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cohabit.planner.check import check
 from cohabit.planner.errors import InvalidPlan
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, raised, shrink
 from cohabit.planner.papers.swapadvisor.evolution import Evolution, select, survival
 from cohabit.planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
@@ -67,7 +68,9 @@ def test_costs_are_those_of_the_written_plan(seed: int) -> None:
     if cost == UNFIT:  # another last op may need more than the one that `least` goes by
         assert order[-1] != len(order) - 1
         return
-    plan = write(Problem(graph, profile, pool.nbytes), uses, order, pool, threshold, double_pass)
+    plan = write(
+        Problem(graph, profile, Memory(pool.nbytes, counted=True)), uses, order, pool, threshold, double_pass
+    )
     check(graph, profile, plan)
     timeline = simulate(graph, plan, profile)
     assert timeline.latency_s == pytest.approx(cost.latency_s)
@@ -126,7 +129,7 @@ def test_the_double_pass_keeps_what_belady_keeps() -> None:
     profile = profile_of(graph)
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1]), np.array([5]))
-    plan = write(Problem(graph, profile, 5 * PAGE), uses, np.arange(6), pool, 1.0)
+    plan = write(Problem(graph, profile, Memory(5 * PAGE, counted=True)), uses, np.arange(6), pool, 1.0)
     check(graph, profile, plan)
     assert [p.tensor for p in plan.residents] == [0, 1]
     assert [s.tensor for s in plan.steps if isinstance(s, SwapIn)] == [2, 3, 4, 5]
@@ -143,7 +146,14 @@ def test_the_threshold_prefers_what_was_used_long_ago() -> None:
     pool = pool_of(sizes, np.array([1]), np.array([2]))
     swapped = []
     for threshold in (0.0, 1.0):
-        plan = write(Problem(graph, profile, 2 * PAGE), uses, np.arange(5), pool, threshold, double_pass=False)
+        plan = write(
+            Problem(graph, profile, Memory(2 * PAGE, counted=True)),
+            uses,
+            np.arange(5),
+            pool,
+            threshold,
+            double_pass=False,
+        )
         check(graph, profile, plan)
         swapped.append([s.tensor for s in plan.steps if isinstance(s, SwapIn)])
     assert swapped == [[0, 1, 2, 1], [0, 1, 2, 0, 1]]
@@ -190,7 +200,7 @@ def test_a_change_in_place_stays_between_the_ops_around_it() -> None:
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1, 1]), np.array([3]))
     for order in map(np.array, itertools.permutations(range(3))):
-        plan = write(Problem(graph, profile, pool.nbytes), uses, order, pool, 1.0)
+        plan = write(Problem(graph, profile, Memory(pool.nbytes, counted=True)), uses, order, pool, 1.0)
         if is_schedule(order, rule):
             check(graph, profile, plan)
         else:
@@ -283,7 +293,7 @@ def test_the_leanest_cls_needs_least_memory(seed: int) -> None:
 
 def problem_of(memory_bytes: int) -> Problem:
     graph = random_training_graph(random.Random(5), 6)
-    return Problem(graph, profile_of(graph), memory_bytes)
+    return Problem(graph, profile_of(graph), Memory(memory_bytes, counted=True))
 
 
 def evolve(searcher: Genetic, generations: int) -> list[list[Chromosome]]:
@@ -297,7 +307,7 @@ def evolve(searcher: Genetic, generations: int) -> list[list[Chromosome]]:
 
 def served_problem() -> Problem:
     graph = chain([(7 * i % 5 + 1) * PAGE for i in range(24)])
-    return Problem(graph, profile_of(graph, [0.5 + k % 3 for k in range(24)]), 20 * PAGE, 12 * PAGE)
+    return Problem(graph, profile_of(graph, [0.5 + k % 3 for k in range(24)]), Memory(12 * PAGE, 20 * PAGE))
 
 
 def roomy() -> Problem:

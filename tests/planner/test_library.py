@@ -14,6 +14,7 @@ import cohabit.planner.profile
 from cohabit.planner import cache_file
 from cohabit.planner.errors import FormatError, InvalidGraph
 from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Placement
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link
@@ -23,7 +24,7 @@ from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 
 GRAPH = chain([PAGE] * 3)
 PROFILE = profile_of(GRAPH)
-PROBLEM = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE)
+PROBLEM = Problem(GRAPH, PROFILE, Memory(4 * PAGE, PAGE))
 
 
 class Shelf:
@@ -101,10 +102,10 @@ def test_different_problems_have_different_files(shelf: Shelf) -> None:
     ]
     problems = [
         PROBLEM,
-        Problem(GRAPH, PROFILE, 2 * PAGE, 4 * PAGE),
-        Problem(GRAPH, PROFILE, PAGE, 5 * PAGE),
-        Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, residents),
-        *(Problem(GRAPH, other, PAGE, 4 * PAGE) for other in others),
+        Problem(GRAPH, PROFILE, Memory(4 * PAGE, 2 * PAGE)),
+        Problem(GRAPH, PROFILE, Memory(5 * PAGE, PAGE)),
+        Problem(GRAPH, PROFILE, Memory(4 * PAGE, PAGE), residents),
+        *(Problem(GRAPH, other, Memory(4 * PAGE, PAGE)) for other in others),
     ]
     paths = {shelf.library.plan_path(p, s) for p in problems for s in ("best", "genetic")}
     assert len(paths) == 2 * len(problems)
@@ -119,7 +120,7 @@ def test_plans_of_different_searchers_are_not_mixed_up(shelf: Shelf) -> None:
 
 
 def test_stored_residents_must_be_those_asked_for(shelf: Shelf) -> None:
-    fixed = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, (Placement(1, Address("partition", 0)),))
+    fixed = Problem(GRAPH, PROFILE, Memory(4 * PAGE, PAGE), (Placement(1, Address("partition", 0)),))
     other = known_or_searched(PROBLEM, shelf.library)
     cache_file.write(shelf.library.plan_path(fixed, "best"), cohabit.planner.plan.encode(other))
     assert known_or_searched(fixed, shelf.library).residents == fixed.residents

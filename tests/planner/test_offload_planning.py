@@ -12,6 +12,7 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.offloading.searcher import Offloading, OffloadingCandidate
 from cohabit.planner.offloading.zone import RANKS, ActivationZones
 from cohabit.planner.plan import Plan, SwapIn, SwapOut
@@ -139,7 +140,7 @@ def test_a_search_keeps_improving_on_its_first_plan() -> None:
     partition, workspace = split_budget(
         {Bucket(1): graph}, {Bucket(1): profile}, least_bytes(demand(graph, profile)) + 20 * PAGE
     )
-    problem = Problem(graph, profile, partition, workspace)
+    problem = Problem(graph, profile, Memory(workspace, partition))
     first = search(problem, limit=Limit(evaluations=1)).provenance
     best = search(problem).provenance
     assert first is not None
@@ -154,7 +155,7 @@ def test_a_narrow_window_is_widened_where_that_is_faster() -> None:
     profile = profile_of(graph, 1.0, bandwidth=20 * PAGE)
     footprint = Footprint.of(graph)
     workspace = footprint.least_workspace_bytes(0)
-    problem = Problem(graph, profile, 0, workspace)
+    problem = Problem(graph, profile, Memory(workspace))
     streaming, best = search(problem, "streaming").provenance, search(problem).provenance
     assert streaming is not None
     assert best is not None
@@ -187,7 +188,7 @@ def test_every_plan_of_a_random_graph_may_run(seed: int) -> None:
     leanest = -(-ActivationZones(graph).leanest().nbytes // PAGE) * PAGE
     partition = PAGE * rng.choice((0, 3, 9))
     window = Footprint.of_zone(graph, leanest).least_workspace_bytes(partition)
-    problem = Problem(graph, profile, partition, window + PAGE * rng.choice((0, 2)))
+    problem = Problem(graph, profile, Memory(window + PAGE * rng.choice((0, 2)), partition))
     searcher = Offloading(problem, seed)
     found = list(candidates(searcher, 8))
     assert found
@@ -256,8 +257,8 @@ def test_single_budgets_and_training_graphs_are_for_other_searchers() -> None:
     graph = unet(2)
     training = random_training_graph(random.Random(0))
     for problem in (
-        Problem(graph, profile_of(graph), 100 * PAGE),
-        Problem(training, profile_of(training), 0, 100 * PAGE),
+        Problem(graph, profile_of(graph), Memory(100 * PAGE, counted=True)),
+        Problem(training, profile_of(training), Memory(100 * PAGE)),
     ):
         with pytest.raises(UnsupportedProblem, match="ask another searcher"):
             search(problem, "offloading")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.on_demand import (
     EvictAndFetch,
     Eviction,
@@ -58,7 +59,7 @@ def some_problem(seed: int) -> Problem:
     rng = random.Random(seed)
     graph = random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
     memory = least_bytes(graph) + rng.choice((0, PAGE, 3 * PAGE, sum(t.nbytes for t in graph.tensors) // 2))
-    return Problem(graph, random_profile(rng, graph), memory)
+    return Problem(graph, random_profile(rng, graph), Memory(memory, counted=True))
 
 
 def test_least_recently_used_leaves_and_an_activation_is_saved_first() -> None:
@@ -131,10 +132,14 @@ def test_state_that_is_an_output_is_saved_and_stays(pages: int) -> None:
     ops = [Op("op0", "any", (3, 1), (2,)), Op("op1", "any", (0, 2), (), 0, (0,))]
     graph = Graph("stateful", 1, "weights", tuple(tensors), tuple(ops), (0, 2))
     graph.validate()
-    plan = search(Problem(graph, profile_of(graph), pages * PAGE), "on_demand")
+    plan = search(Problem(graph, profile_of(graph), Memory(pages * PAGE, counted=True)), "on_demand")
     assert {p.tensor for p in plan.residents} == ({0, 3} if pages == 4 else {3})
     for candidate in (1.0, None):
-        check(graph, None, OnDemand(Problem(graph, profile_of(graph), pages * PAGE), 0).write(candidate))
+        check(
+            graph,
+            None,
+            OnDemand(Problem(graph, profile_of(graph), Memory(pages * PAGE, counted=True)), 0).write(candidate),
+        )
 
 
 def test_prefetching_swaps_the_same_but_earlier() -> None:
@@ -168,7 +173,7 @@ def test_decisions_fit_and_hold_from_one_iteration_to_the_next(seed: int) -> Non
 def test_prefetching_overlaps_what_on_demand_waits_for() -> None:
     """Ten ops of a second, ten weights of a second: half of each copy can hide at most, and all but the first do."""
     graph = chain([PAGE] * 10)
-    problem = Problem(graph, profile_of(graph), 6 * PAGE)
+    problem = Problem(graph, profile_of(graph), Memory(6 * PAGE, counted=True))
     plan = search(problem, "on_demand")
     assert plan.provenance is not None
     assert plan.provenance.latency_s == pytest.approx(11.0)

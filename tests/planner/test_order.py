@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.memory import Memory
 from cohabit.planner.order import by_parameters, predecessors
 from cohabit.planner.problem import Problem
 from cohabit.planner.streaming.memory_order import by_memory
@@ -54,7 +55,7 @@ def test_the_lighter_order_is_planned_where_the_memory_is_tight() -> None:
     graph = branches(1 << 20, wide_bytes=1 << 18)
     profile = profile_of(graph)
     views = [
-        len(Streaming(Problem(graph, profile, kibibytes << 10, overlay=True), 0).views)
+        len(Streaming(Problem(graph, profile, Memory(kibibytes << 10, counted=True)), 0).views)
         for kibibytes in (1536, 300_000)
     ]
     assert views == [2, 1]

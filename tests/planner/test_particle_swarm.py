@@ -9,6 +9,7 @@ import pytest
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.home.cost import TOO_MUCH_S, evaluate, overhead, seconds
 from cohabit.planner.papers.home.particle_swarm import (
     InitialParticles,
@@ -108,7 +109,7 @@ def test_cost_model_predicts_the_simulator() -> None:
         memory = least_bytes(graph) + rng.randrange(12) * PAGE
         if no_wait(gaps, memory, fates) is None:
             continue
-        plan = fit(Problem(graph, profile, memory), gaps, fates, (1.0,), delayed=True)
+        plan = fit(Problem(graph, profile, Memory(memory, counted=True)), gaps, fates, (1.0,), delayed=True)
         if plan is not None:
             estimates.append(estimate(gaps, profile, codes(fates), memory)[0])
             simulated.append(simulate(graph, plan, profile).latency_s)
@@ -147,7 +148,9 @@ def test_first_particles_fit() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         graph = random_training_graph(rng)
-        problem = Problem(graph, random_profile(rng, graph), least_bytes(graph) + rng.randrange(8) * PAGE)
+        problem = Problem(
+            graph, random_profile(rng, graph), Memory(least_bytes(graph) + rng.randrange(8) * PAGE, counted=True)
+        )
         start = InitialParticles(problem, Gaps(graph))
         draw = np.random.default_rng(seed)
         for particle in (start.base, start.greedy(1.0), start.greedy(0.5), *(start.random(draw) for _ in range(3))):
@@ -178,7 +181,7 @@ def test_what_is_cheap_to_compute_is_computed_again_over_a_slow_link() -> None:
     """A1 and A2 of Figure 4's network do not fit beside the scratch; to compute them takes a second, to copy ten."""
     graph = four_layers()
     for bandwidth, repeats in ((PAGE / 10, True), (PAGE * 100, False)):
-        problem = Problem(graph, profile_of(graph, bandwidth=bandwidth), 3 * PAGE + 1024)
+        problem = Problem(graph, profile_of(graph, bandwidth=bandwidth), Memory(3 * PAGE + 1024, counted=True))
         plan, _, _ = searched(problem, 100)
         computed = sum(isinstance(step, Compute) for step in plan.steps)
         assert (computed > len(graph.ops)) == repeats
@@ -193,7 +196,9 @@ def test_swarm_comes_close_to_the_best_of_all_fates() -> None:
         choices = [g.fates for g in gaps.all]
         if not 2 <= len(choices) <= 5:
             continue
-        problem = Problem(graph, random_profile(rng, graph), least_bytes(graph) + rng.randrange(5) * PAGE)
+        problem = Problem(
+            graph, random_profile(rng, graph), Memory(least_bytes(graph) + rng.randrange(5) * PAGE, counted=True)
+        )
         swarm = ParticleSwarm(problem, 0)
         all_s = [swarm.evaluate(Particle(codes(c).tobytes()), 0.0).latency_s for c in itertools.product(*choices)]
         if not min(all_s):

@@ -21,10 +21,8 @@ from cohabit.planner.schedule.serial import least_bytes, require_counted, serial
 from cohabit.planner.schedule.simulate import LANES, evaluate, lanes_of, schedule_of, simulate
 from cohabit.planner.schedule.table import (
     COMPUTE,
-    DROP,
     NOTHING,
     SWAP_IN,
-    SWAP_OUT,
     WORKSPACE,
     Action,
     GraphArrays,
@@ -38,6 +36,7 @@ from cohabit.planner.schedule.table import (
 from cohabit.planner.schedule.write import address_of, offset_of, write
 from cohabit.planner.search.registry import COUNTED, SERVING, make
 from cohabit.planner.streaming.searcher import Streaming
+from tests.planner.actions import compute, drop, plan_of, swap_in, swap_out
 from tests.planner.graphs import (
     PAGE,
     chain,
@@ -355,27 +354,10 @@ def test_memory_with_a_partition_or_given_residents_is_none_in_which_everything_
             require_counted(problem, "test")
 
 
-def compute(op: int) -> Action:
-    return COMPUTE, op
-
-
-def swap_in(tensor: int) -> Action:
-    return SWAP_IN, tensor
-
-
-def swap_out(tensor: int) -> Action:
-    return SWAP_OUT, tensor
-
-
-def drop(tensor: int) -> Action:
-    return DROP, tensor
-
-
 def counted_plan(graph: Graph, actions: list[Action], residents: tuple[int, ...], pages: int) -> Plan:
-    problem = Problem(graph, profile_of(graph), Memory(pages * PAGE, counted=True))
-    schedule = counted(problem.arrays, *columns(actions), residents, pages * PAGE)
-    assert schedule is not None
-    return write(problem, schedule, pages * PAGE)
+    plan = plan_of(Problem(graph, profile_of(graph), Memory(pages * PAGE, counted=True)), actions, residents)
+    assert plan is not None
+    return plan
 
 
 def test_activation_is_swapped_out_and_computed_again() -> None:

@@ -10,6 +10,7 @@ from msgspec import structs
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import SwapIn
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
@@ -156,7 +157,9 @@ def test_budget_is_split_where_latency_is_least() -> None:
     assert partition + workspace == 16 * PAGE
 
     def latency_s(pages: int) -> float:
-        problem = Problem(demand.graphs[Bucket(1)], demand.profiles[Bucket(1)], (16 - pages) * PAGE, pages * PAGE)
+        problem = Problem(
+            demand.graphs[Bucket(1)], demand.profiles[Bucket(1)], Memory(pages * PAGE, (16 - pages) * PAGE)
+        )
         plan = search(problem, limit=Limit(evaluations=60))
         assert plan.provenance is not None
         return plan.provenance.latency_s
@@ -175,7 +178,9 @@ def test_a_recurrent_network_gets_the_workspace_in_which_it_needs_each_weight_on
     rooms.append((division.partition_bytes[0], division.workspace_bytes))
     for partition, workspace in rooms:
         for evaluations in (1, 200):
-            plan = search(Problem(graph, profile, partition, workspace), limit=Limit(evaluations=evaluations))
+            plan = search(
+                Problem(graph, profile, Memory(workspace, partition)), limit=Limit(evaluations=evaluations)
+            )
             copied = [step.tensor for step in plan.steps if isinstance(step, SwapIn)]
             assert len(copied) <= 4
 

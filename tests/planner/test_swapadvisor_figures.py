@@ -5,6 +5,7 @@ import pytest
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.allocations import (
     Allocation,
     AllocationSpace,
@@ -89,7 +90,14 @@ def run_figure_1(schedule: tuple[str, ...], allocation: tuple[list[int], list[in
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, *map(np.array, allocation))
     assert pool.nbytes == 10 * MB
-    plan = write(Problem(graph, profile, 10 * MB), uses, np.array(order), pool, THRESHOLD, double_pass=False)
+    plan = write(
+        Problem(graph, profile, Memory(10 * MB, counted=True)),
+        uses,
+        np.array(order),
+        pool,
+        THRESHOLD,
+        double_pass=False,
+    )
     check(graph, profile, plan)
     return table(graph, profile, plan, "Concat")
 
@@ -143,7 +151,14 @@ def test_figure_3_w1_makes_room_for_w3_and_w2_for_a3() -> None:
     profile = profile_of(graph, bandwidth=MB)
     uses, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, np.array([1]), np.array([4]))
-    plan = write(Problem(graph, profile, 4 * MB), uses, np.arange(3), pool, THRESHOLD, double_pass=False)
+    plan = write(
+        Problem(graph, profile, Memory(4 * MB, counted=True)),
+        uses,
+        np.arange(3),
+        pool,
+        THRESHOLD,
+        double_pass=False,
+    )
     check(graph, profile, plan)
     place = {step.tensor: step.address for step in plan.steps if isinstance(step, SwapIn)}
     results = {graph.ops[s.op].writes[0]: s.outputs[0] for s in plan.steps if isinstance(s, Compute)}

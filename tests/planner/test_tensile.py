@@ -98,7 +98,13 @@ def plan_of(schedule: TensileSchedule) -> None:
     axis = schedule.axis
     actions, residents = actions_of(axis)
     placed = lay_out(axis.graph, actions, residents)
-    check(axis.graph, None, write(Problem(axis.graph, axis.profile, placed.peak_bytes), actions, residents, placed))
+    check(
+        axis.graph,
+        None,
+        write(
+            Problem(axis.graph, axis.profile, Memory(placed.peak_bytes, counted=True)), actions, residents, placed
+        ),
+    )
 
 
 def swapped(axis: Axis) -> int:
@@ -197,7 +203,7 @@ def test_hidden_schedule_costs_no_time() -> None:
     system = scheduled(graph, profile)
     actions, residents = actions_of(system.axis)
     placed = lay_out(graph, actions, residents)
-    plan = write(Problem(graph, profile, placed.peak_bytes), actions, residents, placed)
+    plan = write(Problem(graph, profile, Memory(placed.peak_bytes, counted=True)), actions, residents, placed)
     assert simulate(graph, plan, profile).latency_s == pytest.approx(profile.compute_s)
 
 
@@ -306,7 +312,7 @@ def test_fates_are_what_the_schedule_says_between_uses() -> None:
 
 def test_search_begins_with_the_papers_own_way() -> None:
     graph, profile = recomputable()
-    searcher = Tensile(Problem(graph, profile, 9 * PAGE), 0)
+    searcher = Tensile(Problem(graph, profile, Memory(9 * PAGE, counted=True)), 0)
     (first,) = searcher.ask()
     assert first == ScheduleCandidate(ScheduleOptions(1.0), timed=True)
     searcher.tell([first], [searcher.evaluate(first, 0.0)])
@@ -317,7 +323,7 @@ def test_search_begins_with_the_papers_own_way() -> None:
 def test_recomputing_plan_beats_one_that_can_only_swap() -> None:
     """The link takes 100 seconds a page, computing A again one second."""
     graph, profile = recomputable()
-    plan = search(Problem(graph, profile, 9 * PAGE), "interval")
+    plan = search(Problem(graph, profile, Memory(9 * PAGE, counted=True)), "interval")
     assert plan.provenance is not None
     assert plan.provenance.latency_s == pytest.approx(7.0)
     assert [s.op for s in plan.steps if isinstance(s, Compute)] == [0, 1, 2, 3, 4, 0, 5]
