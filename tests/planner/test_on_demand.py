@@ -20,8 +20,9 @@ from cohabit.planner.papers.swapadvisor.on_demand import (
 )
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
-from cohabit.planner.schedule.sequence import ActionKind, compute, drop, swap_in, swap_out
 from cohabit.planner.schedule.serial import least_bytes
+from cohabit.planner.schedule.table import SWAP_IN
+from tests.planner.actions import compute, drop, swap_in, swap_out
 from tests.planner.graphs import (
     PAGE,
     chain,
@@ -134,12 +135,7 @@ def test_state_that_is_an_output_is_saved_and_stays(pages: int) -> None:
     graph.validate()
     plan = search(Problem(graph, profile_of(graph), Memory(pages * PAGE, counted=True)), "on_demand")
     assert {p.tensor for p in plan.residents} == ({0, 3} if pages == 4 else {3})
-    for candidate in (1.0, None):
-        check(
-            graph,
-            None,
-            OnDemand(Problem(graph, profile_of(graph), Memory(pages * PAGE, counted=True)), 0).write(candidate),
-        )
+    check(graph, None, plan)
 
 
 def test_prefetching_swaps_the_same_but_earlier() -> None:
@@ -159,14 +155,14 @@ def test_prefetching_swaps_the_same_but_earlier() -> None:
 @given(seeds)
 def test_decisions_fit_and_hold_from_one_iteration_to_the_next(seed: int) -> None:
     problem = some_problem(seed)
-    graph, course = problem.graph, steady(problem.graph, problem.memory_bytes)
+    graph, course = problem.graph, steady(problem.graph, problem.memory.nbytes)
     demand, early = on_demand(graph, course), prefetched(graph, course)
     for actions in (demand, early):
-        assert sequence_peak_bytes(graph, actions, course.residents) <= problem.memory_bytes
-    assert least_recently_used(graph, problem.memory_bytes, course.residents) == course
+        assert sequence_peak_bytes(graph, actions, course.residents) <= problem.memory.nbytes
+    assert least_recently_used(graph, problem.memory.nbytes, course.residents) == course
     assert course.residents <= course.kept
-    assert sorted(demand, key=repr) == sorted(early, key=repr)
-    arrivals = [[a for a in actions if a.verb is ActionKind.SWAP_IN] for actions in (demand, early)]
+    assert sorted(demand) == sorted(early)
+    arrivals = [[a for a in actions if a[0] == SWAP_IN] for actions in (demand, early)]
     assert arrivals[0] == arrivals[1]
 
 
@@ -179,10 +175,11 @@ def test_prefetching_overlaps_what_on_demand_waits_for() -> None:
     assert plan.provenance.latency_s == pytest.approx(11.0)
 
 
-def test_first_candidate_fits_where_placing_the_whole_memory_does_not() -> None:
+def test_there_is_one_candidate_and_it_fits() -> None:
     for seed in range(40):
-        searcher = OnDemand(some_problem(seed), seed)
-        candidates = searcher.ask()
-        assert searcher.evaluate(candidates[0], 0.0).latency_s < float("inf")
-        assert candidates[-1] is None
+        problem = some_problem(seed)
+        searcher = OnDemand(problem, seed)
+        assert searcher.ask() == [None]
+        assert searcher.evaluate(None, 0.0).latency_s < float("inf")
+        check(problem.graph, problem.profile, searcher.write(None))
         assert searcher.ask() == ()

@@ -104,7 +104,9 @@ def test_memory_that_a_searcher_does_not_plan_is_refused_with_the_names_of_those
     problem = long_chain()
     if searcher not in SERVING:
         shared = replace(problem, memory=Memory(8 * PAGE, 8 * PAGE))
-        with pytest.raises(UnsupportedProblem, match=f"{searcher} plans one budget; .*, streaming, offloading, genetic"):
+        with pytest.raises(
+            UnsupportedProblem, match=f"{searcher} plans one budget; .*, streaming, offloading, genetic"
+        ):
             search(shared, searcher, limit=FEW)
     if searcher not in COUNTED:
         with pytest.raises(UnsupportedProblem, match=f"{searcher} plans a partition and a workspace; .*interval"):
