@@ -18,12 +18,12 @@ from cohabit.planner.papers.beaumont.offload import greedy, relaxed_s, whole
 from cohabit.planner.papers.beaumont.searcher import LEAN, SERIAL, DynProg, Greedy
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.delayed_drops import delay_drops
 from cohabit.planner.schedule.gaps import Fate, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from tests.planner.actions import listed, plan_of, plan_of_fates
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
@@ -325,9 +325,12 @@ def swapped(plan: Plan) -> set[int]:
     return {s.tensor for s in plan.steps if isinstance(s, SwapOut)}
 
 
-@pytest.mark.parametrize(("searcher", "offloaded", "latency_s"), [("greedy", {"A0"}, 23), ("dynprog", {"A1"}, 16)])
+@pytest.mark.parametrize(("searcher", "offloaded", "latency_s"), [("greedy", {"A0"}, 21), ("dynprog", {"A1"}, 16)])
 def test_plans_offload_what_was_chosen(searcher: str, offloaded: set[str], latency_s: float) -> None:
-    """A page too little. GREEDY offloads the nine of the input and waits for them; DYNPROG one, and for nothing."""
+    """A page too little. GREEDY offloads the nine of the input and waits for them; DYNPROG one, and for nothing.
+
+    A0 leaves from 0 to 9; backward3, which needs its bytes, runs until 10; A0 is back at 19; backward0 and update0.
+    """
     graph = layers_of([PAGE * n for n in (9, 1, 3, 5, 5, 1)])
     profile = profile_of(graph)
     enough = int(alive_bytes(Gaps(graph)).max()) + 5 * PAGE

@@ -18,10 +18,10 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.order import predecessors
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.serial import least_bytes, serial
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.table import Action, GraphArrays, columns, peak_bytes
+from cohabit.planner.search.driver import search
 from tests.planner.actions import plan_of
 from tests.planner.graphs import (
     PAGE,

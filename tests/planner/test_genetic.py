@@ -31,10 +31,10 @@ from cohabit.planner.papers.swapadvisor.serving import ServingGenetic
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import UNFIT, Cost, Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import evaluate, simulate
 from cohabit.planner.schedule.write import write
+from cohabit.planner.search.driver import search
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 
 seeds = st.integers(0, 10**6)

@@ -19,9 +19,9 @@ from cohabit.planner.papers.swapadvisor.on_demand import (
     steady,
 )
 from cohabit.planner.problem import Problem
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.table import SWAP_IN
+from cohabit.planner.search.driver import search
 from tests.planner.actions import compute, drop, swap_in, swap_out
 from tests.planner.graphs import (
     PAGE,

@@ -25,11 +25,11 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.serial import least_bytes, serial_schedule
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.table import columns, counted, peak_bytes
 from cohabit.planner.schedule.write import write
+from cohabit.planner.search.driver import search
 from tests.planner.format_checker import Broken, Json, check_plan, graph_fingerprint
 from tests.planner.graphs import (
     PAGE,

@@ -16,8 +16,8 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.order import by_parameters, has_reuse, reordered
 from cohabit.planner.plan import Address, Compute, Drop, Placement, SwapIn
 from cohabit.planner.problem import TIE, Limit, Problem
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from tests.planner.graphs import PAGE, chain, parameter, profile_of, random_graph, random_profile
 
 seeds = st.integers(0, 10**6)

@@ -3,7 +3,8 @@
 import math
 import random
 from dataclasses import replace
-from itertools import pairwise
+from functools import cache
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +16,13 @@ from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import SwapIn
 from cohabit.planner.problem import TIE, Limit, Problem
+from cohabit.planner.schedule.gaps import Gaps
+from cohabit.planner.schedule.no_wait import schedule_of_fates
+from cohabit.planner.schedule.serial import least_bytes
+from cohabit.planner.schedule.simulate import MOST_INFERENCES, evaluate, simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.portfolio import BY_WEIGHTS, QUICKEST, SAMPLE, SAMPLED, Best
 from cohabit.planner.search.registry import COUNTED, SEARCHERS, SERVING, make
-from cohabit.planner.schedule.serial import least_bytes
-from cohabit.planner.schedule.simulate import MOST_INFERENCES, simulate
 from tests.planner.graphs import (
     PAGE,
     chain,
@@ -30,6 +33,7 @@ from tests.planner.graphs import (
     unrolled_training,
 )
 from tests.planner.reference import simulate_exactly
+from tests.planner.test_bound import best_possible, tiny
 
 seeds = st.integers(0, 10**6)
 PAPERS = ("genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
@@ -182,3 +186,79 @@ def test_the_time_steps_of_a_layer_come_together_where_the_weights_do_not_fit() 
     assert greedy.provenance is not None
     assert plan.provenance.searcher.endswith("in the order of weights)")
     assert plan.provenance.latency_s < greedy.provenance.latency_s / 2
+
+
+def every_choice_s(problem: Problem, gaps: Gaps) -> float:
+    """The least latency of all fates of all gaps, with ops in the graph's order, by trying them all."""
+    schedules = (
+        schedule_of_fates(problem, gaps, fates, delayed=delayed)
+        for fates in product(*(gap.fates for gap in gaps.all))
+        for delayed in (False, True)
+    )
+    return min(evaluate(problem, schedule, 0.0).latency_s for schedule in schedules if schedule is not None)
+
+
+MEAN_OVER_ALL_FATES = {
+    "best": 1.001,
+    "particle_swarm": 1.001,
+    "interval": 1.06,
+    "on_demand": 1.1,
+    "greedy": 1.15,
+    "dynprog": 1.15,
+    "genetic": 1.4,
+}
+"""How much longer plans may take, in the mean over small problems, than the best that any fates make. `greedy` and
+`dynprog` keep all weights or none; `genetic`, with few candidates, has to find pools."""
+
+
+@cache
+def small_counted_problems() -> list[tuple[Problem, float]]:
+    """Inference and training of up to seven ops in little memory, and what their best fates take."""
+    found = []
+    for seed in range(400):
+        rng = random.Random(seed)
+        graph = random_training_graph(rng, 2) if seed % 2 else random_graph(rng, 7)
+        gaps = Gaps(graph)
+        if len(graph.ops) > 7 or len(gaps.all) < 2 or math.prod(len(gap.fates) for gap in gaps.all) > 300:
+            continue
+        memory = Memory(least_bytes(graph) + PAGE * rng.randrange(6), counted=True)
+        problem = Problem(graph, random_profile(rng, graph), memory)
+        if least_s := every_choice_s(problem, gaps):
+            found.append((problem, least_s))
+    return found[:30]
+
+
+@pytest.mark.parametrize("searcher", COUNTED)
+def test_plans_come_close_to_the_best_of_all_fates(searcher: str) -> None:
+    ratios = []
+    for problem, least_s in small_counted_problems():
+        plan = search(problem, searcher, limit=Limit(evaluations=200 if searcher == "best" else 60))
+        check(problem.graph, problem.profile, plan)
+        assert plan.provenance is not None
+        assert plan.provenance.latency_s >= problem.bound_s
+        ratios.append(plan.provenance.latency_s / least_s)
+    assert len(ratios) == 30
+    assert sum(ratios) / len(ratios) < MEAN_OVER_ALL_FATES[searcher]
+    if searcher != "genetic":  # it may run ops in another order
+        assert min(ratios) > 1 - 1e-9
+
+
+@pytest.mark.parametrize("searcher", SERVING)
+def test_serving_plans_come_close_to_the_best_of_all_copies(searcher: str) -> None:
+    """Of a partition alone; the best of all orders, residents, copies and drops needs no bytes side by side."""
+    ratios = []
+    for seed in range(60):
+        rng = random.Random(seed)
+        graph = tiny(rng)
+        op_s = [rng.choice((0.0, 0.5, 1.0, 3.0)) for _ in graph.ops]
+        profile = profile_of(graph, op_s, latency_s=rng.choice((0.0, 0.5)))
+        memory = Memory(0, least_bytes(graph) + PAGE * rng.randint(0, 4))
+        least_s = best_possible(graph, profile, memory.nbytes)
+        plan = search(Problem(graph, profile, memory), searcher, limit=Limit(evaluations=200))
+        assert plan.provenance is not None
+        assert plan.provenance.latency_s >= least_s * (1 - 1e-9)
+        if least_s:
+            ratios.append(plan.provenance.latency_s / least_s)
+    assert len(ratios) > 40
+    assert sum(ratios) / len(ratios) < 1.03
+    assert sum(ratio < 1.001 for ratio in ratios) >= 0.95 * len(ratios)

@@ -14,8 +14,8 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut, lane_of
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph, random_profile
 from tests.planner.reference import simulate_exactly
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis
 from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
 from cohabit.planner.papers.tensile.order import actions_of, fates_of
@@ -19,12 +20,12 @@ from cohabit.planner.papers.tensile.searcher import RATES, ScheduleCandidate, Te
 from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
 from cohabit.planner.schedule.gaps import Fate, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.table import COMPUTE, GraphArrays, columns, peak_bytes
+from cohabit.planner.search.driver import search
 from tests.planner.actions import plan_of, swap_in, swap_out
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
@@ -273,7 +274,7 @@ def test_schedules_become_plans_that_hold_what_was_counted(seed: int) -> None:
 
 
 def transfers_are_apart(axis: Axis) -> bool:
-    spans = sorted(span for span, _ in axis.spans())
+    spans = sorted(axis.spans())
     return all(a.end_ns <= b.start_ns for a, b in pairwise(spans))
 
 
