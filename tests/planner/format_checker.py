@@ -253,7 +253,11 @@ class _Walk:
             assert copy is not None
             where = p["address"]
             _rule(21, where is None or (copy.region, copy.start) == (where["region"], where["offset"]))
-        _rule(22, self.unsaved <= {p["tensor"] for p in self.plan["residents"]})
+        residents = {p["tensor"] for p in self.plan["residents"]}
+        for i, step in enumerate(self.plan["steps"]) if self.last_compute is not None else ():
+            if step["type"] == "swap_in" and step["tensor"] not in residents:
+                _rule(23, self.has_ended(i, self.last_compute), f"step {i} may last into the next inference")
+        _rule(22, self.unsaved <= residents)
 
     def has_ended(self, j: int, i: int) -> bool:
         return bool(self.ended[i] >> j & 1)

@@ -263,5 +263,5 @@ def test_one_more_model_finds_room_in_which_its_activations_must_be_offloaded() 
 
 def test_training_graphs_are_for_other_searchers() -> None:
     training = random_training_graph(random.Random(0))
-    with pytest.raises(UnsupportedProblem, match="offloading needs .* a graph that changes no parameters"):
+    with pytest.raises(UnsupportedProblem, match=r"offloading needs .* a graph that changes no parameters"):
         search(Problem(training, profile_of(training), Memory(100 * PAGE)), "offloading")

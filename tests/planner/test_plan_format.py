@@ -307,13 +307,30 @@ def both_say(rule: int | None, graph: Graph, plan: Plan) -> None:
 
 
 def test_bytes_that_may_still_be_in_use_are_counted() -> None:
-    """x returns next to w, and to y, whose swap-out may be under way, once `forward` and its own swap-out have ended."""
+    """x comes back next to w, and to y, which may be on its way out, once `forward` and x's swap-out have ended."""
     tensors = (Tensor("w", 60, "parameter"), Tensor("x", 60, "input"), Tensor("y", 60, "activation"))
-    graph = Graph("saved", 1, "", tensors, (Op("forward", "mm", (0, 1), (2,)),), ())
+    ops = (Op("forward", "mm", (0, 1), (2,)), Op("use", "sum", (1,), ()))
+    graph = Graph("saved", 1, "", tensors, ops, ())
     for pool_bytes, after, rule in ((192, (0,), 8), (192, (0, 1), None), (192, (3,), None), (191, (3,), 8)):
-        steps = (SwapOut(1), FORWARD, Drop(1), SwapOut(2, (1,)), Drop(2), SwapIn(1, None, after))
+        steps = (SwapOut(1), FORWARD, Drop(1), SwapOut(2, (1,)), Drop(2), SwapIn(1, None, after), Compute(1, (5,)))
         plan = Plan(graph.fingerprint, "", Memory(192, 0, True), pool_bytes, (Placement(0),), steps)
         both_say(rule, graph, plan)
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps"),
+    [
+        (None, (SwapIn(1), Drop(1), replace(FORWARD, after=(0,)))),
+        (23, (SwapIn(1), Drop(1), FORWARD)),
+        (23, (FORWARD, SwapIn(1))),
+        (None, (FORWARD, Drop(0), SwapIn(0, None, (0,)))),
+    ],
+)
+def test_only_residents_may_arrive_while_the_next_inference_runs(rule: int | None, steps: tuple[Step, ...]) -> None:
+    """It takes the bytes of everything else as free: of V, which nothing reads, too."""
+    tensors = (Tensor("w", 64, "parameter"), Tensor("v", 64, "parameter"), Tensor("y", 64, "activation"))
+    graph = Graph("unread", 1, "", tensors, (Op("forward", "mm", (0,), (2,)),), ())
+    both_say(rule, graph, Plan(graph.fingerprint, "", Memory(256, 0, True), 256, (Placement(0),), steps))
 
 
 def test_state_that_is_no_resident_is_saved_by_the_end() -> None:
