@@ -160,8 +160,6 @@ class _Copy:
     """Passed once the tensor has arrived."""
     accessed: Clock
     """Passed once the tensor has arrived and all its readers so far have ended."""
-    is_used: bool = False
-    """Whether an op has read it."""
 
 
 @dataclass
@@ -181,6 +179,11 @@ class _Replay:
     know, may still be in use; with the clock that must have passed."""
     on_host: dict[int, Clock] = field(default_factory=dict)
     """Inputs and activations that were swapped out, with the clock at which the last copy is complete."""
+    residents: frozenset[int] = frozenset()
+    unread: set[int] = field(default_factory=set)
+    """Residents that no op has read: the inference before may still be bringing them back."""
+    passing: list[tuple[str, Clock]] = field(default_factory=list)
+    """Swap-ins of what is no resident, with the clock at which each has ended."""
     unsaved: set[int] = field(default_factory=set)
     """State in memory that differs from its host copy."""
     answered: Clock = _NEVER
@@ -212,6 +215,8 @@ class _Replay:
             )
         if memory.counted and memory.partition_bytes:
             self.found.append("there is a partition, though everything is counted")
+        self.residents = frozenset(placement.tensor for placement in self.plan.residents)
+        self.unread = set(self.residents)
         for placement in self.plan.residents:
             tensor = tensors[placement.tensor]
             if not tensor.is_weight:
@@ -231,13 +236,13 @@ class _Replay:
         ended = self._issue(0)
         for i in op.reads:
             self._read(name, i, before, ended)
-            if i in self.live:
-                self.live[i].is_used = True
+        self.unread.difference_update(op.reads)
         for i in op.mutates:
             self._change(name, i, before, ended)
         for i in op.writes:
             self._bring(name, i, None, before, ended)
-        self._count(name, op.aligned_scratch_bytes, before, 0)
+        if op.scratch_bytes or any(self.graph.tensors[i].nbytes for i in op.writes):
+            self._count(name, op.aligned_scratch_bytes, before, 0)
         self._uncount(op.aligned_scratch_bytes, ended)
         if index + 1 == self.plan.epilogue_start:
             self._answer(_latest(before, ended))
@@ -253,7 +258,9 @@ class _Replay:
             elif not _passed(saved, before):
                 self.found.append(f"{name} does not wait for the swap-out of {tensor.name}")
         self._bring(name, step.tensor, step.address, before, ended)
-        if step.address is None:
+        if step.tensor not in self.residents:
+            self.passing.append((name, ended))
+        if step.address is None and tensor.nbytes:
             self._count(name, 0, before, 1)
 
     def _swap_out(self, index: int, step: SwapOut) -> None:
@@ -275,7 +282,7 @@ class _Replay:
             self._retire(replace(copy.place, accessed=copy.accessed))
         else:
             self._uncount(self.graph.tensors[tensor].aligned_bytes, copy.accessed)
-            if not copy.is_used and any(tensor == p.tensor for p in self.plan.residents):
+            if tensor in self.unread:
                 self.found.append(
                     f"{_name(self.graph, self.plan, index)}: no op has read it, and the inference before may still"
                     " be bringing it back"
@@ -303,7 +310,10 @@ class _Replay:
                 self.found.append(f"output {tensors[i].name} is not in memory at the end")
             elif issued and not _passed(copy.written, self.answered):
                 self.found.append(f"output {tensors[i].name} may arrive after the last op has ended")
-        for i in sorted(self.unsaved.difference(p.tensor for p in self.plan.residents)):
+        for name, ended in self.passing if issued else ():
+            if not _passed(ended, self.answered):
+                self.found.append(f"{name} may last into the next inference, which counts its bytes as free")
+        for i in sorted(self.unsaved - self.residents):
             self.found.append(f"{tensors[i].name} was changed, but is neither swapped out nor a resident")
         for resident in self.plan.residents:
             copy = self.live.get(resident.tensor)

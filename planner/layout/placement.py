@@ -83,15 +83,15 @@ def activation_tops(graph: Graph) -> tuple[int, ...]:
     """Give inputs, activations and scratch fixed offsets, ops in the graph's order; return each op's highest end.
 
     An allocator that places them one after the other may need more than the most bytes alive at once; this much is
-    certain to suffice.
+    certain to suffice. All are rounded up to their alignment, as plans count them.
     """
     tensors = [
-        Block(t.nbytes, t.alignment, span)
+        Block(t.aligned_bytes, t.alignment, span)
         for t, span in zip(graph.tensors, lifespans(graph), strict=True)
         if t.kind != "parameter" and span is not None
     ]
     scratch = [
-        Block(op.scratch_bytes, SCRATCH_ALIGNMENT, Lifespan(k, k + 1))
+        Block(op.aligned_scratch_bytes, SCRATCH_ALIGNMENT, Lifespan(k, k + 1))
         for k, op in enumerate(graph.ops)
         if op.scratch_bytes
     ]

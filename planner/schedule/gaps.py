@@ -1,10 +1,10 @@
 """Gaps between a tensor's uses, and the fate of the tensor in each: the decisions of swapping.
 
-A searcher gives every gap a fate; `planner.schedule.no_wait` makes a sequence and a plan of them:
+A searcher gives every gap a fate; `planner.schedule.no_wait` makes a sequence and a schedule of them:
 
     Gaps(graph)                                   .all: tuple[Gap, ...], .uses
-    no_wait(gaps, memory_bytes, fates)            -> (actions, residents) | None where they need more memory
-    fit(problem, gaps, fates, shares=SHARES)      -> Plan | None where no layout fits
+    no_wait(gaps, memory_bytes, fates)            -> ActionSequence | None where they need more memory
+    schedule_of_fates(problem, gaps, fates)       -> Schedule | None where they need more memory
 
 `fates[i]` is for `gaps.all[i]` and one of its `.fates`. Ops run in the graph's order, and positions are op ids. An
 output is used by the last op: it must be in memory when that op ends."""

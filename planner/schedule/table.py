@@ -132,7 +132,8 @@ def with_waits(
 ) -> Schedule:
     """Find out what every row waits for.
 
-    An op waits for the arrival of what it reads, and the last op for that of the outputs. A copy waits for what made
+    An op waits for the arrival of what it reads, and the last op for that of the outputs, and of all that is no
+    resident: the next inference counts its bytes as free. A copy waits for what made
     its source, and for `after`, a position on the compute lane: the last user of the bytes that a swap-in with an
     address takes. A row that takes counted bytes waits until so many that were given up before are certain to be free
     that all fit in the pool: those that were given up first come first.
@@ -147,12 +148,12 @@ def with_waits(
         np.zeros(tensors, np.int64),
     )
     done, known, ended = np.zeros(3, np.int64), np.zeros((3, 3), np.int64), np.zeros((3, n + 1, 3), np.int64)
-    counted = np.ones(tensors, np.bool_)
+    counted, passes, passing = np.ones(tensors, np.bool_), np.ones(tensors, np.bool_), 0
     given_bytes, given_clock = np.zeros(2 * n, np.int64), np.zeros((2 * n, 3), np.int64)
     head, tail = np.zeros(3, np.int64), 0
     held = g.nbytes[g.inputs].sum()
     for i in range(len(residents)):
-        counted[residents[i]] = homes[i] < 0
+        counted[residents[i]], passes[residents[i]] = homes[i] < 0, False
         held += g.nbytes[residents[i]] if homes[i] < 0 else 0
     last = n - 1
     while last >= 0 and verb[last] != COMPUTE:
@@ -179,6 +180,7 @@ def with_waits(
             if i == last:
                 for t in g.outputs:
                     _merge(need, arrived[t])
+                need[SWAP_IN] = max(need[SWAP_IN], passing)
             scratch = g.scratch_bytes[x]
         elif lane == SWAP_IN:
             need[COMPUTE], need[SWAP_OUT] = after[i] + 1, saved[x]
@@ -215,6 +217,7 @@ def with_waits(
                 given_bytes[tail], given_clock[tail], tail = scratch, mine, tail + 1
         elif lane == SWAP_IN:
             arrived[x], used[x] = mine, mine
+            passing = done[SWAP_IN] if passes[x] else passing
         else:
             used[x, SWAP_OUT], saved[x] = done[SWAP_OUT], done[SWAP_OUT]
     return Schedule(verb, what, offset, wait, residents, homes)

@@ -5,8 +5,8 @@ decisions. `offloading` plans where activations do not fit, or where they leave 
 are far from the bound. With time left, `streaming` and the seeded population, which takes in what `streaming` finds,
 take turns.
 
-For one budget in which everything is counted, each member first gets a small share of its own effort, and the one
-with the best plan continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm
+For one budget in which everything is counted, each member first gets a small share of its own effort, and the one with
+the best plan continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm
 Identification and Hyperparameter Optimization", AISTATS 2016). Once it has spent its own effort, each of the others
 gets the rest of its own, in order of the best latency so far, so that the portfolio is never worse than a member at
 that effort. The best one then goes on. Where ops share weights, as the time steps of a recurrent network do, they can

@@ -20,7 +20,9 @@ class ParameterRows:
         columns = (swaps.parameter, swaps.page, swaps.after_op, swaps.op)
         parameter, page, after_op, needed_by = (column[:count].tolist() for column in columns)
         tensor = [work.parameters[p] for p in parameter]
-        resident = sorted(np.flatnonzero(home != NOWHERE).tolist(), key=lambda p: (int(home[p]), p))
+        resident = sorted(
+            np.flatnonzero(home != NOWHERE).tolist(), key=lambda p: (int(home[p]), work.parameters[p])
+        )
         self.homes = {work.parameters[p]: work.offset(int(home[p])) for p in resident}
         """Offsets of the residents."""
         self._work = work

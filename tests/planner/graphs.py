@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from cohabit.planner.graph import Graph, Op, Tensor, TensorKind
+from cohabit.planner.memory import Memory
+from cohabit.planner.order import predecessors
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn
 from cohabit.planner.profile import Link, Profile
+from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action
 
 PAGE = 4096
 
@@ -69,27 +72,26 @@ def profile_of(
 
 
 def hand_written_plan(graph: Graph, profile: Profile) -> Plan:
-    """The plan of chain([PAGE] * 3) with W0 resident and one page of window, behind two of activations.
+    """The plan of chain([PAGE] * 3) with W0 resident and one page of window, after a pool of two for activations.
 
     steps:  0 in W1 | 1 op0 | 2 drop A0 | 3 op1 | 4 drop W1 | 5 drop A1 | 6 in W2 | 7 op2 | 8 drop W2 | 9 drop A2
     """
-    low, high, window = (Address("workspace", i * PAGE) for i in range(3))
+    window = Address("workspace", 2 * PAGE)
     return Plan(
         graph=graph.fingerprint,
         profile=profile.fingerprint,
-        partition_bytes=PAGE,
-        workspace_bytes=3 * PAGE,
-        inputs=(Placement(3, low),),
+        memory=Memory(3 * PAGE, PAGE),
+        pool_bytes=2 * PAGE,
         residents=(Placement(0, Address("partition", 0)),),
         steps=(
             SwapIn(1, window),
-            Compute(0, (high,)),
+            Compute(0),
             Drop(3),
-            Compute(1, (low,), after=(0,)),
+            Compute(1, after=(0,)),
             Drop(1),
             Drop(4),
             SwapIn(2, window, after=(3,)),
-            Compute(2, (high,), after=(6,)),
+            Compute(2, after=(6,)),
             Drop(2),
             Drop(5),
         ),
@@ -194,3 +196,124 @@ def unrolled_training(layers: int, steps: int, weight_bytes: int) -> Graph:
     graph = unrolled(layers, steps, weight_bytes, 64, "state")
     updates = tuple(Op(f"update{i}", "any", (i, *graph.outputs), (), 0, (i,)) for i in range(layers))
     return structs.replace(graph, ops=(*graph.ops, *updates))
+
+
+def random_actions(rng: random.Random, graph: Graph) -> tuple[list[Action], frozenset[int]]:
+    """A legal sequence of actions in a random order of the ops, and the residents that it starts and ends with.
+
+    Whatever may be copied or dropped is, for no reason; some ops run again. Residents are used before they are dropped.
+    """
+    return _RandomActions(rng, graph).made()
+
+
+class _RandomActions:
+    def __init__(self, rng: random.Random, graph: Graph) -> None:
+        self._rng, self._graph = rng, graph
+        weights = [t for t, tensor in enumerate(graph.tensors) if tensor.is_weight]
+        self._residents = frozenset(t for t in weights if rng.random() < 0.4)
+        self._here = {*graph.inputs, *self._residents}
+        self._fresh = set(self._residents)  # not read by an op yet
+        self._on_host = set(weights)
+        self._unsaved = {t for t in self._residents if graph.tensors[t].kind == "state"}
+        self._changing = {t for op in graph.ops for t in op.mutates}
+        self._producer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
+        self._left = self._topological_order()
+        self._issued: list[int] = []
+        self._actions: list[Action] = []
+
+    def made(self) -> tuple[list[Action], frozenset[int]]:
+        graph = self._graph
+        while self._left:
+            self._do_something(self._rng.choice((0, 0, 1, 3, 6)))
+            k = self._left[0]
+            outputs = graph.outputs if len(self._left) == 1 else ()
+            for t in (*graph.ops[k].reads, *outputs):
+                if t not in graph.ops[k].writes:
+                    self._bring(t)
+            for t in graph.ops[k].reads:  # a recomputation may have dropped one
+                self._bring(t)
+            self._left.pop(0)
+            self._compute(k)
+        for t in sorted(self._unsaved - self._residents):
+            self._swap_out(t)
+        for t in sorted(self._residents - self._here):
+            self._swap_in(t)
+        for t in sorted(self._here - self._residents - set(graph.outputs)):
+            if self._rng.random() < 0.5 and t not in self._unsaved:
+                self._drop(t)
+        return self._actions, self._residents
+
+    def _topological_order(self) -> list[int]:
+        before, order = predecessors(self._graph), list[int]()
+        while len(order) < len(before):
+            ready = [k for k in range(len(before)) if k not in order and before[k] <= set(order)]
+            order.append(self._rng.choice(ready) if self._rng.random() < 0.3 else ready[0])
+        return order
+
+    def _do_something(self, count: int) -> None:
+        graph, rng = self._graph, self._rng
+        for _ in range(count):
+            match rng.choice(("in", "out", "drop", "drop", "again")):
+                case "in" if absent := sorted(self._on_host - self._here):
+                    self._swap_in(rng.choice(absent))
+                case "out" if rest := [t for t in sorted(self._here) if graph.tensors[t].kind != "parameter"]:
+                    self._swap_out(rng.choice(rest))
+                case "drop" if idle := [t for t in sorted(self._here) if self._may_leave(t)]:
+                    self._drop(rng.choice(idle))
+                case "again" if again := [k for k in self._issued if self._can_run_again(k)]:
+                    self._compute(rng.choice(again))
+
+    def _may_leave(self, t: int) -> bool:
+        if t in self._fresh or t in self._unsaved:
+            return False
+        needed = t in self._graph.outputs or any(t in self._graph.ops[k].touched for k in self._left)
+        return not needed or t in self._on_host or self._is_cheap(t)
+
+    def _is_cheap(self, t: int) -> bool:
+        """Whether a tensor can be made again from parameters and inputs that never leave for good."""
+        k = self._producer.get(t)
+        if k is None or self._changing.intersection(self._graph.ops[k].touched):
+            return False
+        op = self._graph.ops[k]
+        return len(op.writes) == 1 and all(self._graph.tensors[r].kind == "parameter" for r in op.reads)
+
+    def _can_run_again(self, k: int) -> bool:
+        op = self._graph.ops[k]
+        return (
+            not self._changing.intersection(op.touched)
+            and self._here.issuperset(op.reads)
+            and self._here.isdisjoint(op.writes)
+        )
+
+    def _bring(self, t: int) -> None:
+        if t in self._here:
+            return
+        if t in self._on_host:
+            self._swap_in(t)
+            return
+        k = self._producer[t]
+        for r in self._graph.ops[k].reads:
+            self._bring(r)
+        self._compute(k)
+
+    def _compute(self, k: int) -> None:
+        op = self._graph.ops[k]
+        self._actions.append((COMPUTE, k))
+        self._issued.append(k)
+        self._here.update(op.writes)
+        self._fresh.difference_update(op.reads)
+        self._on_host.difference_update(op.mutates)
+        self._unsaved.update(t for t in op.mutates if self._graph.tensors[t].kind == "state")
+
+    def _swap_in(self, t: int) -> None:
+        self._actions.append((SWAP_IN, t))
+        self._here.add(t)
+
+    def _swap_out(self, t: int) -> None:
+        self._actions.append((SWAP_OUT, t))
+        self._on_host.add(t)
+        self._unsaved.discard(t)
+
+    def _drop(self, t: int) -> None:
+        self._actions.append((DROP, t))
+        self._here.discard(t)

@@ -9,6 +9,7 @@ from cohabit.planner.schedule.sequence import Action, ActionKind
 from cohabit.planner.graph import Graph, TensorKind
 from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut, lane_of
 from cohabit.planner.profile import Profile
+from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN
 
 ALL_KINDS: tuple[TensorKind, ...] = ("parameter", "state", "input", "activation")
 
@@ -65,11 +66,11 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
     for i in indices:
         step = plan.steps[i]
         if isinstance(step, Compute):
-            touched = {*graph.ops[step.op].reads, *_overwritten(graph, plan, i)}
+            reads = graph.ops[step.op].reads
             restored = [
                 before[j]
                 for j, other in enumerate(plan.steps)
-                if isinstance(other, SwapIn) and other.tensor in residents and other.tensor in touched
+                if isinstance(other, SwapIn) and other.tensor in residents and other.tensor in reads
                 if before
             ]
             jobs[i] = Job("compute", Fraction(profile.op_seconds[step.op]), [*restored, *last_out])
@@ -82,29 +83,19 @@ def _jobs(graph: Graph, plan: Plan, profile: Profile, previous: list[Job] | None
     return list(jobs.values())
 
 
-def _overwritten(graph: Graph, plan: Plan, at: int) -> set[int]:
-    """Residents that are dropped before any op reads them, and whose bytes a compute step then writes."""
-    step = plan.steps[at]
-    assert isinstance(step, Compute)
-    op = graph.ops[step.op]
-    writes = [(address, graph.tensors[t].nbytes) for t, address in zip(op.writes, step.outputs, strict=True)]
-    writes += [(step.scratch, op.scratch_bytes)] if step.scratch is not None else []
-    found = set()
-    for t, home in ((p.tensor, p.address) for p in plan.residents):
-        drops = [i for i, s in enumerate(plan.steps) if isinstance(s, Drop) and s.tensor == t]
-        reads = [i for i, s in enumerate(plan.steps) if isinstance(s, Compute) and t in graph.ops[s.op].reads]
-        given_up = drops and drops[0] < at and not any(i < drops[0] for i in reads)
-        end = home.offset + graph.tensors[t].nbytes
-        meets = (a.region == home.region and a.offset < end and home.offset < a.offset + n for a, n in writes)
-        if given_up and any(meets):
-            found.add(t)
-    return found
+def aligned_bytes(graph: Graph) -> list[int]:
+    """Bytes that each tensor takes where it is counted."""
+    return [-(-t.nbytes // t.alignment) * t.alignment for t in graph.tensors]
+
+
+def aligned_scratch_bytes(graph: Graph, op: int) -> int:
+    return -(-graph.ops[op].scratch_bytes // 256) * 256
 
 
 def live_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS) -> list[int]:
     """Bytes of tensors in memory after each step, partition and workspace together. Assumes a checked plan."""
-    live = {p.tensor for p in (*plan.inputs, *plan.residents)}
-    counted = [t.nbytes if t.kind in kinds else 0 for t in graph.tensors]
+    live = {*graph.inputs, *(p.tensor for p in plan.residents)}
+    counted = [n if t.kind in kinds else 0 for n, t in zip(aligned_bytes(graph), graph.tensors, strict=True)]
     total = sum(counted[i] for i in live)
     after_step = []
     for step in plan.steps:
@@ -123,33 +114,33 @@ def live_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS
 
 def peak_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS) -> int:
     """Most bytes in memory at once, scratch included. Assumes a checked plan."""
-    held = {p.tensor for p in (*plan.inputs, *plan.residents)}
-    peak = sum(graph.tensors[i].nbytes for i in held if graph.tensors[i].kind in kinds)
+    held = {*graph.inputs, *(p.tensor for p in plan.residents)}
+    nbytes = aligned_bytes(graph)
+    peak = sum(nbytes[i] for i in held if graph.tensors[i].kind in kinds)
     for step, total in zip(plan.steps, live_bytes(graph, plan, kinds), strict=True):
-        scratch = graph.ops[step.op].scratch_bytes if isinstance(step, Compute) else 0
+        scratch = aligned_scratch_bytes(graph, step.op) if isinstance(step, Compute) else 0
         peak = max(peak, total + scratch)
     return peak
 
 
-def sequence_peak_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> int:
-    """Most bytes in memory at once, scratch included, fragmentation not."""
+def sequence_peak_bytes(graph: Graph, actions: Sequence[tuple[int, int]], residents: Collection[int]) -> int:
+    """Most bytes in memory at once, scratch included, where everything is counted."""
     return max(sequence_held_bytes(graph, actions, residents), default=0)
 
 
-def sequence_held_bytes(graph: Graph, actions: Sequence[Action], residents: Collection[int]) -> list[int]:
+def sequence_held_bytes(graph: Graph, actions: Sequence[tuple[int, int]], residents: Collection[int]) -> list[int]:
     """Bytes in memory during each action, scratch included."""
-    size = [t.nbytes for t in graph.tensors]
+    size = aligned_bytes(graph)
     held = sum(size[t] for t in (*graph.inputs, *residents))
     found = []
-    for action in actions:
+    for verb, what in actions:
         scratch = 0
-        match action.verb:
-            case ActionKind.COMPUTE:
-                held += sum(size[t] for t in graph.ops[action.what].writes)
-                scratch = graph.ops[action.what].scratch_bytes
-            case ActionKind.SWAP_IN:
-                held += size[action.what]
+        if verb == COMPUTE:
+            held += sum(size[t] for t in graph.ops[what].writes)
+            scratch = aligned_scratch_bytes(graph, what)
+        elif verb == SWAP_IN:
+            held += size[what]
         found.append(held + scratch)
-        if action.verb is ActionKind.DROP:
-            held -= size[action.what]
+        if verb == DROP:
+            held -= size[what]
     return found

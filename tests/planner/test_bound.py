@@ -15,17 +15,20 @@ from cohabit.planner.bounds.relaxation import relax
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.order import predecessors
-from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.serial import least_bytes, serial
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.schedule.table import Action, GraphArrays, columns, peak_bytes
 from cohabit.planner.search.driver import search
+from tests.planner.actions import plan_of
 from tests.planner.graphs import (
     PAGE,
     parameter,
     profile_of,
+    random_actions,
     random_graph,
     random_profile,
     random_training_graph,
@@ -111,8 +114,8 @@ def tiny(rng: random.Random) -> Graph:
 
 def test_all_that_fits_takes_the_time_of_its_ops() -> None:
     graph = only_parameters([[0], [1], [2]], [4, 4, 4])
-    assert latency_bound(graph, profile_of(graph), 12 * PAGE, 0) == pytest.approx(3)
-    relaxed = relax(graph, profile_of(graph), 12 * PAGE, 0)
+    assert latency_bound(graph, profile_of(graph), Memory(12 * PAGE, counted=True)) == pytest.approx(3)
+    relaxed = relax(graph, profile_of(graph), Memory(12 * PAGE, counted=True))
     assert relaxed is not None
     assert relaxed.resident == pytest.approx({0: 1, 1: 1, 2: 1})
 
@@ -122,7 +125,7 @@ def test_equal_matrices_and_memory_that_none_fits_in(spare_pages: int) -> None:
     """Two of six are resident; once the first op has ended, the link is busy until the last op."""
     graph = only_parameters([[i] for i in range(6)], [4] * 6)
     memory = (8 + spare_pages) * PAGE
-    assert latency_bound(graph, profile_of(graph), memory, 0) == pytest.approx(1 + 4 * 4 + 1)
+    assert latency_bound(graph, profile_of(graph), Memory(memory, counted=True)) == pytest.approx(1 + 4 * 4 + 1)
 
 
 def test_an_activation_of_later_ops_makes_no_room_for_part_of_a_matrix() -> None:
@@ -132,13 +135,13 @@ def test_an_activation_of_later_ops_makes_no_room_for_part_of_a_matrix() -> None
     ops[3] = replace(ops[3], writes=(*ops[3].writes, between))
     ops[5] = replace(ops[5], reads=(*ops[5].reads, between))
     graph = replace(graph, tensors=(*graph.tensors, Tensor("A", PAGE, "activation")), ops=tuple(ops))
-    assert latency_bound(graph, profile_of(graph), 27 * PAGE, 0) == pytest.approx(1 + 4 * 10 + 1)
+    assert latency_bound(graph, profile_of(graph), Memory(27 * PAGE, counted=True)) == pytest.approx(1 + 4 * 10 + 1)
 
 
 def test_of_equal_solutions_the_relaxation_keeps_what_is_used_late() -> None:
     """One of the last two matrices is copied once the first has been used; nothing runs meanwhile."""
     graph = only_parameters([[0], [1], [2]], [4] * 3)
-    relaxed = relax(graph, profile_of(graph, [1.0, 0.0, 1.0]), 8 * PAGE, 0)
+    relaxed = relax(graph, profile_of(graph, [1.0, 0.0, 1.0]), Memory(8 * PAGE, counted=True))
     assert relaxed is not None
     assert relaxed.latency_s == pytest.approx(1 + 4 + 1)
     assert relaxed.resident == pytest.approx({0: 1, 1: 0, 2: 1})
@@ -147,20 +150,20 @@ def test_of_equal_solutions_the_relaxation_keeps_what_is_used_late() -> None:
 def test_each_transfer_has_its_latency() -> None:
     graph = only_parameters([[i] for i in range(6)], [4] * 6)
     profile = profile_of(graph, latency_s=0.5)
-    assert latency_bound(graph, profile, 8 * PAGE, 0) == pytest.approx(1 + 4 * 4.5 + 1)
+    assert latency_bound(graph, profile, Memory(8 * PAGE, counted=True)) == pytest.approx(1 + 4 * 4.5 + 1)
 
 
 def test_weights_of_every_time_step_come_every_time() -> None:
     """Only one of two fits, whichever is there at the start: five times the link and the ops wait for each other."""
     graph = only_parameters([[0], [1]] * 3, [2, 2])
-    assert latency_bound(graph, profile_of(graph), 3 * PAGE, 0) == pytest.approx(6 * 1 + 5 * 2)
-    assert latency_bound(graph, profile_of(graph), 4 * PAGE, 0) == pytest.approx(6)
+    assert latency_bound(graph, profile_of(graph), Memory(3 * PAGE, counted=True)) == pytest.approx(6 * 1 + 5 * 2)
+    assert latency_bound(graph, profile_of(graph), Memory(4 * PAGE, counted=True)) == pytest.approx(6)
 
 
 def test_a_large_parameter_cannot_come_a_little_at_a_time() -> None:
     """Two pages are free beside the first ops, but the last op's parameter has three."""
     graph = only_parameters([[0], [0], [1]], [1, 3])
-    assert latency_bound(graph, profile_of(graph), 3 * PAGE, 0) == pytest.approx(3 + 3)
+    assert latency_bound(graph, profile_of(graph), Memory(3 * PAGE, counted=True)) == pytest.approx(3 + 3)
 
 
 @pytest.mark.parametrize(("first_s", "expected"), [(1.0, 1 + 3 + 1 + 0.5 + 1), (10.0, 10 + 3 + 1 + 3 + 1)])
@@ -175,7 +178,7 @@ def test_an_activation_in_the_way_is_copied_or_computed_again(first_s: float, ex
     ]
     graph = Graph("across", 1, "weights", tuple(tensors), tuple(ops), (4,))
     profile = profile_of(graph, [first_s, 1.0, 1.0])
-    assert latency_bound(graph, profile, 4 * PAGE, 0) == pytest.approx(expected)
+    assert latency_bound(graph, profile, Memory(4 * PAGE, counted=True)) == pytest.approx(expected)
 
 
 def test_changes_in_place_keep_ops_in_order() -> None:
@@ -185,13 +188,13 @@ def test_changes_in_place_keep_ops_in_order() -> None:
     ops = [Op("op0", "any", (0,), (2,)), Op("op1", "any", (2,), (), 0, (2,)), Op("op2", "any", (1, 2), (3,))]
     graph = Graph("in place", 1, "weights", tuple(tensors), tuple(ops), (3,))
     assert predecessors(graph) == [set(), {0}, {1}]
-    assert latency_bound(graph, profile_of(graph), 4 * PAGE, 0) == pytest.approx(1 + 3 + 1)
+    assert latency_bound(graph, profile_of(graph), Memory(4 * PAGE, counted=True)) == pytest.approx(1 + 3 + 1)
 
 
 def test_branches_whose_parameters_do_not_fit_together_wait_for_each_other() -> None:
     """Whichever op is first, the other's copy cannot start before it has ended."""
     graph = only_parameters([[0], [1]], [3, 3], after=[[], []])
-    assert latency_bound(graph, profile_of(graph), 4 * PAGE, 0) == pytest.approx(1 + 3 + 1)
+    assert latency_bound(graph, profile_of(graph), Memory(4 * PAGE, counted=True)) == pytest.approx(1 + 3 + 1)
 
 
 def test_layers_by_time_steps_run_in_any_order_but_each_weight_comes_once() -> None:
@@ -199,7 +202,7 @@ def test_layers_by_time_steps_run_in_any_order_but_each_weight_comes_once() -> N
     steps = 4
     after = [[*([k - 1] if k % steps else []), *([k - steps] if k >= steps else [])] for k in range(3 * steps)]
     graph = only_parameters([[k // steps] for k in range(3 * steps)], [5, 5, 5], after)
-    assert latency_bound(graph, profile_of(graph), 9 * PAGE, 0) == pytest.approx(12 * 1 + 2 * 5)
+    assert latency_bound(graph, profile_of(graph), Memory(9 * PAGE, counted=True)) == pytest.approx(12 * 1 + 2 * 5)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -210,7 +213,7 @@ def test_more_memory_never_raises_the_bound(seed: int) -> None:
     profile = random_profile(rng, graph)
     least = least_bytes(graph)
     sizes = sorted(least + rng.randint(0, sum(t.nbytes for t in graph.tensors)) for _ in range(4))
-    bounds = [latency_bound(graph, profile, m, 0) for m in (least, *sizes)]
+    bounds = [latency_bound(graph, profile, Memory(m, counted=True)) for m in (least, *sizes)]
     assert all(a >= b * (1 - 1e-7) for a, b in itertools.pairwise(bounds))
     assert bounds[-1] >= profile.compute_s * (1 - 1e-9)
 
@@ -222,7 +225,7 @@ def test_a_thinned_chain_bounds_as_well_and_no_better(seed: int) -> None:
     graph = only_parameters([[i] for i in range(8)], [rng.randint(1, 5) for _ in range(8)])
     profile = profile_of(graph, [rng.choice((0.0, 0.5, 1.0, 3.0)) for _ in graph.ops])
     memory = least_bytes(graph) + PAGE * rng.randint(0, 9)
-    whole, thinned = (relax(graph, profile, memory, 0, most_ops=n) for n in (8, 3))
+    whole, thinned = (relax(graph, profile, Memory(memory, counted=True), most_ops=n) for n in (8, 3))
     assert whole is not None
     assert thinned is not None
     assert thinned.latency_s <= whole.latency_s * (1 + 1e-5)
@@ -237,7 +240,7 @@ def test_the_best_possible_plan_is_no_faster(seed: int) -> None:
         graph, [rng.choice((0.0, 0.5, 1.0, 3.0)) for _ in graph.ops], latency_s=rng.choice((0.0, 0.5))
     )
     memory = least_bytes(graph) + PAGE * rng.randint(0, 4)
-    assert latency_bound(graph, profile, memory, 0) <= best_possible(graph, profile, memory)
+    assert latency_bound(graph, profile, Memory(memory, counted=True)) <= best_possible(graph, profile, memory)
 
 
 def some_graph(rng: random.Random) -> Graph:
@@ -252,99 +255,15 @@ def test_no_search_is_faster(seed: int) -> None:
     profile = random_profile(rng, graph)
     partition = PAGE * rng.choice((0, 1, 4, 12))
     workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((0, 1, 5))
-    flat = Footprint.of(graph).least_bytes + PAGE * rng.choice((0, 1, 5, 20))
-    for problem in (
-        Problem(graph, profile, partition, workspace),
-        Problem(graph, profile, partition, workspace, overlay=True),
-        Problem(graph, profile, flat, overlay=True),
+    flat = least_bytes(graph) + PAGE * rng.choice((0, 1, 5, 20))
+    for problem, searcher in (
+        (Problem(graph, profile, Memory(workspace, partition)), "streaming"),
+        (Problem(graph, profile, Memory(workspace, partition)), "offloading"),
+        (Problem(graph, profile, Memory(flat, counted=True)), "best"),
     ):
-        plan = search(problem, "streaming", limit=Limit(evaluations=40))
-        least_s = latency_bound(graph, profile, problem.partition_bytes, problem.workspace_bytes)
+        plan = search(problem, searcher, limit=Limit(evaluations=40))
+        least_s = latency_bound(graph, profile, problem.memory)
         assert least_s <= simulate(graph, plan, profile).latency_s
-
-
-def random_order(rng: random.Random, graph: Graph) -> list[int]:
-    before, order = predecessors(graph), list[int]()
-    while len(order) < len(graph.ops):
-        order.append(rng.choice([k for k in range(len(graph.ops)) if k not in order and before[k] <= {*order}]))
-    return order
-
-
-def random_actions(rng: random.Random, graph: Graph) -> tuple[list[Action], list[int]]:
-    """Ops in any order; now and then what is not needed at once leaves, and comes back as early as chance has it."""
-    order = random_order(rng, graph)
-    stored = [i for i, t in enumerate(graph.tensors) if t.kind in ("parameter", "state")]
-    residents = rng.sample(stored, rng.randint(0, len(stored)))
-    here = {*residents, *(i for i, t in enumerate(graph.tensors) if t.kind == "input")}
-    unsaved = {t for t in here if graph.tensors[t].kind != "parameter"}
-    changed: set[int] = set()
-    leaving = rng.choice((0.1, 0.5, 0.9))
-    writer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
-    actions: list[Action] = []
-
-    def save(t: int) -> None:
-        if t in unsaved:
-            actions.append(swap_out(t))
-            unsaved.discard(t)
-
-    def leave(t: int) -> None:
-        save(t)
-        actions.append(drop(t))
-        here.discard(t)
-
-    def run(k: int) -> None:
-        actions.append(compute(k))
-        here.update(graph.ops[k].writes)
-        unsaved.update((*graph.ops[k].writes, *graph.ops[k].mutates))
-        changed.update(graph.ops[k].mutates)
-
-    def bring(t: int, depth: int = 0) -> None:
-        if t in here:
-            return
-        if t in writer and depth < 2 and rng.random() < 0.5 and not changed.intersection(all_of(writer[t])):
-            op = graph.ops[writer[t]]
-            if not op.mutates:
-                for other in op.writes:
-                    if other in here:
-                        leave(other)
-                for other in op.reads:
-                    bring(other, depth + 1)
-                run(writer[t])
-                return
-        actions.append(swap_in(t))
-        here.add(t)
-
-    def all_of(k: int) -> set[int]:
-        return {*graph.ops[k].reads, *graph.ops[k].writes}
-
-    for position, k in enumerate(order):
-        for t in sorted(here - {*graph.ops[k].reads}):
-            if rng.random() < leaving:
-                leave(t)
-        for t in graph.ops[k].reads:
-            bring(t)
-        if position + 1 < len(order) and rng.random() < 0.5:
-            for t in graph.ops[order[position + 1]].reads:
-                if t not in graph.ops[k].writes and (t in stored or t not in writer):
-                    bring(t)
-        if position + 1 == len(order):
-            for t in graph.outputs:
-                if t not in graph.ops[k].writes:
-                    bring(t)
-        run(k)
-    for t in sorted(here - {*graph.outputs, *residents}):
-        leave(t)
-    for t in sorted(t for t in here if t in unsaved and t in stored and t not in residents):
-        save(t)
-    for t in sorted(set(residents) - here):
-        bring(t)
-    return actions, residents
-
-
-def plan_of(graph: Graph, profile: Profile, actions: Sequence[Action], residents: Sequence[int]) -> Plan:
-    """A plan in as much memory as it needs."""
-    placed = lay_out(graph, actions, residents)
-    return write(Problem(graph, profile, placed.peak_bytes), actions, residents, placed)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -353,8 +272,11 @@ def test_no_random_plan_is_faster(seed: int) -> None:
     rng = random.Random(seed)
     graph = some_graph(rng)
     profile = random_profile(rng, graph)
-    for actions, residents in (random_actions(rng, graph), random_actions(rng, graph), (serial(graph), [])):
-        plan = plan_of(graph, profile, actions, residents)
+    arrays = GraphArrays.of(graph, profile)
+    serial_actions: tuple[list[Action], frozenset[int]] = (serial(graph), frozenset())
+    for actions, residents in (random_actions(rng, graph), random_actions(rng, graph), serial_actions):
+        memory = Memory(peak_bytes(arrays, *columns(actions), residents), counted=True)
+        plan = plan_of(Problem(graph, profile, memory), actions, residents)
+        assert plan is not None
         check(graph, profile, plan)
-        latency_s = simulate(graph, plan, profile).latency_s
-        assert latency_bound(graph, profile, plan.partition_bytes, 0) <= latency_s
+        assert latency_bound(graph, profile, memory) <= simulate(graph, plan, profile).latency_s

@@ -10,6 +10,7 @@ import pytest
 from cohabit.planner.check import _Range, _Ranges, check
 from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 from tests.planner.reference import live_bytes, peak_bytes
@@ -52,12 +53,45 @@ WINDOW = at("workspace", 2 * PAGE)
 
 BROKEN = {
     "op_missing": Broken(lambda: with_step(7, Drop(0)), "op op2 never runs"),
-    "offset_not_aligned": Broken(lambda: changed(0, address=at("workspace", 2 * PAGE - 64)), "not aligned to 4096"),
+    "offset_not_aligned": Broken(lambda: changed(0, address=at("workspace", 2 * PAGE + 64)), "not aligned to 4096"),
     "beyond_the_workspace": Broken(lambda: changed(0, address=at("workspace", 3 * PAGE)), "workspace has 12288"),
     "beyond_the_partition": Broken(lambda: changed(0, address=at("partition", PAGE)), "partition has 4096 bytes"),
-    "negative_size": Broken(lambda: replace(PLAN, partition_bytes=-1, residents=()), "the partition has -1 bytes"),
+    "in_the_pool": Broken(
+        lambda: changed(0, address=at("workspace", PAGE)), "W1 at workspace+4096 lies in the pool"
+    ),
+    "negative_size": Broken(
+        lambda: replace(PLAN, memory=Memory(3 * PAGE, -1), residents=()), "there are -1 bytes of partition"
+    ),
+    "negative_pool": Broken(lambda: replace(PLAN, pool_bytes=-1), "12288 of workspace and -1 of pool"),
+    "pool_beyond_the_workspace": Broken(
+        lambda: replace(PLAN, pool_bytes=3 * PAGE + 1), "12288 of workspace and 12289 of pool"
+    ),
+    "partition_though_all_is_counted": Broken(
+        lambda: replace(PLAN, memory=Memory(3 * PAGE, PAGE, counted=True)),
+        "a partition, though everything is counted",
+    ),
+    "pool_too_small": Broken(
+        lambda: replace(PLAN, pool_bytes=2 * PAGE - 1),
+        "(compute op0): 8192 bytes are in memory without an address, and 0 that were given up may still be in use;"
+        " the pool has 8191",
+    ),
+    "pool_too_small_for_the_inputs": Broken(
+        lambda: replace(PLAN, pool_bytes=PAGE - 1), "start: 4096 bytes are in memory without an address"
+    ),
+    "input_not_dropped": Broken(lambda: with_step(2, Drop(0)), "(compute op1): 12288 bytes are in memory"),
     "negative_offset": Broken(lambda: changed(0, address=at("workspace", -PAGE)), "W1 at workspace+-4096"),
-    "overlap_with_live_tensor": Broken(lambda: changed(0, address=at("workspace", 0)), "overlaps A0 at [0, 4096)"),
+    "overlap_with_live_tensor": Broken(lambda: changed(0, address=at("partition", 0)), "overlaps W0 at [0, 4096)"),
+    "parameter_without_address": Broken(lambda: changed(0, address=None), "W1 has no address, but only inputs"),
+    "resident_without_address": Broken(
+        lambda: replace(PLAN, residents=(Placement(0),)), "start: W0 has no address, but only inputs"
+    ),
+    "activation_with_address": Broken(
+        lambda: and_then(SwapOut(6, after=(7,)), Drop(6), SwapIn(6, WINDOW, after=(10,))),
+        "A3 has an address, but only inputs",
+    ),
+    "address_though_all_is_counted": Broken(
+        lambda: replace(PLAN, memory=Memory(3 * PAGE, counted=True)), "W1 has an address, but only inputs"
+    ),
     "read_before_swap_in": Broken(
         lambda: replace(PLAN, steps=(Drop(0), *PLAN.steps[1:])), "reads W0, which is not in memory"
     ),
@@ -71,14 +105,10 @@ BROKEN = {
     "wait_for_negative": Broken(lambda: changed(3, after=(0, -1)), "waits for step -1"),
     "wait_for_drop": Broken(lambda: changed(3, after=(0, 2)), "waits for step 2, a drop"),
     "swap_in_of_what_is_there": Broken(lambda: changed(0, tensor=0), "W0 is in memory already"),
-    "swap_in_of_unsaved_activation": Broken(
-        lambda: and_then(SwapIn(4, at("workspace", 0))), "the activation was never swapped out"
-    ),
-    "swap_in_of_unsaved_input": Broken(
-        lambda: and_then(SwapIn(3, at("workspace", 0))), "the input was never swapped out"
-    ),
+    "swap_in_of_unsaved_activation": Broken(lambda: and_then(SwapIn(4)), "the activation was never swapped out"),
+    "swap_in_of_unsaved_input": Broken(lambda: and_then(SwapIn(3)), "the input was never swapped out"),
     "swap_in_before_swap_out_ends": Broken(
-        lambda: and_then(SwapOut(6, after=(7,)), Drop(6), SwapIn(6, at("workspace", PAGE), after=(7,))),
+        lambda: and_then(SwapOut(6, after=(7,)), Drop(6), SwapIn(6, after=(7,))),
         "does not wait for the swap-out of A3",
     ),
     "swap_out_of_parameter": Broken(lambda: and_then(SwapOut(0)), "a parameter has a host copy"),
@@ -86,32 +116,27 @@ BROKEN = {
     "drop_of_what_is_gone": Broken(lambda: and_then(Drop(1)), "(drop of W1): the tensor is not in memory"),
     "output_dropped": Broken(lambda: and_then(Drop(6)), "output A3 is not in memory at the end"),
     "output_late": Broken(
-        lambda: and_then(SwapOut(6, after=(7,)), Drop(6), SwapIn(6, at("workspace", PAGE), after=(10,))),
+        lambda: and_then(SwapOut(6, after=(7,)), Drop(6), SwapIn(6, after=(10,))),
         "output A3 may arrive after the last op",
     ),
     "resident_dropped": Broken(lambda: and_then(Drop(0)), "resident W0 is not in memory at the end"),
     "resident_elsewhere": Broken(
-        lambda: and_then(Drop(0), SwapIn(0, at("workspace", 0), after=(7,))), "ends at workspace+0, it started at"
+        lambda: and_then(Drop(0), SwapIn(0, WINDOW, after=(7,))), "ends at workspace+8192, it started at"
     ),
     "resident_in_workspace": Broken(
         lambda: replace(PLAN, residents=(Placement(0, WINDOW),)), "resident W0 is not in the partition"
     ),
     "resident_activation": Broken(
-        lambda: replace(PLAN, residents=(*PLAN.residents, Placement(5, at("partition", 0)))),
-        "A2 is a resident, but no parameter",
+        lambda: replace(PLAN, residents=(*PLAN.residents, Placement(5))), "A2 is a resident, but no parameter"
     ),
-    "input_in_partition": Broken(
-        lambda: replace(PLAN, inputs=(Placement(3, at("partition", 0)),), residents=()),
-        "input A0 is not in the work",
+    "resident_twice": Broken(
+        lambda: replace(PLAN, residents=(*PLAN.residents, *PLAN.residents)), "start: W0 is in memory already"
     ),
-    "input_missing": Broken(lambda: replace(PLAN, inputs=()), "input A0 has no address"),
-    "input_is_none": Broken(
-        lambda: replace(PLAN, inputs=(*PLAN.inputs, Placement(2, WINDOW))), "W2 is placed as an input, but is none"
-    ),
-    "outputs_without_address": Broken(lambda: changed(1, outputs=()), "gives op0 0 addresses for 1 outputs"),
     "unknown_op": Broken(lambda: changed(1, op=9), "step 1 names op 9, the graph has 3 ops"),
     "unknown_tensor": Broken(lambda: changed(0, tensor=99), "step 0 names tensor 99"),
-    "unknown_input": Broken(lambda: replace(PLAN, inputs=(Placement(-1, WINDOW),)), "tensor -1 is placed"),
+    "unknown_resident": Broken(
+        lambda: replace(PLAN, residents=(Placement(-1, WINDOW),)), "tensor -1 is placed at the start"
+    ),
 }
 
 
@@ -145,7 +170,7 @@ def test_plan_for_another_graph_or_profile_is_refused() -> None:
 
 
 def test_waits_are_transitive() -> None:
-    """W2 overwrites what op0 read; it waits for op1 only, which runs behind op0 on the same lane."""
+    """W2 overwrites what op0 read; it waits for op1 only, which runs after op0 on the same lane."""
     in_place = at("partition", 0)
     plan = replace(
         PLAN,
@@ -153,52 +178,81 @@ def test_waits_are_transitive() -> None:
         steps=(
             SwapIn(0, in_place),
             SwapIn(1, WINDOW),
-            Compute(0, (at("workspace", PAGE),), after=(0,)),
+            Compute(0, after=(0,)),
             Drop(0),
             Drop(3),
-            Compute(1, (at("workspace", 0),), after=(1,)),
+            Compute(1, after=(1,)),
             SwapIn(2, in_place, after=(5,)),
             Drop(4),
-            Compute(2, (at("workspace", PAGE),), after=(6,)),
+            Compute(2, after=(6,)),
         ),
     )
     check(GRAPH, PROFILE, plan)
 
 
-def test_scratch_must_not_be_overwritten_early() -> None:
+def test_bytes_of_an_op_s_scratch_are_free_once_it_has_ended() -> None:
+    """W takes the bytes of the scratch of `make`: 4100, counted as 4352."""
     graph = Graph(
         "scratch", 1, "w",
-        (Tensor("W", PAGE, "parameter", PAGE), Tensor("A", 64, "activation"), Tensor("B", 64, "activation")),
-        (Op("make", "t", (), (1,), scratch_bytes=PAGE), Op("use", "t", (0, 1), (2,))),
+        (Tensor("W", PAGE, "parameter", PAGE), Tensor("A", 60, "activation"), Tensor("B", 64, "activation")),
+        (Op("make", "t", (), (1,), scratch_bytes=PAGE + 4), Op("use", "t", (0, 1), (2,))),
         (2,),
     )  # fmt: skip
-    first = Compute(0, (at("workspace", 0),), scratch=at("workspace", PAGE))
+    pool_bytes = PAGE + 256 + 64
+    memory = Memory(pool_bytes, counted=True)
     for after, fine in (((0,), True), ((), False)):
-        steps = (first, SwapIn(0, at("workspace", PAGE), after), Compute(1, (at("workspace", 64),), None, (1,)))
-        plan = Plan(graph.fingerprint, "", 0, 2 * PAGE, (), (), steps)
+        plan = Plan(
+            graph.fingerprint, "", memory, pool_bytes, (), (Compute(0), SwapIn(0, None, after), Compute(1, (1,)))
+        )
         if fine:
             check(graph, None, plan)
-            assert peak_bytes(graph, plan) == PAGE + 128
+            assert peak_bytes(graph, plan) == pool_bytes
         else:
-            with pytest.raises(InvalidPlan, match="overwrites scratch of make"):
+            with pytest.raises(
+                InvalidPlan, match="4160 bytes are in memory without an address, and 4352 that were"
+            ):
                 check(graph, None, plan)
+
+
+def test_a_step_that_takes_no_bytes_is_not_asked_for_room() -> None:
+    """Y may still be on its way out when `update` runs; the swap-in of W waited for that, and `update` does not."""
+    tensors = (
+        Tensor("S", 64, "state"), Tensor("X", 64, "input"), Tensor("Y", 64, "activation"),
+        Tensor("W", 64, "parameter"),
+    )  # fmt: skip
+    ops = (Op("make", "t", (0, 1), (2,)), Op("update", "t", (0,), (), 0, (0,)), Op("use", "t", (2, 3), ()))
+    graph = Graph("no_bytes", 1, "w", tensors, ops, ())
+    steps = (
+        Compute(0), SwapOut(2, (0,)), Drop(2), SwapIn(3, None, (1,)), Compute(1), Drop(1), SwapIn(2), Compute(2, (6,)),
+    )  # fmt: skip
+    plan = Plan(graph.fingerprint, "", Memory(192, counted=True), 192, (Placement(0),), steps)
+    check(graph, None, plan)
 
 
 def test_recomputation_is_allowed() -> None:
     """A1 is dropped and made again before its reader."""
     graph = chain([PAGE, PAGE])
-    low, high = at("workspace", 0), at("workspace", PAGE)
     residents = tuple(Placement(i, at("partition", i * PAGE)) for i in range(2))
-    steps = (Compute(0, (high,)), Drop(3), Compute(0, (high,)), Drop(2), Compute(1, (low,)), Drop(3))
-    check(graph, None, Plan(graph.fingerprint, "", 2 * PAGE, 2 * PAGE, (Placement(2, low),), residents, steps))
+    steps = (Compute(0), Drop(3), Compute(0), Drop(2), Compute(1), Drop(3))
+    check(graph, None, Plan(graph.fingerprint, "", Memory(2 * PAGE, 2 * PAGE), 2 * PAGE, residents, steps))
 
 
 def test_empty_tensors_overlap_nothing() -> None:
     graph = chain([0, PAGE], 0)
     inside = at("partition", 0)
     residents = (Placement(0, inside), Placement(1, inside))
-    steps = (Compute(0, (inside,)), Drop(2), Compute(1, (inside,)), Drop(3))
-    check(graph, None, Plan(graph.fingerprint, "", PAGE, 0, (Placement(2, at("workspace", 0)),), residents, steps))
+    steps = (Compute(0), Drop(2), Compute(1), Drop(3))
+    check(graph, None, Plan(graph.fingerprint, "", Memory(0, PAGE), 0, residents, steps))
+
+
+def test_resident_that_came_back_may_leave_again_before_an_op_reads_it() -> None:
+    """An op has read it before, and had waited until the inference before had brought it."""
+    graph = chain([PAGE])
+    plan = Plan(graph.fingerprint, "", Memory(3 * PAGE, counted=True), 3 * PAGE, (Placement(0),), ())
+    away_and_back = (Drop(0), SwapIn(0, None, (0,)))
+    check(graph, None, replace(plan, steps=(Compute(0), *away_and_back, *away_and_back)))
+    with pytest.raises(InvalidPlan, match="no op has read it"):
+        check(graph, None, replace(plan, steps=(Drop(0), SwapIn(0), Compute(0, (1,)))))
 
 
 def test_live_bytes_are_counted_after_each_step() -> None:
@@ -226,9 +280,8 @@ def in_place_graph() -> Graph:
 
 def in_place_plan(order: tuple[int, ...]) -> Plan:
     graph = in_place_graph()
-    outputs = {0: (at("workspace", PAGE),), 1: (at("workspace", 2 * PAGE),)}
-    steps = tuple(Compute(op, outputs.get(op, ())) for op in order)
-    return Plan(graph.fingerprint, "", 0, 3 * PAGE, (Placement(0, at("workspace", 0)),), (), steps)
+    steps = tuple(Compute(op) for op in order)
+    return Plan(graph.fingerprint, "", Memory(3 * PAGE), 3 * PAGE, (), steps)
 
 
 def test_an_in_place_op_stays_between_those_that_use_its_tensor() -> None:
@@ -245,7 +298,7 @@ def test_a_host_copy_from_before_a_change_in_place_is_not_swapped_in() -> None:
         SwapOut(1, (0,)),
         Compute(2, after=(2,)),
         Drop(1),
-        SwapIn(1, at("workspace", PAGE), (3,)),
+        SwapIn(1, None, (3,)),
     )
     with pytest.raises(InvalidPlan, match="never swapped out"):
         check(in_place_graph(), None, replace(plan, steps=(*stale, Compute(3, after=(5,)))))

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.memory import Memory
+from cohabit.planner.schedule.table import GraphArrays
 from cohabit.planner.streaming.anneal import critical
 from cohabit.planner.streaming.stream import RELEASED, STREAMED, homes, play, uniform
 from cohabit.planner.streaming.workload import Workload
@@ -11,10 +13,12 @@ from tests.planner.graphs import PAGE, chain, profile_of
 
 
 def waited_for(copy_s: float, residents: tuple[int, ...], memory_pages: int = 20, last_pages: int = 1) -> list[int]:
-    """Four ops of a second with a weight of a page each (the last of `last_pages`), in one budget."""
+    """Four ops of a second with a weight of a page each (the last of `last_pages`), and no window."""
     graph = chain([PAGE, PAGE, PAGE, last_pages * PAGE])
     profile = profile_of(graph, bandwidth=PAGE / copy_s)
-    work = Workload.of(Footprint.of(graph, overlay=True), profile, memory_pages * PAGE, 0)
+    footprint = Footprint.of(graph)
+    memory = Memory(footprint.activation_bytes, memory_pages * PAGE - footprint.activation_bytes)
+    work = Workload.of(footprint, profile, memory, GraphArrays.of(graph, profile))
     fate = np.full(4, STREAMED)
     fate[list(residents)] = RELEASED
     decisions = uniform(fate, np.zeros(4, np.bool_), 0)
@@ -26,7 +30,7 @@ def waited_for(copy_s: float, residents: tuple[int, ...], memory_pages: int = 20
     ("copy_s", "residents", "found"),
     [
         (2.0, (), [0, 1, 2, 3]),  # each op waits for its copy
-        (2.0, (0, 1), [2, 3]),  # W2 is in time, but W3 comes behind it, after 4 s: op3 could start at 3
+        (2.0, (0, 1), [2, 3]),  # W2 is in time, but W3 comes after it, after 4 s: op3 could start at 3
         (0.5, (), [0]),  # only the first is waited for
         (0.5, (0,), []),
         (1.5, (0,), [1, 2, 3]),  # 1.5, 3, 4.5 s for ops that could start at 1, 2.5, 4

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.gaps import START, Fate, Gap, Gaps
-from cohabit.planner.schedule.no_wait import fit, no_wait
+from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
+from tests.planner.actions import compute, drop, listed, plan_of_fates, swap_in, swap_out
 from tests.planner.graphs import (
     PAGE,
     chain,
@@ -87,8 +89,8 @@ def test_nothing_is_recomputed_from_what_was_changed_in_place_since() -> None:
 
 
 def test_weights_stream_through_the_room_that_is_left() -> None:
-    """W0 stays; behind it, X and A there is one page for W1 and then W2, each as early as the page is free."""
-    decided = no_wait(Gaps(chain([PAGE] * 3)), 4 * PAGE, [KEEP, SWAP, SWAP])
+    """W0 stays; next to it, X and A there is one page for W1 and then W2, each as early as the page is free."""
+    decided = listed(no_wait(Gaps(chain([PAGE] * 3)), 4 * PAGE, [KEEP, SWAP, SWAP]))
     w0, w1, w2, a0, a1, a2 = range(6)
     assert decided == (
         [
@@ -99,8 +101,8 @@ def test_weights_stream_through_the_room_that_is_left() -> None:
     )  # fmt: skip
 
 
-def test_restored_weight_makes_room_and_comes_back_behind_the_last_op() -> None:
-    decided = no_wait(Gaps(chain([PAGE] * 2)), 3 * PAGE, [RESTORE, SWAP])
+def test_restored_weight_makes_room_and_comes_back_after_the_last_op() -> None:
+    decided = listed(no_wait(Gaps(chain([PAGE] * 2)), 3 * PAGE, [RESTORE, SWAP]))
     w0, w1, a0, a1 = range(4)
     assert decided == (
         [compute(0), drop(w0), swap_in(w1), drop(a0), compute(1), drop(w1), drop(a1), swap_in(w0)],
@@ -113,9 +115,7 @@ def test_activation_is_swapped_or_computed_again() -> None:
     x, a1, a2, b = range(4)
     assert [(g.tensor, g.last_use, g.next_use) for g in gaps.all] == [(a1, 1, 3)]
     assert gaps.all[0].fates == (KEEP, SWAP)  # X is gone by then
-    swapped = no_wait(gaps, 4 * PAGE, [SWAP])
-    assert swapped is not None
-    assert swapped[0] == [
+    assert listed(no_wait(gaps, 4 * PAGE, [SWAP]))[0] == [
         compute(0), drop(x), compute(1), swap_out(a1), drop(a1), swap_in(a1), compute(2), drop(a2),
         compute(3), drop(a1), drop(b),
     ]  # fmt: skip
@@ -131,17 +131,15 @@ def test_recomputation_goes_back_as_far_as_it_takes() -> None:
     )
     gaps = Gaps(graph)
     assert [(g.tensor, g.last_use, g.next_use) for g in gaps.all] == [(w, 0, 0), (a, 1, 5), (b, 2, 4)]
-    decided = no_wait(gaps, 4 * PAGE, [SWAP, RECOMPUTE, RECOMPUTE])
-    assert decided is not None
-    assert [x for x in decided[0] if x.what != w or x == compute(w)] == [
+    actions, _ = listed(no_wait(gaps, 4 * PAGE, [SWAP, RECOMPUTE, RECOMPUTE]))
+    assert [x for x in actions if x not in (swap_in(w), drop(w))] == [
         compute(0), compute(1), drop(a), compute(2), drop(b), compute(3), drop(c),
         compute(0), compute(1), drop(a), compute(4), drop(b), drop(d),
         compute(0), compute(5), drop(a), drop(e),
     ]  # fmt: skip
     assert no_wait(gaps, 4 * PAGE, [KEEP, KEEP, RECOMPUTE]) is None
-    kept = no_wait(gaps, 5 * PAGE, [KEEP, KEEP, RECOMPUTE])
-    assert kept is not None
-    assert [x.what for x in kept[0] if x == compute(x.what)] == [0, 1, 2, 3, 1, 4, 5]
+    kept, _ = listed(no_wait(gaps, 5 * PAGE, [KEEP, KEEP, RECOMPUTE]))
+    assert [what for verb, what in kept if (verb, what) == compute(what)] == [0, 1, 2, 3, 1, 4, 5]
 
 
 def test_what_else_a_repeated_op_writes_makes_way_for_it() -> None:
@@ -155,11 +153,10 @@ def test_what_else_a_repeated_op_writes_makes_way_for_it() -> None:
     graph = Graph("g", 1, "weights", tensors, ops, (f,))
     profile = profile_of(graph)
     gaps = Gaps(graph)
-    decided = no_wait(gaps, 6 * PAGE, [KEEP, KEEP, RECOMPUTE])
-    assert decided is not None
-    again = decided[0].index(compute(0), 1)
-    assert decided[0][again - 1 : again + 1] == [drop(a), compute(0)]
-    plan = fit(Problem(graph, profile, 6 * PAGE), gaps, [KEEP, KEEP, RECOMPUTE])
+    actions, _ = listed(no_wait(gaps, 6 * PAGE, [KEEP, KEEP, RECOMPUTE]))
+    again = actions.index(compute(0), 1)
+    assert actions[again - 1 : again + 1] == [drop(a), compute(0)]
+    plan = plan_of_fates(Problem(graph, profile, Memory(6 * PAGE, counted=True)), gaps, [KEEP, KEEP, RECOMPUTE])
     assert plan is not None
     check(graph, profile, plan)
 
@@ -171,16 +168,16 @@ def test_random_fates_make_safe_plans_or_none(seed: int) -> None:
     gaps, profile = Gaps(graph), random_profile(rng, graph)
     fates = random_fates(rng, gaps)
     memory = least_bytes(graph) + rng.randrange(2 * sum(t.nbytes for t in graph.tensors) + 1)
-    plan = fit(Problem(graph, profile, memory), gaps, fates)
     decided = no_wait(gaps, memory, fates)
-    if plan is not None:
-        check(graph, profile, plan)
-        assert decided is not None
-        assert sequence_peak_bytes(graph, *decided) <= memory
-        kept = {g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not SWAP}
-        assert {p.tensor for p in plan.residents} == kept
-    elif decided is not None:
-        assert decided[0]  # it was made, but could not be placed
+    for delayed in (False, True):
+        problem = Problem(graph, profile, Memory(memory, counted=True))
+        plan = plan_of_fates(problem, gaps, fates, delayed=delayed)
+        assert (plan is None) == (decided is None)
+        if plan is not None:
+            check(graph, profile, plan)
+            assert sequence_peak_bytes(graph, *listed(decided)) <= memory
+            kept = {g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not SWAP}
+            assert {p.tensor for p in plan.residents} == kept
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -188,8 +185,8 @@ def test_random_fates_make_safe_plans_or_none(seed: int) -> None:
 def test_any_fates_fit_in_ample_memory(seed: int) -> None:
     rng, graph = random_case(seed)
     gaps, profile = Gaps(graph), random_profile(rng, graph)
-    memory = 4 * sum(-(-t.nbytes // PAGE) * PAGE for t in graph.tensors) + 2**16
-    plan = fit(Problem(graph, profile, memory), gaps, random_fates(rng, gaps))
+    memory = sum(t.aligned_bytes for t in graph.tensors) + 2**12
+    plan = plan_of_fates(Problem(graph, profile, Memory(memory, counted=True)), gaps, random_fates(rng, gaps))
     assert plan is not None
     check(graph, profile, plan)
 
@@ -209,7 +206,11 @@ def test_nothing_needs_less_memory_than_swapping_everything(seed: int) -> None:
 def test_all_kept_in_ample_memory_runs_at_the_resident_time(seed: int) -> None:
     rng, graph = random_case(seed)
     gaps, profile = Gaps(graph), random_profile(rng, graph)
-    plan = fit(Problem(graph, profile, 2 * sum(t.nbytes for t in graph.tensors) + 2**16), gaps, all_kept(gaps))
+    plan = plan_of_fates(
+        Problem(graph, profile, Memory(sum(t.aligned_bytes for t in graph.tensors) + 2**12, counted=True)),
+        gaps,
+        all_kept(gaps),
+    )
     assert plan is not None
     check(graph, profile, plan)
     assert simulate(graph, plan, profile).latency_s == pytest.approx(profile.compute_s)

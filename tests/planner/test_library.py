@@ -17,6 +17,7 @@ import cohabit.planner.profile
 from cohabit.planner import cache_file
 from cohabit.planner.errors import FormatError, InvalidGraph
 from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Placement
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link
@@ -28,7 +29,7 @@ from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 ROOT = Path(__file__).parents[2]
 GRAPH = chain([PAGE] * 3)
 PROFILE = profile_of(GRAPH)
-PROBLEM = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE)
+PROBLEM = Problem(GRAPH, PROFILE, Memory(4 * PAGE, PAGE))
 
 
 class Shelf:
@@ -62,11 +63,11 @@ def test_plan_is_stored_and_read_again(shelf: Shelf, monkeypatch: pytest.MonkeyP
     ("damage", "says"),
     [
         (lambda raw: b"\xff\xfe" + raw, "not a plan file"),
-        (lambda raw: raw.replace(b'"format_version":1', b'"format_version":2'), "upgrade Cohabit"),
-        (lambda raw: raw.replace(b'"format_version":1', b'"format_version":0'), "make the plan again"),
+        (lambda raw: raw.replace(b'"format_version":2', b'"format_version":3'), "upgrade Cohabit"),
+        (lambda raw: raw.replace(b'"format_version":2', b'"format_version":1'), "make the plan again"),
         (lambda raw: raw.replace(b'"steps"', b'"stops"'), "damaged"),
         (lambda raw: raw.replace(b'"after":[]', b'"after":[99]'), "plan refused"),
-        (lambda raw: raw.replace(b'"partition_bytes":4096', b'"partition_bytes":8192'), "8192 + 16384 bytes"),
+        (lambda raw: raw.replace(b'"partition_bytes":4096', b'"partition_bytes":8192'), "partition_bytes=8192"),
         (lambda raw: raw.replace(GRAPH.fingerprint.encode(), b"0" * 64), "was made for 000000000000"),
     ],
 )
@@ -106,10 +107,10 @@ def test_different_problems_have_different_files(shelf: Shelf) -> None:
     ]
     problems = [
         PROBLEM,
-        Problem(GRAPH, PROFILE, 2 * PAGE, 4 * PAGE),
-        Problem(GRAPH, PROFILE, PAGE, 5 * PAGE),
-        Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, residents),
-        *(Problem(GRAPH, other, PAGE, 4 * PAGE) for other in others),
+        Problem(GRAPH, PROFILE, Memory(4 * PAGE, 2 * PAGE)),
+        Problem(GRAPH, PROFILE, Memory(5 * PAGE, PAGE)),
+        Problem(GRAPH, PROFILE, Memory(4 * PAGE, PAGE), residents),
+        *(Problem(GRAPH, other, Memory(4 * PAGE, PAGE)) for other in others),
     ]
     paths = {shelf.library.plan_path(p, s) for p in problems for s in ("best", "genetic")}
     assert len(paths) == 2 * len(problems)
@@ -124,7 +125,7 @@ def test_plans_of_different_searchers_are_not_mixed_up(shelf: Shelf) -> None:
 
 
 def test_stored_residents_must_be_those_asked_for(shelf: Shelf) -> None:
-    fixed = Problem(GRAPH, PROFILE, PAGE, 4 * PAGE, (Placement(1, Address("partition", 0)),))
+    fixed = Problem(GRAPH, PROFILE, Memory(4 * PAGE, PAGE), (Placement(1, Address("partition", 0)),))
     other = known_or_searched(PROBLEM, shelf.library)
     cache_file.write(shelf.library.plan_path(fixed, "best"), cohabit.planner.plan.encode(other))
     assert known_or_searched(fixed, shelf.library).residents == fixed.residents
@@ -237,4 +238,4 @@ def test_whole_numbers_in_a_profile_do_not_change_its_fingerprint() -> None:
 
 def test_hand_written_plan_is_not_confused_with_its_neighbours() -> None:
     plan = hand_written_plan(GRAPH, PROFILE)
-    assert plan.fingerprint != msgspec.structs.replace(plan, workspace_bytes=4 * PAGE).fingerprint
+    assert plan.fingerprint != msgspec.structs.replace(plan, memory=Memory(4 * PAGE, PAGE)).fingerprint

@@ -13,18 +13,22 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.memory import Memory
+from cohabit.planner.offloading.pool import RANKS, ActivationPools, Rank
 from cohabit.planner.offloading.searcher import Offloading, OffloadingCandidate
 from cohabit.planner.plan import Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
+from cohabit.planner.schedule.table import SWAP_OUT
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.demand import Demand
-from cohabit.planner.sizing.deployment import ModelDemand, Room
+from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.division import deploy
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph, unet
-from tests.planner.reference import peak_bytes
+from tests.planner.reference import peak_bytes, sequence_peak_bytes
 
 NON_PARAMETERS = ("input", "activation")
 
@@ -37,7 +41,7 @@ def demand(graph: Graph, profile: Profile | None = None, name: str = "model") ->
 
 def least_bytes(model: ModelDemand) -> int:
     """Least memory in which a model can run in all its buckets."""
-    return Demand.of(model).leaner().least_bytes
+    return Demand.of(model).with_offloading().least_bytes
 
 
 def plain_least(graph: Graph) -> int:
@@ -51,9 +55,9 @@ def swapped_out(plan: Plan) -> set[int]:
 
 def planned(graph: Graph, budget_bytes: int) -> Plan:
     model = demand(graph)
-    partition, workspace = split_budget(model.graphs, model.profiles, budget_bytes)
-    assert partition + workspace <= budget_bytes
-    (plan,) = plan_model(model, Room(workspace, partition), None, quick=True).values()
+    memory = split_budget(model.graphs, model.profiles, budget_bytes)
+    assert memory.nbytes <= budget_bytes
+    (plan,) = plan_model(model, memory, None, quick=True).values()
     return plan
 
 
@@ -88,7 +92,7 @@ def test_the_least_memory_is_planned_and_a_page_less_is_refused_naming_both_ops(
 
 def test_a_budget_below_the_activations_peak_is_planned() -> None:
     graph = unet()
-    activations = Footprint.of(graph).activations.peak_bytes
+    activations = Footprint.of(graph).activation_bytes
     plan = planned(graph, activations - PAGE)
     check(graph, None, plan)
     assert swapped_out(plan)
@@ -136,10 +140,8 @@ def test_activations_that_are_all_in_use_cannot_leave() -> None:
 def test_a_search_keeps_improving_on_its_first_plan() -> None:
     graph = unet()
     profile = profile_of(graph, 1.0, bandwidth=20 * PAGE)
-    partition, workspace = split_budget(
-        {Bucket(1): graph}, {Bucket(1): profile}, least_bytes(demand(graph, profile)) + 20 * PAGE
-    )
-    problem = Problem(graph, profile, partition, workspace)
+    budget_bytes = least_bytes(demand(graph, profile)) + 20 * PAGE
+    problem = Problem(graph, profile, split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget_bytes))
     first = search(problem, limit=Limit(evaluations=1)).provenance
     best = search(problem).provenance
     assert first is not None
@@ -154,7 +156,7 @@ def test_a_narrow_window_is_widened_where_that_is_faster() -> None:
     profile = profile_of(graph, 1.0, bandwidth=20 * PAGE)
     footprint = Footprint.of(graph)
     workspace = footprint.least_workspace_bytes(0)
-    problem = Problem(graph, profile, 0, workspace)
+    problem = Problem(graph, profile, Memory(workspace))
     streaming, best = search(problem, "streaming").provenance, search(problem).provenance
     assert streaming is not None
     assert best is not None
@@ -184,10 +186,10 @@ def test_every_plan_of_a_random_graph_may_run(seed: int) -> None:
     rng = random.Random(seed)
     graph = with_changes_in_place(rng, random_graph(rng, 30))
     profile = random_profile(rng, graph)
-    leanest = -(-ActivationZones(graph).leanest().nbytes // PAGE) * PAGE
+    leanest = -(-ActivationPools(graph, profile).leanest().nbytes // PAGE) * PAGE
     partition = PAGE * rng.choice((0, 3, 9))
-    window = Footprint.of_zone(graph, leanest).least_workspace_bytes(partition)
-    problem = Problem(graph, profile, partition, window + PAGE * rng.choice((0, 2)))
+    window = Footprint.of_pool(graph, leanest).least_workspace_bytes(partition)
+    problem = Problem(graph, profile, Memory(window + PAGE * rng.choice((0, 2)), partition))
     searcher = Offloading(problem, seed)
     found = list(candidates(searcher, 8))
     assert found
@@ -200,19 +202,27 @@ def test_every_plan_of_a_random_graph_may_run(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_a_zone_of_any_size_holds_what_is_in_it(rank) -> None:  # type: ignore[no-untyped-def]
+def test_a_pool_of_any_size_holds_what_is_in_it(rank: Rank) -> None:
     graph = unet()
-    profile = profile_of(graph)
-    zones = ActivationZones(graph)
-    least, most = zones.leanest().nbytes, Footprint.of(graph).activations.peak_bytes
+    pools = ActivationPools(graph, profile_of(graph))
+    least, most = pools.leanest().nbytes, Footprint.of(graph).activation_bytes
     offloads = []
     for nbytes in range(least, most + 1, 8 * PAGE):
-        zone = zones.within(profile, nbytes, rank)
-        assert zone is not None
-        assert zone.nbytes <= nbytes
-        offloads.append(sum(a.verb.name == "SWAP_OUT" for a in zone.actions))
+        pool = pools.within(nbytes, rank)
+        assert pool is not None
+        assert pool.nbytes <= nbytes
+        assert pool.nbytes == sequence_peak_bytes(pools.graph, pool.actions, ())
+        offloads.append(sum(verb == SWAP_OUT for verb, _ in pool.actions))
     assert offloads[0] > offloads[-1]
-    assert zones.within(profile, least - 1, rank) is None
+    assert pools.within(least - 1, rank) is None
+
+
+def test_without_offloading_a_pool_takes_the_most_bytes_alive_at_once() -> None:
+    graph = unet()
+    pool = ActivationPools(graph, profile_of(graph)).within(Footprint.of(graph).activation_bytes, RANKS[0])
+    assert pool is not None
+    assert not any(verb == SWAP_OUT for verb, _ in pool.actions)
+    assert pool.nbytes == peak_activation_bytes(graph)
 
 
 def test_batch_sizes_share_their_residents() -> None:
@@ -220,8 +230,8 @@ def test_batch_sizes_share_their_residents() -> None:
     model = ModelDemand(
         "model", {Bucket(1): small, Bucket(2): large}, {Bucket(1): profile_of(small), Bucket(2): profile_of(large)}
     )
-    partition, workspace = split_budget(model.graphs, model.profiles, least_bytes(model) + 4 * PAGE)
-    plans = plan_model(model, Room(workspace, partition), None, quick=True)
+    memory = split_budget(model.graphs, model.profiles, least_bytes(model) + 4 * PAGE)
+    plans = plan_model(model, memory, None, quick=True)
     assert plans[Bucket(1)].residents == plans[Bucket(2)].residents
     assert swapped_out(plans[Bucket(2)])
     for batch, graph in model.graphs.items():
@@ -244,20 +254,15 @@ def test_one_more_model_finds_room_in_which_its_activations_must_be_offloaded() 
     graph = unet()
     model = demand(graph)
     least = least_bytes(model)
-    room = fit(model, [Room(least, 2 * PAGE)])
-    assert room is not None
-    plan = plan_model(model, room, None, quick=True)[Bucket(1)]
+    memory = fit(model, [Memory(least, 2 * PAGE)])
+    assert memory is not None
+    plan = plan_model(model, memory, None, quick=True)[Bucket(1)]
     assert swapped_out(plan)
     assert any(isinstance(step, SwapIn) and step.tensor in swapped_out(plan) for step in plan.steps)
-    assert fit(model, [Room(least - 4 * PAGE, 0)]) is None
+    assert fit(model, [Memory(least - 4 * PAGE, 0)]) is None
 
 
-def test_single_budgets_and_training_graphs_are_for_other_searchers() -> None:
-    graph = unet(2)
+def test_training_graphs_are_for_other_searchers() -> None:
     training = random_training_graph(random.Random(0))
-    for problem in (
-        Problem(graph, profile_of(graph), 100 * PAGE),
-        Problem(training, profile_of(training), 0, 100 * PAGE),
-    ):
-        with pytest.raises(UnsupportedProblem, match="ask another searcher"):
-            search(problem, "offloading")
+    with pytest.raises(UnsupportedProblem, match=r"offloading needs .* a graph that changes no parameters"):
+        search(Problem(training, profile_of(training), Memory(100 * PAGE)), "offloading")

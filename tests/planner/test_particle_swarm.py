@@ -9,10 +9,10 @@ import pytest
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.home.cost import TOO_MUCH_S, evaluate, overhead, seconds
 from cohabit.planner.papers.home.particle_swarm import (
     InitialParticles,
-    Particle,
     ParticleSwarm,
     filled,
     kept,
@@ -23,9 +23,10 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.schedule.alap import KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
 from cohabit.planner.schedule.gaps import Fate, Gaps
-from cohabit.planner.schedule.no_wait import fit, hastened, no_wait
+from cohabit.planner.schedule.no_wait import no_wait, with_earliest_swap_ins
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
+from tests.planner.actions import plan_of_fates
 from tests.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
 
 
@@ -49,7 +50,7 @@ def four_layers() -> Graph:
 
 def searched(problem: Problem, evaluations: int) -> tuple[Plan, float, float]:
     """The fastest plan, checked, its latency and that of the first candidate."""
-    swarm, latency_s = ParticleSwarm(problem, 0), dict[Particle, float]()
+    swarm, latency_s = ParticleSwarm(problem, 0), dict[bytes, float]()
     while len(latency_s) < evaluations and (candidates := swarm.ask()):
         costs = [swarm.evaluate(c, math.inf) for c in candidates]
         swarm.tell(candidates, costs)
@@ -62,7 +63,9 @@ def searched(problem: Problem, evaluations: int) -> tuple[Plan, float, float]:
 
 def estimate(gaps: Gaps, profile: Profile, fates: Codes, memory_bytes: int) -> tuple[float, float]:
     t, made = tables(gaps), alap(tables(gaps), fates)
-    return overhead(t, seconds(gaps, profile), made, hastened(made, t.nbytes, memory_bytes), memory_bytes)
+    return overhead(
+        t, seconds(gaps, profile), made, with_earliest_swap_ins(made, t.nbytes, memory_bytes), memory_bytes
+    )
 
 
 @pytest.mark.parametrize(("offload_s", "prefetch_s"), [(1.5, 1.25), (0.5, 1.25), (2.5, 0.5), (0.75, 0.75)])
@@ -97,7 +100,7 @@ def test_fates_that_need_more_than_the_memory_cost_the_more() -> None:
 
 
 def test_cost_model_predicts_the_simulator() -> None:
-    """On plans that were placed in the memory that the model assumes; it knows no other limit of placement."""
+    """On plans in the memory that the model assumes."""
     estimates, simulated = [], []
     for seed in range(400):
         rng = random.Random(seed)
@@ -108,10 +111,10 @@ def test_cost_model_predicts_the_simulator() -> None:
         memory = least_bytes(graph) + rng.randrange(12) * PAGE
         if no_wait(gaps, memory, fates) is None:
             continue
-        plan = fit(Problem(graph, profile, memory), gaps, fates, (1.0,), delayed=True)
-        if plan is not None:
-            estimates.append(estimate(gaps, profile, codes(fates), memory)[0])
-            simulated.append(simulate(graph, plan, profile).latency_s)
+        plan = plan_of_fates(Problem(graph, profile, Memory(memory, counted=True)), gaps, fates, delayed=True)
+        assert plan is not None
+        estimates.append(estimate(gaps, profile, codes(fates), memory)[0])
+        simulated.append(simulate(graph, plan, profile).latency_s)
     error = np.array(simulated) / np.array(estimates) - 1
     assert len(error) > 150
     assert np.abs(error).mean() < 0.03
@@ -147,13 +150,15 @@ def test_first_particles_fit() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         graph = random_training_graph(rng)
-        problem = Problem(graph, random_profile(rng, graph), least_bytes(graph) + rng.randrange(8) * PAGE)
+        problem = Problem(
+            graph, random_profile(rng, graph), Memory(least_bytes(graph) + rng.randrange(8) * PAGE, counted=True)
+        )
         start = InitialParticles(problem, Gaps(graph))
         draw = np.random.default_rng(seed)
         for particle in (start.base, start.greedy(1.0), start.greedy(0.5), *(start.random(draw) for _ in range(3))):
             fates = [Fate(code) for code in particle]
             assert all(fate in g.fates for fate, g in zip(fates, start.gaps.all, strict=True))
-            assert no_wait(start.gaps, problem.memory_bytes, fates) is not None
+            assert no_wait(start.gaps, problem.memory.nbytes, fates) is not None
 
 
 def test_kept_gaps_are_those_that_fit_one_after_the_other() -> None:
@@ -175,10 +180,10 @@ def test_kept_gaps_are_those_that_fit_one_after_the_other() -> None:
 
 
 def test_what_is_cheap_to_compute_is_computed_again_over_a_slow_link() -> None:
-    """A1 and A2 of Figure 4's network do not fit beside the scratch; to compute them takes a second, to copy ten."""
+    """A1 and A2 of Figure 4's network do not fit next to the scratch; to compute them takes a second, to copy ten."""
     graph = four_layers()
     for bandwidth, repeats in ((PAGE / 10, True), (PAGE * 100, False)):
-        problem = Problem(graph, profile_of(graph, bandwidth=bandwidth), 3 * PAGE + 1024)
+        problem = Problem(graph, profile_of(graph, bandwidth=bandwidth), Memory(3 * PAGE + 1024, counted=True))
         plan, _, _ = searched(problem, 100)
         computed = sum(isinstance(step, Compute) for step in plan.steps)
         assert (computed > len(graph.ops)) == repeats
@@ -193,9 +198,11 @@ def test_swarm_comes_close_to_the_best_of_all_fates() -> None:
         choices = [g.fates for g in gaps.all]
         if not 2 <= len(choices) <= 5:
             continue
-        problem = Problem(graph, random_profile(rng, graph), least_bytes(graph) + rng.randrange(5) * PAGE)
+        problem = Problem(
+            graph, random_profile(rng, graph), Memory(least_bytes(graph) + rng.randrange(5) * PAGE, counted=True)
+        )
         swarm = ParticleSwarm(problem, 0)
-        all_s = [swarm.evaluate(Particle(codes(c).tobytes()), 0.0).latency_s for c in itertools.product(*choices)]
+        all_s = [swarm.evaluate(codes(c).tobytes(), 0.0).latency_s for c in itertools.product(*choices)]
         if not min(all_s):
             continue
         _, best_s, first_s = searched(problem, 40)

@@ -22,33 +22,53 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import CohabitError, FormatError, InvalidPlan
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.schedule.serial import least_bytes, serial
+from cohabit.planner.schedule.serial import least_bytes, serial_schedule
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.schedule.table import columns, counted, peak_bytes
+from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
 from tests.planner.format_checker import Broken, Json, check_plan, graph_fingerprint
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+from tests.planner.graphs import (
+    PAGE,
+    chain,
+    profile_of,
+    random_actions,
+    random_graph,
+    random_profile,
+    random_training_graph,
+)
 
 PAGE_OF_THE_FORMAT = Path(__file__).parents[2] / "docs" / "plan-format.md"
 seeds = st.integers(0, 10**6)
 
 
 def made(rng: random.Random) -> tuple[Graph, Profile, Plan]:
-    """A plan by the search that serving uses, by the serial rule, or by that with recomputation or more memory."""
-    kind = rng.choice(("streaming", "serial", "training", "training", "on_demand"))
-    graph = random_training_graph(rng, 4) if kind == "training" else random_graph(rng, 8)
+    """A plan by a serving search, by the serial rule, by one with recomputation, or of random actions."""
+    kind = rng.choice(("streaming", "offloading", "serial", "random", "random", "on_demand"))
+    is_training = kind not in ("streaming", "offloading") and rng.random() < 0.5
+    graph = random_training_graph(rng, 4) if is_training else random_graph(rng, 8)
     profile = random_profile(rng, graph)
-    if kind == "streaming":
+    if kind in ("streaming", "offloading"):
         partition = PAGE * rng.randint(0, 12)
         workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.randint(0, 5)
-        return graph, profile, search(Problem(graph, profile, partition, workspace), limit=Limit(evaluations=12))
-    memory = least_bytes(graph) + PAGE * rng.randint(0, 20)
-    if kind == "on_demand" or rng.random() < 0.5:
-        return graph, profile, search(Problem(graph, profile, memory, overlay=True), "on_demand")
-    actions = serial(graph)
-    return graph, profile, write(Problem(graph, profile, memory), actions, (), lay_out(graph, actions, ()))
+        problem = Problem(graph, profile, Memory(workspace, partition))
+        return graph, profile, search(problem, kind, limit=Limit(evaluations=12))
+    memory = Memory(least_bytes(graph) + PAGE * rng.randint(0, 20), counted=True)
+    problem = Problem(graph, profile, memory)
+    if kind == "on_demand":
+        return graph, profile, search(problem, "on_demand")
+    if kind == "serial":
+        return graph, profile, write(problem, serial_schedule(problem), memory.nbytes)
+    actions, residents = random_actions(rng, graph)
+    pool_bytes = peak_bytes(problem.arrays, *columns(actions), residents)
+    problem = Problem(graph, profile, replace(memory, workspace_bytes=pool_bytes))
+    schedule = counted(problem.arrays, *columns(actions), residents, pool_bytes)
+    assert schedule is not None
+    return graph, profile, write(problem, schedule, pool_bytes)
 
 
 def as_json(graph: Graph, plan: Plan) -> tuple[Json, Json]:
@@ -125,12 +145,8 @@ def forget_a_save(plan: Json, rng: random.Random) -> None:
 
 
 def addresses(plan: Json) -> list[Json]:
-    found = [p["address"] for p in (*plan["inputs"], *plan["residents"])]
-    for step in plan["steps"]:
-        found += [step["address"]] if "address" in step else []
-        found += step.get("outputs", [])
-        found += [step["scratch"]] if step.get("scratch") else []
-    return found
+    placed = (*plan["residents"], *(s for s in plan["steps"] if s["type"] == "swap_in"))
+    return [p["address"] for p in placed if p["address"] is not None]
 
 
 def move(plan: Json, rng: random.Random) -> None:
@@ -152,13 +168,36 @@ def rename(plan: Json, rng: random.Random) -> None:
 
 
 def shrink(plan: Json, rng: random.Random) -> None:
-    plan[rng.choice(("partition_bytes", "workspace_bytes"))] += rng.choice((-PAGE, PAGE, -64))
+    plan["memory"][rng.choice(("partition_bytes", "workspace_bytes"))] += rng.choice((-PAGE, PAGE, -64))
 
 
-def forget_a_placement(plan: Json, rng: random.Random) -> None:
-    placements = plan[rng.choice(("inputs", "residents"))]
-    if placements:
-        placements.pop(rng.randrange(len(placements)))
+def shrink_pool(plan: Json, rng: random.Random) -> None:
+    plan["pool_bytes"] += rng.choice((-PAGE, PAGE, -64, -1))
+
+
+def count_otherwise(plan: Json, _: random.Random) -> None:
+    plan["memory"]["counted"] = not plan["memory"]["counted"]
+
+
+def forget_an_address(plan: Json, rng: random.Random) -> None:
+    """Or give one to what has none."""
+    if placed := [*plan["residents"], *(s for s in plan["steps"] if s["type"] == "swap_in")]:
+        chosen = rng.choice(placed)
+        has_none = chosen["address"] is None
+        chosen["address"] = {"region": "workspace", "offset": plan["pool_bytes"]} if has_none else None
+
+
+def forget_a_resident(plan: Json, rng: random.Random) -> None:
+    if plan["residents"]:
+        plan["residents"].pop(rng.randrange(len(plan["residents"])))
+
+
+def drop_early(plan: Json, rng: random.Random) -> None:
+    """A drop of whatever some step uses, and a swap-in later."""
+    at = rng.randrange(len(plan["steps"]) + 1)
+    tensors = [p["tensor"] for p in plan["residents"]] or [s["tensor"] for s in plan["steps"] if "tensor" in s]
+    renumbered(plan, lambda j: j + (j >= at))
+    plan["steps"].insert(at, {"type": "drop", "tensor": rng.choice(tensors or [0])})
 
 
 def save_early(plan: Json, rng: random.Random) -> None:
@@ -180,7 +219,11 @@ BREAKS: tuple[Callable[[Any, random.Random], None], ...] = (
     other_region,
     rename,
     shrink,
-    forget_a_placement,
+    shrink_pool,
+    count_otherwise,
+    forget_an_address,
+    forget_a_resident,
+    drop_early,
     forget_a_save,
     save_early,
 )
@@ -212,16 +255,18 @@ def compare(rng: random.Random, plans: int) -> Counter[str]:
     return rules
 
 
-def training_step(*steps: Step) -> tuple[Graph, Plan]:
+def training_step(*steps: Step, counted: bool = False) -> tuple[Graph, Plan]:
     """`forward` reads the weights, `update` changes them; the weights start in memory."""
     tensors = (Tensor("w", 64, "state"), Tensor("x", 64, "input"), Tensor("y", 64, "activation"))
     ops = (Op("forward", "mm", (0, 1), (2,)), Op("update", "add_", (0, 2), (), 0, (0,)))
     graph = Graph("step", 1, "", tensors, ops, (2,))
-    resident, x = Placement(0, Address("partition", 0)), Placement(1, Address("partition", 64))
-    return graph, Plan(graph.fingerprint, "", 192, 0, (x,), (resident,), steps)
+    resident = Placement(0, None if counted else HOME)
+    memory = Memory(192, 0, True) if counted else Memory(128, 64)
+    return graph, Plan(graph.fingerprint, "", memory, 192 if counted else 128, (resident,), steps)
 
 
-FORWARD, UPDATE = Compute(0, (Address("partition", 128),)), Compute(1)
+HOME = Address("partition", 0)
+FORWARD, UPDATE = Compute(0), Compute(1)
 
 
 @pytest.mark.parametrize(
@@ -229,26 +274,70 @@ FORWARD, UPDATE = Compute(0, (Address("partition", 128),)), Compute(1)
     [
         (None, (FORWARD, UPDATE)),
         (None, (SwapOut(0), FORWARD, replace(UPDATE, after=(0,)))),
-        (None, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, Address("partition", 0), (2,)))),
-        (12, (FORWARD, UPDATE, SwapOut(0, (0,)))),
-        (15, (SwapOut(0), FORWARD, UPDATE)),
-        (17, (FORWARD, UPDATE, UPDATE)),
-        (11, (FORWARD, UPDATE, Drop(0), SwapIn(0, Address("partition", 0), (1,)))),
+        (None, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, HOME, (2,)))),
+        (14, (FORWARD, UPDATE, SwapOut(0, (0,)))),
+        (17, (SwapOut(0), FORWARD, UPDATE)),
+        (19, (FORWARD, UPDATE, UPDATE)),
+        (13, (FORWARD, UPDATE, Drop(0), SwapIn(0, HOME, (1,)))),
+        (2, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, None, (2,)))),
     ],
 )
 def test_changes_in_place_follow_the_written_rules(rule: int | None, steps: tuple[Step, ...]) -> None:
-    graph, plan = training_step(*steps)
+    both_say(rule, *training_step(*steps))
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps"),
+    [
+        (None, (FORWARD, UPDATE)),
+        (None, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, None, (2,)))),
+        (9, (SwapOut(0), Drop(0), SwapIn(0, None, (0,)), replace(FORWARD, after=(2,)), UPDATE)),
+        (None, (FORWARD, SwapOut(0), Drop(0), SwapIn(0, None, (0, 1)), replace(UPDATE, after=(3,)))),
+        (8, (FORWARD, SwapOut(0), Drop(0), SwapIn(0, None, (1,)), replace(UPDATE, after=(3,)))),
+        (2, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, HOME, (2,)))),
+    ],
+)
+def test_state_that_is_counted_follows_the_written_rules(rule: int | None, steps: tuple[Step, ...]) -> None:
+    both_say(rule, *training_step(*steps, counted=True))
+
+
+def both_say(rule: int | None, graph: Graph, plan: Plan) -> None:
     data, plain = as_json(graph, plan)
-    assert (verdict(graph, plain) is None) == (rule is None)
+    assert (verdict(graph, plain) is None) == (rule is None), verdict(graph, plain)
     assert (other_verdict(data, plain) or "None").partition(":")[0] == str(rule)
 
 
+def test_bytes_that_may_still_be_in_use_are_counted() -> None:
+    """x comes back next to w, and to y, which may be on its way out, once `forward` and x's swap-out have ended."""
+    tensors = (Tensor("w", 60, "parameter"), Tensor("x", 60, "input"), Tensor("y", 60, "activation"))
+    ops = (Op("forward", "mm", (0, 1), (2,)), Op("use", "sum", (1,), ()))
+    graph = Graph("saved", 1, "", tensors, ops, ())
+    for pool_bytes, after, rule in ((192, (0,), 8), (192, (0, 1), None), (192, (3,), None), (191, (3,), 8)):
+        steps = (SwapOut(1), FORWARD, Drop(1), SwapOut(2, (1,)), Drop(2), SwapIn(1, None, after), Compute(1, (5,)))
+        plan = Plan(graph.fingerprint, "", Memory(192, 0, True), pool_bytes, (Placement(0),), steps)
+        both_say(rule, graph, plan)
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps"),
+    [
+        (None, (SwapIn(1), Drop(1), replace(FORWARD, after=(0,)))),
+        (23, (SwapIn(1), Drop(1), FORWARD)),
+        (23, (FORWARD, SwapIn(1))),
+        (None, (FORWARD, Drop(0), SwapIn(0, None, (0,)))),
+    ],
+)
+def test_only_residents_may_arrive_while_the_next_inference_runs(rule: int | None, steps: tuple[Step, ...]) -> None:
+    """It takes the bytes of everything else as free: of V, which nothing reads, too."""
+    tensors = (Tensor("w", 64, "parameter"), Tensor("v", 64, "parameter"), Tensor("y", 64, "activation"))
+    graph = Graph("unread", 1, "", tensors, (Op("forward", "mm", (0,), (2,)),), ())
+    both_say(rule, graph, Plan(graph.fingerprint, "", Memory(256, 0, True), 256, (Placement(0),), steps))
+
+
 def test_state_that_is_no_resident_is_saved_by_the_end() -> None:
-    graph, plan = training_step(SwapIn(0, Address("partition", 0)), replace(FORWARD, after=(0,)), UPDATE)
-    for steps, rule in ((plan.steps, "20"), ((*plan.steps, SwapOut(0, (2,))), None)):
-        data, plain = as_json(graph, replace(plan, residents=(), steps=steps))
-        assert (verdict(graph, plain) is None) == (rule is None)
-        assert (other_verdict(data, plain) or ":").partition(":")[0] == (rule or "")
+    graph, plan = training_step(SwapIn(0, HOME), replace(FORWARD, after=(0,)), UPDATE)
+    for steps, rule in ((plan.steps, 22), ((*plan.steps, SwapOut(0, (2,))), None)):
+        both_say(rule, graph, replace(plan, residents=(), steps=steps))
 
 
 def test_example_of_the_page_is_right() -> None:
@@ -284,6 +373,7 @@ def test_page_names_every_field_and_no_other() -> None:
         cohabit.planner.profile.Profile,
         cohabit.planner.profile.Link,
         cohabit.planner.plan.Plan,
+        Memory,
         cohabit.planner.plan.Placement,
         cohabit.planner.plan.Address,
         cohabit.planner.plan.Compute,
@@ -312,7 +402,7 @@ def test_fingerprints_are_those_of_the_files() -> None:
 
 GRAPH = chain([PAGE] * 3)
 PROFILE = profile_of(GRAPH, op_s=0.25)
-PLAN = search(Problem(GRAPH, PROFILE, PAGE, 4 * PAGE), limit=Limit(evaluations=4))
+PLAN = search(Problem(GRAPH, PROFILE, Memory(4 * PAGE, PAGE)), limit=Limit(evaluations=4))
 
 
 def read_all(graph: bytes, profile: bytes, plan: bytes) -> None:

@@ -12,6 +12,7 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.order import by_parameters, has_reuse, reordered
 from cohabit.planner.plan import Address, Compute, Drop, Placement, SwapIn
 from cohabit.planner.problem import TIE, Limit, Problem
@@ -29,7 +30,7 @@ def test_figure_3_of_swapadvisor() -> None:
     do not change.
     """
     graph = chain([PAGE] * 3)
-    plan = search(Problem(graph, profile_of(graph), 0, 4 * PAGE))
+    plan = search(Problem(graph, profile_of(graph), Memory(4 * PAGE)))
     w1, w2, w3 = 0, 1, 2
     first, second = (Address("workspace", i * PAGE) for i in (2, 3))
     moves = [s for s in plan.steps if isinstance(s, SwapIn)]
@@ -49,13 +50,13 @@ def test_every_plan_is_safe_and_no_faster_than_the_bound(seed: int) -> None:
     profile = random_profile(rng, graph)
     partition = PAGE * rng.randint(0, 16)
     workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((0, 0, 1, 3, 9))
-    plan = search(Problem(graph, profile, partition, workspace), seed=seed, limit=Limit(evaluations=80))
+    plan = search(Problem(graph, profile, Memory(workspace, partition)), seed=seed, limit=Limit(evaluations=80))
     check(graph, profile, plan)
     timeline = simulate(graph, plan, profile)
     assert plan.provenance is not None
     assert timeline.latency_s == pytest.approx(plan.provenance.latency_s)
     assert timeline.period_s == pytest.approx(plan.provenance.period_s)
-    assert latency_bound(graph, profile, partition, workspace) <= timeline.latency_s
+    assert latency_bound(graph, profile, Memory(workspace, partition)) <= timeline.latency_s
     # Where copies slow ops down, a plan may be slower than its candidate was judged to be, because it copies earlier.
     slack = 1.02 if profile.compute_slowdown > 1 or profile.swap_slowdown > 1 else TIE
     assert timeline.latency_s <= plan.provenance.baseline_s * slack + 1e-12
@@ -70,7 +71,7 @@ def test_every_wait_of_a_plan_is_necessary(seed: int) -> None:
     profile = random_profile(rng, graph)
     partition = PAGE * rng.randint(0, 12)
     workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.randint(0, 6)
-    plan = search(Problem(graph, profile, partition, workspace), limit=Limit(evaluations=60))
+    plan = search(Problem(graph, profile, Memory(workspace, partition)), limit=Limit(evaluations=60))
     for index, step in enumerate(plan.steps):
         if isinstance(step, Compute | SwapIn) and step.after:
             steps = (*plan.steps[:index], replace(step, after=()), *plan.steps[index + 1 :])
@@ -87,8 +88,10 @@ def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
     profile = random_profile(rng, graph)
     partition = PAGE * rng.randint(0, 16)
     least = Footprint.of(graph).least_workspace_bytes(partition)
-    residents = search(Problem(graph, profile, partition, least + 4 * PAGE), limit=Limit(evaluations=60)).residents
-    plan = search(Problem(graph, profile, partition, least, residents))
+    residents = search(
+        Problem(graph, profile, Memory(least + 4 * PAGE, partition)), limit=Limit(evaluations=60)
+    ).residents
+    plan = search(Problem(graph, profile, Memory(least, partition), residents))
     check(graph, profile, plan)
     assert plan.residents == residents
 
@@ -104,12 +107,12 @@ def test_least_budget_of_activations_that_stay_is_exact(seed: int) -> None:
     footprints = [Footprint.of(reordered(graph, profile, order)[0]) for order in orders]
     footprint = min(footprints, key=lambda f: f.least_workspace_bytes(partition))
     least = footprint.least_workspace_bytes(partition)
-    problem = Problem(graph, profile, partition, least)
+    problem = Problem(graph, profile, Memory(least, partition))
     check(graph, profile, search(problem, "streaming", limit=Limit(evaluations=60)))
     if least <= PAGE:  # without a workspace it is another problem
         return
     with pytest.raises(InfeasibleBudget) as refusal:
-        search(Problem(graph, profile, partition, least - PAGE), "streaming")
+        search(Problem(graph, profile, Memory(least - PAGE, partition)), "streaming")
     assert refusal.value.least_bytes == partition + least
     assert str(refusal.value.op).partition(" ")[0] in {op.name for op in graph.ops}
     assert least - footprint.activation_bytes == window_by_trying_all(footprint, partition)
@@ -141,7 +144,7 @@ def test_least_partition_mirrors_least_workspace() -> None:
 def test_chain_reaches_the_bound(pages: int) -> None:
     """Four ops of a second, four weights of a second each: with any partition, only the first weights are late."""
     graph = chain([PAGE] * 4)
-    plan = search(Problem(graph, profile_of(graph), pages * PAGE, 6 * PAGE))
+    plan = search(Problem(graph, profile_of(graph), Memory(6 * PAGE, pages * PAGE)))
     assert plan.provenance is not None
     assert plan.provenance.latency_s == pytest.approx(5.0 if pages == 0 else 4.0)
     assert plan.provenance.gap == pytest.approx(0.0, abs=1e-8)
@@ -154,7 +157,7 @@ def test_parameters_stream_through_what_the_processor_s_cache_holds(window_pages
     graph = chain([PAGE] * 40)
     profile = profile_of(graph, op_s=0.9, window_bytes=PAGE * window_pages)
     partition, workspace = 6 * PAGE, Footprint.of(graph).activation_bytes + 10 * PAGE
-    plan = search(Problem(graph, profile, partition, workspace), searcher, limit=Limit(evaluations=200))
+    plan = search(Problem(graph, profile, Memory(workspace, partition)), searcher, limit=Limit(evaluations=200))
     places = {s.address for s in plan.steps if isinstance(s, SwapIn)}
     if window_pages == 4:
         assert len(places) == 4
@@ -166,7 +169,7 @@ def test_parameters_stream_through_what_the_processor_s_cache_holds(window_pages
 def test_period_decides_between_equal_latencies() -> None:
     """One resident of two would do for the latency; only with W0 kept and W1 streamed is nothing copied twice."""
     graph = chain([PAGE] * 2)
-    plan = search(Problem(graph, profile_of(graph), PAGE, 3 * PAGE))
+    plan = search(Problem(graph, profile_of(graph), Memory(3 * PAGE, PAGE)))
     assert [r.tensor for r in plan.residents] == [0]
     assert sum(isinstance(s, SwapIn) for s in plan.steps) == 1
     assert plan.provenance is not None
@@ -177,7 +180,7 @@ def test_the_search_goes_on_where_residents_are_given() -> None:
     """Their one guess leaves nothing to try at the start; the walks come after."""
     graph = chain([4 * PAGE, PAGE, 3 * PAGE, 2 * PAGE, 4 * PAGE, PAGE])
     residents = (Placement(0, Address("partition", 0)),)
-    problem = Problem(graph, profile_of(graph, bandwidth=PAGE / 2), 4 * PAGE, 8 * PAGE, residents)
+    problem = Problem(graph, profile_of(graph, bandwidth=PAGE / 2), Memory(8 * PAGE, 4 * PAGE), residents)
     plan = search(problem, "streaming", limit=Limit(evaluations=40))
     assert plan.provenance is not None
     assert plan.provenance.evaluations == 40
@@ -188,7 +191,7 @@ def test_displaced_residents_come_back_in_the_epilogue() -> None:
     """The window is empty: op1 can only run where W0 was."""
     graph = chain([PAGE] * 2)
     residents = (Placement(0, Address("partition", 0)),)
-    plan = search(Problem(graph, profile_of(graph), PAGE, 2 * PAGE, residents))
+    plan = search(Problem(graph, profile_of(graph), Memory(2 * PAGE, PAGE), residents))
     epilogue = [s for s in plan.steps[plan.epilogue_start :] if isinstance(s, SwapIn)]
     assert [(s.tensor, s.address) for s in epilogue] == [(0, Address("partition", 0))]
     assert simulate(graph, plan, profile_of(graph)).period_s == pytest.approx(4.0)
@@ -198,7 +201,7 @@ def test_one_parameter_read_by_many_ops_is_copied_once() -> None:
     tensors = (parameter("W"), *(Tensor(f"A{i}", 64, "activation") for i in range(3)))
     ops = tuple(Op(f"op{i}", "t", (0,) if i == 0 else (0, i), (i + 1,)) for i in range(3))
     graph = Graph("tied", 1, "w", tensors, ops, (3,))
-    plan = search(Problem(graph, profile_of(graph), 0, 2 * PAGE))
+    plan = search(Problem(graph, profile_of(graph), Memory(2 * PAGE)))
     assert sum(isinstance(s, SwapIn) for s in plan.steps) == 1
 
 
@@ -207,7 +210,7 @@ def test_two_parameters_of_one_op_never_share_bytes() -> None:
     tensors = (parameter("W1", 2 * PAGE), parameter("W2", 2 * PAGE), parameter("W3", PAGE))
     tensors += (Tensor("A", 64, "activation"), Tensor("B", 64, "activation"))
     graph = Graph("pair", 1, "w", tensors, (Op("op0", "t", (2, 0), (3,)), Op("op1", "t", (3, 1, 2), (4,))), (4,))
-    plan = search(Problem(graph, profile_of(graph), 0, 4 * PAGE))
+    plan = search(Problem(graph, profile_of(graph), Memory(4 * PAGE)))
     check(graph, None, plan)
 
 
@@ -215,7 +218,7 @@ def test_two_parameters_of_one_op_never_share_bytes() -> None:
 def test_graph_without_ops_has_a_plan(outputs: tuple[int, ...]) -> None:
     graph = Graph("identity", 1, "w", (parameter("W"), Tensor("X", 100, "input")), (), outputs)
     for partition, workspace in ((0, 2 * PAGE), (PAGE, PAGE)):
-        plan = search(Problem(graph, profile_of(graph), partition, workspace))
+        plan = search(Problem(graph, profile_of(graph), Memory(workspace, partition)))
         assert not any(isinstance(s, Compute) for s in plan.steps)
 
 
@@ -224,7 +227,7 @@ def test_residents_that_a_batch_does_not_read_are_left_alone() -> None:
     tensors = (*whole.tensors, parameter("unread", 2 * PAGE))
     graph = Graph("unread", 1, "w", tensors, whole.ops, whole.outputs)
     residents = (Placement(7, Address("partition", PAGE)), Placement(0, Address("partition", 0)))
-    plan = search(Problem(graph, profile_of(graph), 4 * PAGE, 3 * PAGE, residents))
+    plan = search(Problem(graph, profile_of(graph), Memory(3 * PAGE, 4 * PAGE), residents))
     assert not any(isinstance(s, SwapIn | Drop) and s.tensor == 7 for s in plan.steps)
 
 
@@ -232,29 +235,29 @@ def test_impossible_residents_are_refused() -> None:
     graph = chain([PAGE] * 3)
     for address in (Address("partition", PAGE), Address("partition", 64), Address("workspace", 0)):
         with pytest.raises(InvalidPlan, match="resident W0 is at"):
-            search(Problem(graph, profile_of(graph), PAGE, 4 * PAGE, (Placement(0, address),)))
+            search(Problem(graph, profile_of(graph), Memory(4 * PAGE, PAGE), (Placement(0, address),)))
 
 
 def test_same_seed_same_plan() -> None:
     graph = random_graph(random.Random(5), most_ops=40)
-    problem = Problem(graph, random_profile(random.Random(5), graph), 6 * PAGE, 40 * PAGE)
+    problem = Problem(graph, random_profile(random.Random(5), graph), Memory(40 * PAGE, 6 * PAGE))
     assert search(problem, seed=3) == search(problem, seed=3)
 
 
 def test_progress_is_reported() -> None:
     graph = chain([PAGE] * 6)
     seen: list[tuple[int, float, float]] = []
-    search(Problem(graph, profile_of(graph), PAGE, 3 * PAGE), on_progress=lambda *p: seen.append(p))
+    search(Problem(graph, profile_of(graph), Memory(3 * PAGE, PAGE)), on_progress=lambda *p: seen.append(p))
     assert seen[0][0] == 1
     assert [s[1] for s in seen] == sorted((s[1] for s in seen), reverse=True)
 
 
 def test_profile_of_another_graph_is_refused() -> None:
     with pytest.raises(FingerprintMismatch):
-        search(Problem(chain([PAGE]), profile_of(chain([PAGE] * 2)), 0, 9 * PAGE))
+        search(Problem(chain([PAGE]), profile_of(chain([PAGE] * 2)), Memory(9 * PAGE)))
 
 
 def test_infeasible_budget_says_what_would_do() -> None:
     graph = chain([PAGE, 3 * PAGE, PAGE])
     with pytest.raises(InfeasibleBudget, match=r"chain: op op1 needs a budget of 24\.0 KiB"):
-        search(Problem(graph, profile_of(graph), PAGE, 4 * PAGE))
+        search(Problem(graph, profile_of(graph), Memory(4 * PAGE, PAGE)))

@@ -12,6 +12,7 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.serving import LONGEST_LEAD, ServingChromosome, ServingGenetic
 from cohabit.planner.plan import Compute, SwapIn
 from cohabit.planner.problem import UNFIT, Limit, Problem
@@ -19,7 +20,7 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import ModelDemand, Room
+from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.streaming.anneal import FITS
 from cohabit.planner.streaming.searcher import Streaming
@@ -32,11 +33,11 @@ def random_problem(rng: random.Random) -> Problem:
     graph = random_graph(rng, 20)
     profile, partition = random_profile(rng, graph), PAGE * rng.randint(0, 16)
     workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((1, 1, 2, 3, 9))
-    problem = Problem(graph, profile, partition, workspace)
+    problem = Problem(graph, profile, Memory(workspace, partition))
     if rng.random() < 0.6:
         return problem
     residents = search(problem, "streaming", limit=Limit(evaluations=5)).residents
-    return Problem(graph, profile, partition, workspace, residents)
+    return Problem(graph, profile, Memory(workspace, partition), residents)
 
 
 def disturbed(found: ServingChromosome, rng: random.Random) -> ServingChromosome:
@@ -129,7 +130,7 @@ def test_tiny_chains_are_as_fast_as_any_plan(
 ) -> None:
     graph = chain([PAGE] * len(op_s))
     profile = profile_of(graph, op_s, bandwidth=PAGE / copy_s)
-    problem = Problem(graph, profile, partition * PAGE, (window + 2) * PAGE)
+    problem = Problem(graph, profile, Memory((window + 2) * PAGE, partition * PAGE))
     plan = search(problem, searcher, limit=Limit(evaluations=1000))
     assert plan.provenance is not None
     assert plan.provenance.latency_s == pytest.approx(least_latency_s(op_s, copy_s, partition, window))
@@ -148,7 +149,7 @@ def test_a_copy_may_go_ahead_of_one_that_waits_for_its_place() -> None:
     """
     graph = chain([PAGE, 2 * PAGE, 3 * PAGE, PAGE])
     profile = profile_of(graph, [4.0, 1.0, 0.5, 1.0])
-    problem = Problem(graph, profile, 2 * PAGE, 5 * PAGE)
+    problem = Problem(graph, profile, Memory(5 * PAGE, 2 * PAGE))
     searcher = ServingGenetic(problem, 0)
     (first,) = searcher.ask()
     fate = np.array([2, 0, 0, 0])
@@ -169,7 +170,9 @@ def test_best_takes_up_what_streaming_found() -> None:
     rng = random.Random(3)
     graph = random_graph(rng, 20)
     profile = random_profile(rng, graph)
-    problem = Problem(graph, profile, 4 * PAGE, Footprint.of(graph).least_workspace_bytes(4 * PAGE) + 4 * PAGE)
+    problem = Problem(
+        graph, profile, Memory(Footprint.of(graph).least_workspace_bytes(4 * PAGE) + 4 * PAGE, 4 * PAGE)
+    )
     streaming, genetic = Streaming(problem, 0), ServingGenetic(problem, 0)
     for _ in range(5):
         asked = streaming.ask()
@@ -189,7 +192,7 @@ def test_best_takes_up_what_streaming_found() -> None:
 def test_all_batch_sizes_share_the_residents_that_the_smallest_chose() -> None:
     graphs = {Bucket(b): chain([(7 * i % 5 + 1) * PAGE for i in range(12)], PAGE * b, b) for b in (1, 2)}
     demand = ModelDemand("chain", graphs, {b: profile_of(g, float(b.batch)) for b, g in graphs.items()})
-    plans = plan_model(demand, Room(14 * PAGE, 10 * PAGE), None, "genetic")
+    plans = plan_model(demand, Memory(14 * PAGE, 10 * PAGE), None, "genetic")
     assert plans[Bucket(1)].residents == plans[Bucket(2)].residents != ()
     for batch, plan in plans.items():
         check(graphs[batch], demand.profiles[batch], plan)
@@ -200,12 +203,12 @@ def test_all_batch_sizes_share_the_residents_that_the_smallest_chose() -> None:
 def test_activations_that_do_not_fit_are_refused() -> None:
     graph = unet()
     with pytest.raises(InfeasibleBudget):
-        search(Problem(graph, profile_of(graph), 0, Footprint.of(graph).activation_bytes - PAGE), "genetic")
+        search(Problem(graph, profile_of(graph), Memory(Footprint.of(graph).activation_bytes - PAGE)), "genetic")
 
 
 def test_the_search_ends_where_nothing_is_left_to_improve() -> None:
     graph = chain([PAGE] * 6)
-    plan = search(Problem(graph, profile_of(graph), 6 * PAGE, 4 * PAGE), "genetic")
+    plan = search(Problem(graph, profile_of(graph), Memory(4 * PAGE, 6 * PAGE)), "genetic")
     assert plan.provenance is not None
     assert plan.provenance.evaluations == 1
     assert len(plan.residents) == 6
@@ -214,6 +217,6 @@ def test_the_search_ends_where_nothing_is_left_to_improve() -> None:
 @pytest.mark.parametrize("searcher", ["genetic", "streaming"])
 def test_a_training_graph_is_refused_for_a_partition_and_a_workspace(searcher: str) -> None:
     graph = unrolled_training(2, 3, PAGE)
-    problem = Problem(graph, profile_of(graph, [1.0] * len(graph.ops)), 4 * PAGE, 40 * PAGE)
-    with pytest.raises(UnsupportedProblem, match="another searcher for a training graph, without a workspace"):
+    problem = Problem(graph, profile_of(graph, [1.0] * len(graph.ops)), Memory(40 * PAGE, 4 * PAGE))
+    with pytest.raises(UnsupportedProblem, match="a graph that changes no parameters"):
         search(problem, searcher, limit=Limit(evaluations=5))

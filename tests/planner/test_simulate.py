@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut, lane_of
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -48,68 +49,63 @@ def test_contention_slows_both_down() -> None:
     assert [(s.start_s, s.end_s) for s in spans[:3]] == [(0, 2.5), (0, 2), (2.5, 3.5)]
 
 
-def given_up_resident() -> tuple[Graph, Plan]:
-    """W1 starts in page 0, which op0 writes over; it is copied to page 2 for op1, and back behind it."""
+def test_an_op_waits_until_the_last_inference_has_brought_back_what_it_reads() -> None:
+    """
+    compute | op0 (1 s) | op1 |          | op0 | op1 |
+    swap_in |           | W1  | W0 (1 s) |
+
+    op1 needs W0's bytes for W1; the next inference's op0 reads W0.
+    """
     graph = chain([PAGE] * 2)
-    home, spare = Address("partition", 0), Address("partition", 2 * PAGE)
+    home = Address("partition", 0)
     steps = (
-        Drop(1),
-        SwapIn(1, spare),
-        Compute(0, (home,)),
+        Compute(0),
         Drop(2),
-        Compute(1, (Address("partition", 3 * PAGE),), after=(1,)),
-        Drop(3),
+        Drop(0),
+        SwapIn(1, home, (0,)),
+        Compute(1, (3,)),
         Drop(1),
-        SwapIn(1, home, after=(4,)),
+        SwapIn(0, home, (4,)),
     )
-    inputs = (Placement(2, Address("partition", 4 * PAGE)),)
-    residents = (Placement(0, Address("partition", PAGE)), Placement(1, home))
-    plan = Plan(graph.fingerprint, "", 5 * PAGE, 0, inputs, residents, steps)
+    plan = Plan(graph.fingerprint, "", Memory(2 * PAGE, PAGE), 2 * PAGE, (Placement(0, home),), steps)
     check(graph, None, plan)
-    return graph, plan
-
-
-def test_an_op_that_writes_over_a_resident_waits_until_the_last_inference_has_brought_it_back() -> None:
-    """
-    compute | op0 (2 s) | op1 |    | op0 (2 s) | op1 |
-    swap_in | W1  |           | W1 | W1 |
-
-    The first W1 of each inference goes to page 2, the second, which op0 waits for, back home.
-    """
-    graph, plan = given_up_resident()
-    timeline = simulate(graph, plan, profile_of(graph, [2.0, 1.0]))
+    timeline = simulate(graph, plan, profile_of(graph))
     assert (timeline.latency_s, timeline.period_s) == (3, 4)
 
 
-def test_an_op_that_writes_elsewhere_does_not_wait_for_a_resident_that_nobody_read() -> None:
-    graph, plan = given_up_resident()
-    steps = [
-        replace(s, outputs=(Address("partition", 5 * PAGE),)) if i == 2 else s for i, s in enumerate(plan.steps)
-    ]
-    elsewhere = replace(plan, partition_bytes=6 * PAGE, steps=tuple(steps))
-    check(graph, None, elsewhere)
-    assert simulate(graph, elsewhere, profile_of(graph, [2.0, 1.0])).period_s == 3
+def test_an_op_does_not_wait_for_residents_that_it_does_not_read() -> None:
+    """As above, with the ops in the other order of weights: W0 comes back while op0, which reads W1, runs."""
+    graph = chain([PAGE] * 2)
+    swapped = replace(graph, ops=tuple(replace(op, reads=(1 - k, *op.reads[1:])) for k, op in enumerate(graph.ops)))
+    home, spare = Address("partition", 0), Address("partition", PAGE)
+    steps = (
+        Compute(0),
+        Drop(2),
+        Compute(1),
+        Drop(0),
+        SwapIn(0, home, (2,)),
+    )
+    residents = (Placement(0, home), Placement(1, spare))
+    plan = Plan(swapped.fingerprint, "", Memory(2 * PAGE, 2 * PAGE), 2 * PAGE, residents, steps)
+    check(swapped, None, plan)
+    timeline = simulate(swapped, plan, profile_of(swapped, bandwidth=PAGE / 1.5))
+    assert (timeline.latency_s, timeline.period_s) == (2, 2.5)  # W0 takes 1.5 s, of which op0 hides one
 
 
 def test_graph_without_ops_takes_no_time() -> None:
     graph = Graph("empty", 1, "w", (), (), ())
-    timeline = simulate(graph, Plan(graph.fingerprint, "", 0, 0, (), (), ()), profile_of(graph))
+    timeline = simulate(graph, Plan(graph.fingerprint, "", Memory(0), 0, (), ()), profile_of(graph))
     assert (timeline.latency_s, timeline.period_s, timeline.spans) == (0.0, None, ())
 
 
 def random_steps(rng: random.Random, graph: Graph) -> tuple[Step, ...]:
     """Steps with random waits; such a plan would compute nonsense, but it takes time."""
-    address = hand_written_plan(graph, profile_of(graph)).inputs[0].address
     steps: list[Step] = []
     for index in range(rng.randint(1, 14)):
         after = tuple(sorted(rng.sample(range(index), rng.randint(0, min(2, index)))))
         tensor = rng.randrange(3)
-        steps.append(
-            rng.choice(
-                (Compute(tensor, (address,), after=after), SwapIn(tensor, address, after), SwapOut(tensor, after))
-            )
-        )
-    return (*steps, Compute(0, (address,)))
+        steps.append(rng.choice((Compute(tensor, after), SwapIn(tensor, None, after), SwapOut(tensor, after))))
+    return (*steps, Compute(0))
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -128,7 +124,9 @@ def test_simulator_agrees_with_exact_one_on_plans(seed: int) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng)
     profile = random_profile(rng, graph)
-    plan = search(Problem(graph, profile, PAGE * rng.randint(0, 12), 40 * PAGE), limit=Limit(evaluations=80))
+    plan = search(
+        Problem(graph, profile, Memory(40 * PAGE, PAGE * rng.randint(0, 12))), limit=Limit(evaluations=80)
+    )
     agree(graph, plan, profile)
 
 

@@ -10,12 +10,13 @@ from msgspec import structs
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import SwapIn
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.demand import Demand
-from cohabit.planner.sizing.deployment import Deployment, LayoutName, ModelDemand, Room
+from cohabit.planner.sizing.deployment import Deployment, LayoutName, ModelDemand
 from cohabit.planner.sizing.division import deploy, divide
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
 from tests.planner.graphs import PAGE, chain, profile_of, unrolled
@@ -51,8 +52,8 @@ def verify(models: list[ModelDemand], deployment: Deployment) -> None:
         assert entry.resident_bytes == sum(tensors[r.tensor].nbytes for r in residents.pop())
         assert entry.parameter_bytes == demand.graphs[Bucket(1)].parameter_bytes
         for batch, plan in entry.plans.items():
-            assert plan.partition_bytes == (entry.parameter_bytes if one_region else entry.partition_bytes)
-            assert plan.workspace_bytes == deployment.workspace_bytes
+            assert plan.memory.partition_bytes == (entry.parameter_bytes if one_region else entry.partition_bytes)
+            assert plan.memory.workspace_bytes == deployment.workspace_bytes
             check(demand.graphs[batch], demand.profiles[batch], plan)
     assert deployment.workspace_bytes <= top
     assert deployment.taken_bytes == deployment.workspace_bytes + memory - top
@@ -154,16 +155,18 @@ def test_no_models_need_no_memory(layout: LayoutName) -> None:
 def test_budget_is_split_where_latency_is_least() -> None:
     """No split that is tried by hand is faster."""
     demand = MODELS[1]
-    partition, workspace = split_budget(demand.graphs, demand.profiles, 16 * PAGE)
-    assert partition + workspace == 16 * PAGE
+    memory = split_budget(demand.graphs, demand.profiles, 16 * PAGE)
+    assert memory.nbytes == 16 * PAGE
 
     def latency_s(pages: int) -> float:
-        problem = Problem(demand.graphs[Bucket(1)], demand.profiles[Bucket(1)], (16 - pages) * PAGE, pages * PAGE)
+        problem = Problem(
+            demand.graphs[Bucket(1)], demand.profiles[Bucket(1)], Memory(pages * PAGE, (16 - pages) * PAGE)
+        )
         plan = search(problem, limit=Limit(evaluations=60))
         assert plan.provenance is not None
         return plan.provenance.latency_s
 
-    assert latency_s(workspace // PAGE) <= min(latency_s(pages) for pages in (8, 10, 12, 14, 16)) * 1.1
+    assert latency_s(memory.workspace_bytes // PAGE) <= min(latency_s(pages) for pages in (8, 10, 12, 14, 16)) * 1.1
 
 
 @pytest.mark.parametrize("pages", [24, 32, 40])
@@ -172,19 +175,20 @@ def test_a_recurrent_network_gets_the_workspace_in_which_it_needs_each_weight_on
     graph = unrolled(4, 12, 8 * PAGE)
     profile = profile_of(graph, 1.0, bandwidth=PAGE / 1.0)
     demand = ModelDemand("recurrent", {Bucket(1): graph}, {Bucket(1): profile})
-    rooms = [split_budget(demand.graphs, demand.profiles, pages * PAGE)]
     division = divide([demand], pages * PAGE)
-    rooms.append((division.partition_bytes[0], division.workspace_bytes))
-    for partition, workspace in rooms:
+    for memory in (
+        split_budget(demand.graphs, demand.profiles, pages * PAGE),
+        Memory(division.workspace_bytes, division.partition_bytes[0]),
+    ):
         for evaluations in (1, 200):
-            plan = search(Problem(graph, profile, partition, workspace), limit=Limit(evaluations=evaluations))
+            plan = search(Problem(graph, profile, memory), limit=Limit(evaluations=evaluations))
             copied = [step.tensor for step in plan.steps if isinstance(step, SwapIn)]
             assert len(copied) <= 4
 
 
 def test_least_budget_of_a_model_is_exact() -> None:
     demand = MODELS[1]
-    assert split_budget(demand.graphs, demand.profiles, 12 * PAGE)[1] <= 12 * PAGE
+    assert split_budget(demand.graphs, demand.profiles, 12 * PAGE).workspace_bytes <= 12 * PAGE
     with pytest.raises(InfeasibleBudget) as refusal:
         split_budget(demand.graphs, demand.profiles, 12 * PAGE - 1)
     assert refusal.value.least_bytes == 12 * PAGE
@@ -193,20 +197,20 @@ def test_least_budget_of_a_model_is_exact() -> None:
 def test_one_more_model_takes_the_room_in_which_it_is_fastest() -> None:
     """`large` has 14 pages of parameters, two of activations at batch 4, and an op that needs four at once."""
     demand = MODELS[1]
-    assert Demand.of(demand).leaner().least_bytes == 12 * PAGE
+    assert Demand.of(demand).with_offloading().least_bytes == 12 * PAGE
     assert fit(demand, []) is None
-    assert fit(demand, [Room(8 * PAGE, 3 * PAGE)]) is None, "an op's four pages lie neither here nor there"
-    roomy, tight = Room(8 * PAGE, 40 * PAGE), Room(8 * PAGE, 4 * PAGE)
+    assert fit(demand, [Memory(8 * PAGE, 3 * PAGE)]) is None, "an op's four pages lie neither here nor there"
+    roomy, tight = Memory(8 * PAGE, 40 * PAGE), Memory(8 * PAGE, 4 * PAGE)
     assert fit(demand, [tight]) == tight
-    assert fit(demand, [tight, roomy]) == Room(8 * PAGE, 14 * PAGE), "no more than it can use"
+    assert fit(demand, [tight, roomy]) == Memory(8 * PAGE, 14 * PAGE), "no more than it can use"
 
 
 def test_plans_of_one_model_are_found_again_and_a_quick_one_is_not_remembered(tmp_path: Path) -> None:
-    demand, room, library = MODELS[1], Room(10 * PAGE, 6 * PAGE), Library(tmp_path)
-    quick = plan_model(demand, room, library, quick=True)
-    assert library.plans(demand, room, "best") is None
-    plans = plan_model(demand, room, library)
-    assert library.plans(demand, room, "best") == plans
+    demand, memory, library = MODELS[1], Memory(10 * PAGE, 6 * PAGE), Library(tmp_path)
+    quick = plan_model(demand, memory, library, quick=True)
+    assert library.plans(demand, memory, "best") is None
+    plans = plan_model(demand, memory, library)
+    assert library.plans(demand, memory, "best") == plans
     for batch in demand.graphs:
         check(demand.graphs[batch], demand.profiles[batch], quick[batch])
         best, first = plans[batch].provenance, quick[batch].provenance
@@ -256,7 +260,7 @@ def test_every_lane_has_a_workspace_that_the_memory_has_to_hold(lanes: int) -> N
     for entry, demand in zip(deployment.entries, MODELS, strict=True):
         for batch, plan in entry.plans.items():
             check(demand.graphs[batch], demand.profiles[batch], plan)
-            assert plan.workspace_bytes == deployment.workspace_bytes
+            assert plan.memory.workspace_bytes == deployment.workspace_bytes
 
 
 def test_resident_models_of_two_lanes_need_one_workspace_more() -> None:

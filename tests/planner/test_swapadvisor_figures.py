@@ -6,6 +6,7 @@ from cohabit.planner.papers.swapadvisor.pool_lanes import write
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.allocations import (
     Allocation,
     AllocationSpace,
@@ -16,12 +17,14 @@ from cohabit.planner.papers.swapadvisor.allocations import (
 )
 from cohabit.planner.papers.swapadvisor.evolution import survival
 from cohabit.planner.papers.swapadvisor.genetic import THRESHOLD
-from cohabit.planner.papers.swapadvisor.pools import TensorSizes, object_bytes, pool_of, uses_of
+from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
+from cohabit.planner.papers.swapadvisor.pools import MemoryPool, TensorSizes, object_bytes, pool_of, uses_of
 from cohabit.planner.papers.swapadvisor.schedules import cross_schedules
-from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
+from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.schedule.write import write
 from tests.planner.graphs import profile_of
 
 MB = 2**20
@@ -31,7 +34,7 @@ COARSE = ([1, 1], [5])
 FINE = ([1, 2], [8, 1])
 
 
-def figure_1() -> Graph:
+def figure_1(alignment: int = 1) -> Graph:
     """The graph of Figure 1(a), and what makes its activations outlive it.
 
     The text fixes sizes, branches and parameters. It says that an activation "must be copied to CPU memory upon
@@ -39,9 +42,13 @@ def figure_1() -> Graph:
     backward op of zero seconds that reads the activations its forward op read (Concat's, A5 as well), in reverse
     order of the schedule. It reads no parameter: those are needed next in the next iteration, after all
     activations. The figure's weights are "initially in the CPU memory", so there is one pass and not two.
+
+    In the figure, a tensor takes an object of its pool; here it counts as its size, aligned.
     """
     sizes = {"W1": 1, "W2": 1, "W3": 1, "W4": 1, "A0": 1, "A1": 1, "A2": 2, "A3": 1, "A4": 1, "A5": 2}
-    tensors = [Tensor(n, mb * MB, "parameter" if n[0] == "W" else "activation") for n, mb in sizes.items()]
+    tensors = [
+        Tensor(n, mb * MB, "parameter" if n[0] == "W" else "activation", alignment) for n, mb in sizes.items()
+    ]
     number = {name: i for i, name in enumerate(sizes)}
     reads = {
         "Data": (),
@@ -60,6 +67,15 @@ def figure_1() -> Graph:
     graph = Graph("figure1", 1, "weights", tuple(tensors), tuple(ops), ())
     graph.validate()
     return graph
+
+
+def one_pass(graph: Graph, profile: Profile, order: list[int], pool: MemoryPool) -> Plan:
+    problem, (uses, _) = Problem(graph, profile, Memory(pool.nbytes, counted=True)), uses_of(graph, profile)
+    schedule = schedule_of_pool(problem, uses, np.array(order), pool, THRESHOLD, double_pass=False)
+    assert schedule is not None
+    plan = write(problem, schedule, pool.nbytes)
+    check(graph, profile, plan)
+    return plan
 
 
 Row = list[str | None]
@@ -81,22 +97,23 @@ def table(graph: Graph, profile: Profile, plan: Plan, until: str) -> dict[str, R
     return rows
 
 
-def run_figure_1(schedule: tuple[str, ...], allocation: tuple[list[int], list[int]]) -> dict[str, Row]:
-    graph = figure_1()
+def run_figure_1(
+    schedule: tuple[str, ...], allocation: tuple[list[int], list[int]], alignment: int = 1
+) -> dict[str, Row]:
+    graph = figure_1(alignment)
     profile = profile_of(graph, [1.0] * 6 + [0.0] * 5, bandwidth=MB)
     names = [op.name for op in graph.ops]
     order = [names.index(n) for n in schedule] + [names.index(f"{n}'") for n in schedule[:0:-1]]
-    uses, sizes = uses_of(graph, profile)
+    _, sizes = uses_of(graph, profile)
     pool = pool_of(sizes, *map(np.array, allocation))
     assert pool.nbytes == 10 * MB
-    plan = write(Problem(graph, profile, 10 * MB), uses, np.array(order), pool, THRESHOLD, double_pass=False)
-    check(graph, profile, plan)
+    plan = one_pass(graph, profile, order, pool)
     return table(graph, profile, plan, "Concat")
 
 
 def test_figure_1b_left_branch_first_five_objects_of_2_mb() -> None:
     """As printed, but that A3 and A2 stay until someone needs their place, which the part shown does not."""
-    assert run_figure_1(LEFT, COARSE) == {
+    assert run_figure_1(LEFT, COARSE, 2 * MB) == {
         "compute": ["Data", "Conv1", "Conv2", "Conv3", "Conv4", "Concat"],
         "swap_in": ["W1", "W2", "W3", "W4", "A1", None],
         "swap_out": [None, None, "A1", "A0", None, None],
@@ -105,11 +122,18 @@ def test_figure_1b_left_branch_first_five_objects_of_2_mb() -> None:
 
 def test_figure_1c_right_branch_first_five_objects_of_2_mb() -> None:
     """As printed, but that A3 and A0 stay until someone needs their place."""
-    assert run_figure_1(RIGHT, COARSE) == {
+    assert run_figure_1(RIGHT, COARSE, 2 * MB) == {
         "compute": ["Data", "Conv2", "Conv3", "Conv4", None, "Conv1", "Concat"],
         "swap_in": ["W2", "W3", "W4", None, "W1", None, None],
         "swap_out": [None, None, None, "A2", "A2", None, None],
     }
+
+
+def test_figure_1c_waits_for_no_object_where_bytes_are_counted() -> None:
+    """W4, which Conv4 reads, W1 and A0, A2, A3 and A4 are 7 MB of the 10: W1 need not wait for the swap-out of A2."""
+    found = run_figure_1(RIGHT, COARSE)
+    assert found["compute"] == ["Data", "Conv2", "Conv3", "Conv4", "Conv1", "Concat"]
+    assert found["swap_in"][:4] == ["W2", "W3", "W4", "W1"]
 
 
 def test_figure_1d_right_branch_first_objects_of_both_sizes() -> None:
@@ -141,16 +165,12 @@ def test_figure_3_w1_makes_room_for_w3_and_w2_for_a3() -> None:
     ops = (Op("op1", "any", (0,), (3,)), Op("op2", "any", (1, 3), (4,)), Op("op3", "any", (2, 3, 4), (5,)))
     graph = Graph("figure3", 1, "weights", tuple(tensors), ops, (5,))
     profile = profile_of(graph, bandwidth=MB)
-    uses, sizes = uses_of(graph, profile)
-    pool = pool_of(sizes, np.array([1]), np.array([4]))
-    plan = write(Problem(graph, profile, 4 * MB), uses, np.arange(3), pool, THRESHOLD, double_pass=False)
-    check(graph, profile, plan)
-    place = {step.tensor: step.address for step in plan.steps if isinstance(step, SwapIn)}
-    results = {graph.ops[s.op].writes[0]: s.outputs[0] for s in plan.steps if isinstance(s, Compute)}
-    assert place[2] == place[0]
-    assert results[5] == place[1]
+    _, sizes = uses_of(graph, profile)
+    plan = one_pass(graph, profile, [0, 1, 2], pool_of(sizes, np.array([1]), np.array([4])))
     assert not any(isinstance(step, SwapOut) for step in plan.steps)
     at = {(type(s), s.op if isinstance(s, Compute) else s.tensor): i for i, s in enumerate(plan.steps)}
+    assert at[Compute, 0] < at[Drop, 0] < at[SwapIn, 2]
+    assert at[Compute, 1] < at[Drop, 1] < at[Compute, 2]
     w3 = plan.steps[at[SwapIn, 2]]
     assert isinstance(w3, SwapIn)
     assert w3.after == (at[Compute, 0],)

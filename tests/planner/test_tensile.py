@@ -11,20 +11,23 @@ from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis
 from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
 from cohabit.planner.papers.tensile.order import actions_of, fates_of
 from cohabit.planner.papers.tensile.peak import MemoryUsage
 from cohabit.planner.papers.tensile.schedule import TensileSchedule
-from cohabit.planner.papers.tensile.searcher import ScheduleCandidate, ScheduleOptions, Tensile
-from cohabit.planner.plan import Compute
+from cohabit.planner.papers.tensile.searcher import RATES, ScheduleCandidate, Tensile
+from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.gaps import Fate, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.schedule.table import COMPUTE, GraphArrays, columns, peak_bytes
 from cohabit.planner.search.driver import search
+from tests.planner.actions import plan_of, swap_in, swap_out
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
 
@@ -75,8 +78,8 @@ class Case:
     most_swapped: float
     memory: int
 
-    def scheduled(self, *, duplex: bool = False, thorough: bool = True) -> TensileSchedule:
-        schedule = TensileSchedule(self.graph, self.profile, self.most_swapped, duplex=duplex, thorough=thorough)
+    def scheduled(self) -> TensileSchedule:
+        schedule = TensileSchedule(self.graph, self.profile, self.most_swapped)
         schedule.lower(self.memory)
         return schedule
 
@@ -93,12 +96,15 @@ def scheduled(graph: Graph, profile: Profile, memory: int = 0, most_swapped: flo
     return Case(graph, profile, most_swapped, memory).scheduled()
 
 
-def plan_of(schedule: TensileSchedule) -> None:
-    """Write and check the plan of a schedule, in as much memory as its layout takes."""
+def checked_plan(schedule: TensileSchedule) -> Plan:
+    """The plan of a schedule, in as much memory as its actions take."""
     axis = schedule.axis
     actions, residents = actions_of(axis)
-    placed = lay_out(axis.graph, actions, residents)
-    check(axis.graph, None, write(Problem(axis.graph, axis.profile, placed.peak_bytes), actions, residents, placed))
+    memory = peak_bytes(GraphArrays.of(axis.graph, axis.profile), *columns(actions), residents)
+    plan = plan_of(Problem(axis.graph, axis.profile, Memory(memory, counted=True)), actions, residents)
+    assert plan is not None
+    check(axis.graph, None, plan)
+    return plan
 
 
 def swapped(axis: Axis) -> int:
@@ -142,13 +148,13 @@ def test_large_tensor_at_the_peak_goes_out_as_early_and_comes_back_as_late_as_po
     assert [gap.back for gap in track.gaps] == [TransferSpan(5 * S, 7 * S)]
     assert system.usage.peak().nbytes == 4 * PAGE
     actions, _ = actions_of(system.axis)
-    computes = [i for i, a in enumerate(actions) if a.verb is ActionKind.COMPUTE]
+    computes = [i for i, a in enumerate(actions) if a[0] == COMPUTE]
     assert computes[0] < actions.index(swap_out(BIG)) < computes[1]
     assert computes[4] < actions.index(swap_in(BIG)) < computes[5]
 
 
 def test_swap_that_would_delay_an_op_is_not_scheduled() -> None:
-    """Four pages take four seconds: out by second 5, behind the peak at second 3."""
+    """Four pages take four seconds: out by second 5, after the peak at second 3."""
     graph = valley(4)
     system = scheduled(graph, profile_of(graph))
     assert not system.axis.tracks[BIG].released
@@ -180,7 +186,7 @@ def test_updated_weights_are_swapped_across_the_iteration() -> None:
     back = track.gaps[-1].back
     assert back is not None
     assert back.end_ns <= axis.runs[3].start_ns
-    plan_of(system)
+    checked_plan(system)
 
 
 def test_constant_weights_leave_without_a_transfer() -> None:
@@ -195,10 +201,7 @@ def test_hidden_schedule_costs_no_time() -> None:
     graph = training()
     profile = profile_of(graph, bandwidth=8.0 * PAGE)
     system = scheduled(graph, profile)
-    actions, residents = actions_of(system.axis)
-    placed = lay_out(graph, actions, residents)
-    plan = write(Problem(graph, profile, placed.peak_bytes), actions, residents, placed)
-    assert simulate(graph, plan, profile).latency_s == pytest.approx(profile.compute_s)
+    assert simulate(graph, checked_plan(system), profile).latency_s == pytest.approx(profile.compute_s)
 
 
 def recomputable(op_s: float = 1.0) -> tuple[Graph, Profile]:
@@ -222,12 +225,12 @@ def test_what_saves_most_per_second_is_computed_again() -> None:
     system = scheduled(graph, profile, 9 * PAGE)
     assert [run.op for run in system.axis.runs] == [0, 1, 2, 3, 4, 0, 5]
     assert system.usage.peak().nbytes == 9 * PAGE
-    plan_of(system)
+    checked_plan(system)
     graph, profile = recomputable(10.0)
     system = scheduled(graph, profile, 10 * PAGE)
     assert [run.op for run in system.axis.runs] == [0, 1, 2, 3, 4, 1, 5]
     assert system.usage.peak().nbytes == 10 * PAGE
-    plan_of(system)
+    checked_plan(system)
 
 
 def test_recomputation_uses_nothing_that_was_released() -> None:
@@ -238,18 +241,18 @@ def test_recomputation_uses_nothing_that_was_released() -> None:
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(seeds, st.booleans(), st.booleans())
-def test_schedules_become_plans_that_hold_what_was_counted(seed: int, duplex: bool, thorough: bool) -> None:
+@given(seeds)
+def test_schedules_become_plans_that_hold_what_was_counted(seed: int) -> None:
     """Transfers do not meet. A swap-out follows what made its version, meets no access, and is over when the tensor
     leaves; a swap-in is over when the tensor is needed, and it was out in between."""
     case = some_case(seed)
     bare = MemoryUsage(Axis(case.graph, case.profile)).peak().nbytes
-    system = case.scheduled(duplex=duplex, thorough=thorough)
+    system = case.scheduled()
     axis, peak = system.axis, system.usage.peak().nbytes
     assert peak <= bare
     actions, residents = actions_of(axis)
     assert sequence_peak_bytes(case.graph, actions, residents) <= peak
-    assert transfers_are_apart(axis, duplex)
+    assert transfers_are_apart(axis)
     updated = sum(track.kind == "state" and track.released for track in axis.tracks.values())
     accessed = sum(bool(track.accesses) for track in axis.tracks.values())
     assert swapped(axis) <= case.most_swapped * accessed + updated, "updated weights do not count"
@@ -261,20 +264,19 @@ def test_schedules_become_plans_that_hold_what_was_counted(seed: int, duplex: bo
             if gap.back is not None:
                 assert gap.back.end_ns <= (axis.end_ns if gap.early else gap.after.start_ns)
                 assert (gap.across and not gap.early) or axis.gone_ns(track, gap) < gap.back.start_ns
-    plan_of(system)
+    checked_plan(system)
     system.press_out(case.memory)
     assert system.usage.peak().nbytes <= case.memory
-    plan_of(system)
+    checked_plan(system)
     gaps = Gaps(case.graph)
     fates = fates_of(axis, gaps)
     if Fate.RECOMPUTE not in fates:  # their inputs may be brought back in another way
         assert no_wait(gaps, case.memory, fates) is not None
 
 
-def transfers_are_apart(axis: Axis, duplex: bool) -> bool:
-    ways = (True, False) if duplex else (None,)
-    lanes = [[span for span, swap_in in axis.spans() if way is None or swap_in == way] for way in ways]
-    return all(a.end_ns <= b.start_ns for lane in lanes for a, b in pairwise(sorted(lane)))
+def transfers_are_apart(axis: Axis) -> bool:
+    spans = sorted(axis.spans())
+    return all(a.end_ns <= b.start_ns for a, b in pairwise(spans))
 
 
 def test_maximum_swapping_rate_is_kept() -> None:
@@ -304,20 +306,22 @@ def test_fates_are_what_the_schedule_says_between_uses() -> None:
     assert fates == [Fate.RESTORE] + [Fate.SWAP] * 7
 
 
-def test_search_begins_with_the_papers_own_way() -> None:
+def test_search_tries_every_maximum_swapping_rate_with_and_without_the_times_of_transfers() -> None:
     graph, profile = recomputable()
-    searcher = Tensile(Problem(graph, profile, 9 * PAGE), 0)
-    (first,) = searcher.ask()
-    assert first == ScheduleCandidate(ScheduleOptions(1.0), timed=True)
-    searcher.tell([first], [searcher.evaluate(first, 0.0)])
-    assert searcher.ask() == [ScheduleCandidate(ScheduleOptions(1.0, duplex=True))], "the same with two channels"
-    assert ScheduleCandidate(ScheduleOptions(0.9), timed=False) in searcher.ask()
+    searcher = Tensile(Problem(graph, profile, Memory(9 * PAGE, counted=True)), 0)
+    asked = searcher.ask()
+    assert asked[0] == ScheduleCandidate(RATES[0], timed=True)
+    assert {(c.most_swapped, c.timed) for c in asked if c.most_swapped} == {
+        (rate, timed) for rate in RATES for timed in (True, False)
+    }
+    assert asked[-1] == ScheduleCandidate(None), "the serial schedule, where no other fits"
+    assert searcher.ask() == ()
 
 
 def test_recomputing_plan_beats_one_that_can_only_swap() -> None:
     """The link takes 100 seconds a page, computing A again one second."""
     graph, profile = recomputable()
-    plan = search(Problem(graph, profile, 9 * PAGE), "interval")
+    plan = search(Problem(graph, profile, Memory(9 * PAGE, counted=True)), "interval")
     assert plan.provenance is not None
     assert plan.provenance.latency_s == pytest.approx(7.0)
     assert [s.op for s in plan.steps if isinstance(s, Compute)] == [0, 1, 2, 3, 4, 0, 5]

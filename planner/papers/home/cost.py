@@ -64,7 +64,7 @@ def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_
     """Algorithm 2 over the actions of a sequence that fits in the memory, in this order.
 
     Returns the time of an iteration, and that of all copies, hidden or not.
-    One long function for the reason given in planner.sequence.alap.
+    One long function for the reason given in planner.schedule.alap.
     """
     start, ids, nbytes, scratch_bytes = t.start, t.ids, t.nbytes, t.scratch_bytes
     verb, what = made.verb, made.what
