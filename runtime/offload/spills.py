@@ -102,7 +102,9 @@ def _spill(
         if not is_dropped and tensor in graph.outputs:
             uses.append(len(number) - 1)  # until the last op has ended
         if not live.uses and is_dropped:
-            raise UnsupportedPlan(f"{graph.name}: the plan holds {what.name} and drops it before any op has read it")
+            raise UnsupportedPlan(
+                f"{graph.name}: the plan holds {what.name} and drops it before any op has read it"
+            )
         intervals.append(
             SpillInterval(
                 maker=number.get(live.start),

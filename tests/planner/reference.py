@@ -4,8 +4,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from cohabit.planner.schedule.sequence import Action, ActionKind
-
 from cohabit.planner.graph import Graph, TensorKind
 from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut, lane_of
 from cohabit.planner.profile import Profile

@@ -6,9 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 import pytest
-from cohabit.planner.papers.beaumont.offload_choices import Choice
-from cohabit.planner.papers.beaumont.prefetching import WeightChain, best, eager, fetching_s
-from cohabit.planner.schedule.sequence import lay_out, write
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor

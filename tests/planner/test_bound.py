@@ -5,7 +5,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from cohabit.planner.schedule.sequence import Action, compute, drop, lay_out, swap_in, swap_out, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from cohabit.planner.schedule.sequence import compute, drop, swap_in, swap_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cohabit.planner.papers.swapadvisor.pool_lanes import evaluate, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import islice
 
 import pytest
-from cohabit.planner.offloading.zone import RANKS, ActivationZones
 from msgspec.structs import replace
 
 from cohabit.planner.check import check

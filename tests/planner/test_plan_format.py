@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cohabit.planner.schedule.sequence import lay_out, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from cohabit.planner.papers.swapadvisor.pool_lanes import write
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from cohabit.planner.schedule.sequence import ActionKind, lay_out, swap_in, swap_out, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

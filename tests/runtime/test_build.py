@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from msgspec import structs
 
 from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
 from cohabit.planner.plan import Plan
@@ -72,12 +73,10 @@ def test_a_plan_is_bound_wherever_its_partition_lies(tied: Lowered, plan: Plan, 
 def test_a_plan_is_checked(tied: Lowered, plan: Plan, arena: CpuArena) -> None:
     store = open_store("ram", tied.weights_path, tied.manifest)
     bases = Bases(0, 2 * tied.manifest.segment_bytes)
-    without_its_end = Plan(
-        plan.graph, "", plan.memory.partition_bytes, plan.memory.workspace_bytes, plan.inputs, (), plan.steps[:1]
-    )
+    without_its_end = structs.replace(plan, steps=plan.steps[:1])
     with pytest.raises(InvalidPlan):
         build(tied, without_its_end, None, arena, bases, store)
-    foreign = Plan("0" * 64, "", plan.memory.partition_bytes, plan.memory.workspace_bytes, (), (), ())
+    foreign = Plan("0" * 64, "", plan.memory, plan.pool_bytes, (), ())
     with pytest.raises(FingerprintMismatch):
         build(tied, foreign, None, arena, bases, store)
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from msgspec import structs
 from torch.utils import _pytree as pytree
 
 from cohabit.planner.shapes import Bucket
@@ -14,7 +13,7 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS
-from tests.runtime.plans import streaming_plan
+from tests.runtime.plans import streaming_plan, with_room
 from tests.runtime.test_lowering import real_inputs
 
 MIB = 1 << 20
@@ -36,16 +35,9 @@ def test_every_construct_equals_eager_and_has_the_same_bits_at_every_budget(
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     outputs = []
     for plan in (resident_plan(lowered.graphs[Bucket(4)]), streaming_plan(lowered.graphs[Bucket(4)])):
-        roomy = plan.memory.workspace_bytes + ROOM_BYTES
-        arena = backend.arena(plan.memory.partition_bytes + roomy)
-        program = backend.build(
-            lowered,
-            structs.replace(plan, workspace_bytes=roomy),
-            None,
-            arena,
-            Bases(0, plan.memory.partition_bytes),
-            store,
-        )
+        roomy = with_room(plan, ROOM_BYTES)
+        arena = backend.arena(roomy.memory.nbytes)
+        program = backend.build(lowered, roomy, None, arena, Bases(0, plan.memory.partition_bytes), store)
         backend.executor.load(program)
         assert (program.admission.graph is None) == (program.admission.refused is not None)
         if program.admission.refused is not None and not program.staged:

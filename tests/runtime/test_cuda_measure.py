@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
@@ -109,7 +110,8 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered, scratch_bytes: in
     sized, profiles = backend.measure(lowered, store, None, lambda text: None)
     graph = sized.graphs[Bucket(2)]
     workspace = peak_activation_bytes(graph) + 2 * max(graph.tensors[i].nbytes for i in graph.parameters)
-    problem = Problem(graph, profiles[Bucket(2)], graph.parameter_bytes // 2, -(-workspace // 4096) * 4096)
+    memory = Memory(-(-workspace // 4096) * 4096, graph.parameter_bytes // 2)
+    problem = Problem(graph, profiles[Bucket(2)], memory)
     plan = search(problem, limit=Limit(evaluations=20))
     arena = backend.arena(plan.memory.nbytes)
     program = backend.build(sized, plan, profiles[Bucket(2)], arena, Bases(0, plan.memory.partition_bytes), store)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
@@ -28,7 +27,7 @@ from cohabit.runtime.options import DEFAULTS, Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, fake_cuda, fake_streams
 from tests.runtime.observing import addresses, observed
-from tests.runtime.plans import offloading_plan, streaming_plan
+from tests.runtime.plans import offloading_plan, streaming_plan, with_room
 
 MIB = 1 << 20
 BATCHES = (1, 3)
@@ -219,9 +218,9 @@ def run(
     backend: Backend, lowered: Lowered, plan: Plan, inputs: Examples, held: dict[int, int] | None = None
 ) -> list[torch.Tensor]:
     """Load a plan by itself, and run it twice. `held` gets the bytes outside of the arena before each step."""
-    roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 64 * MIB)
+    roomy = with_room(plan, 64 * MIB)
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    arena = backend.arena(plan.memory.partition_bytes + roomy.workspace_bytes)
+    arena = backend.arena(roomy.memory.nbytes)
     program = backend.build(lowered, roomy, None, arena, Bases(0, plan.memory.partition_bytes), store)
     backend.executor.load(program)
     if held is not None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 from torch import nn
 
 from cohabit.planner.lifetimes import peak_activation_bytes
@@ -21,7 +20,7 @@ from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import ROOM_BYTES, has_gpu, real_cuda
 from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import streaming_plan
+from tests.runtime.plans import streaming_plan, with_room
 
 MIB = 1 << 20
 Kernel = Callable[..., torch.Tensor]
@@ -111,11 +110,9 @@ def served(backend: CudaBackend, lowered: Lowered) -> list[torch.Tensor]:
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     graph, outputs = lowered.graphs[Bucket(2)], []
     for plan in (resident_plan(graph), streaming_plan(graph)):
-        roomy = structs.replace(
-            plan, workspace_bytes=plan.memory.workspace_bytes + peak_activation_bytes(graph) + ROOM_BYTES
-        )
-        arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
-        program = backend.build(lowered, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
+        roomy = with_room(plan, peak_activation_bytes(graph) + ROOM_BYTES)
+        arena = backend.arena(roomy.memory.nbytes)
+        program = backend.build(lowered, roomy, None, arena, Bases(0, roomy.memory.partition_bytes), store)
         backend.executor.load(program)
         assert program.admission.graph is not None
         outputs += backend.executor.run(program, lowered.examples(Bucket(2))).outputs

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec import structs
 from torch import nn
 
 from cohabit.planner.shapes import Bucket
@@ -15,6 +14,7 @@ from cohabit.runtime.options import Dtype, Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, has_gpu, real_cuda
+from tests.runtime.plans import with_room
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no CUDA device")]
 OPTIONS = [
@@ -47,8 +47,8 @@ def _run(backend: Backend, lowered: Lowered, inputs: list[torch.Tensor]) -> torc
     """Return the output of a model with all parameters resident, for a batch of 2. Closes the backend."""
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     plan = resident_plan(lowered.graphs[Bucket(2)])
-    arena = backend.arena(plan.memory.partition_bytes + (64 << 20))
-    roomy = structs.replace(plan, workspace_bytes=64 << 20)
+    roomy = with_room(plan, 64 << 20)
+    arena = backend.arena(roomy.memory.nbytes)
     program = backend.build(lowered, roomy, None, arena, Bases(0, plan.memory.partition_bytes), store)
     backend.executor.load(program)
     (output,) = backend.executor.run(program, inputs).outputs

@@ -9,6 +9,7 @@ from msgspec import structs
 from server_fakes import eventually
 from torch import nn
 
+from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.search.driver import search
@@ -18,7 +19,7 @@ from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import ROOM_BYTES, cpu, opened
-from tests.runtime.plans import streaming_plan
+from tests.runtime.plans import streaming_plan, with_room
 
 
 def test_a_thread_is_woken_when_its_value_is_reached_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +75,7 @@ def test_parameters_that_no_op_reads_are_copied_before_they_are_answered(tmp_pat
     (graph,) = lowered.graphs.values()
     link = Link(0.0, 1e12)
     profile = Profile(graph.fingerprint, "", (), link, link)
-    plan = search(Problem(graph, profile, 0, 16 * 4096))
+    plan = search(Problem(graph, profile, Memory(16 * 4096)))
     with opened(cpu, lowered) as bench:
         program = bench.backend.build(lowered, plan, profile, bench.arena, Bases(0, 0), bench.store)
         assert program.swap_ins
@@ -93,9 +94,7 @@ def test_short_copies_between_short_ops_are_made_by_the_compute_lane(
         link = Link(0.0, gigabytes_per_s * 1e9)
         profile = Profile(bench.graph.fingerprint, "", (op_s,) * len(bench.graph.ops), link, link)
         for plan in (streaming_plan(bench.graph), resident_plan(bench.graph)):
-            known = structs.replace(
-                plan, profile=profile.fingerprint, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES
-            )
+            known = structs.replace(with_room(plan, ROOM_BYTES), profile=profile.fingerprint)
             bases = Bases(0, plan.memory.partition_bytes)
             program = bench.backend.build(wide, known, profile, bench.arena, bases, bench.store)
             assert program.copies_inline is (inline and bool(program.swap_ins or program.swap_outs))
