@@ -65,15 +65,15 @@ class OffloadedTensor:
         return value
 
     def reset(self) -> None:
-        """Empty a parameter's storage, before residents are loaded. No copy may be in progress."""
+        """Begin outside of memory, a parameter with an empty storage. No copy may be in progress."""
         self._interval = -1
         if self.spill.is_parameter and self._storage is not None:
             self._storage.resize_(0)
 
     def start(self, frame: Frame) -> None:
         """Begin a run, with what is in memory at its start. Compute lane; no copy may be in progress."""
-        if not self.spill.at_start:
-            self._interval = -1
+        if not self.spill.at_start:  # what the run before has left in memory is not counted in this one
+            self.reset()
             return
         self._interval, self._users_left = 0, self._users[0]
         if self.spill.slot is not None:  # an input, whose bytes are the caller's

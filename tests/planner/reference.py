@@ -90,10 +90,13 @@ def aligned_scratch_bytes(graph: Graph, op: int) -> int:
     return -(-graph.ops[op].scratch_bytes // 256) * 256
 
 
-def live_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS) -> list[int]:
+def live_bytes(
+    graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS, *, aligned: bool = True
+) -> list[int]:
     """Bytes of tensors in memory after each step, partition and workspace together. Assumes a checked plan."""
     live = {*graph.inputs, *(p.tensor for p in plan.residents)}
-    counted = [n if t.kind in kinds else 0 for n, t in zip(aligned_bytes(graph), graph.tensors, strict=True)]
+    sizes = aligned_bytes(graph) if aligned else [t.nbytes for t in graph.tensors]
+    counted = [n if t.kind in kinds else 0 for n, t in zip(sizes, graph.tensors, strict=True)]
     total = sum(counted[i] for i in live)
     after_step = []
     for step in plan.steps:

@@ -15,7 +15,9 @@ from cohabit.planner.schedule.table import (
     SWAP_IN,
     SWAP_OUT,
     Action,
+    GraphArrays,
     columns,
+    counted,
     peak_bytes,
     scheduled,
 )
@@ -74,6 +76,45 @@ def offloading_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
         # A swap-out waits for all uses so far.
         rows.append((verb, what, NOTHING, used[what] if verb == SWAP_OUT else NOTHING))
     return structs.replace(write(problem, scheduled(problem.arrays, rows, homes, pool), pool), profile="")
+
+
+def recomputing_plan(graph: Graph) -> Plan:
+    """Everything is counted; an activation that the next op does not read is dropped, and computed again if need be."""
+    producer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
+    here, last = set(graph.inputs), len(graph.ops) - 1
+    actions: list[Action] = []
+    kept = {t for op in graph.ops for t in op.mutates}  # an op changes a tensor in place once
+    for op in graph.ops:
+        if kept.intersection(op.touched):
+            kept |= set(op.writes)
+
+    def make(k: int) -> None:
+        op = graph.ops[k]
+        for t in op.reads:
+            if graph.tensors[t].kind == "activation" and t not in here:
+                make(producer[t])
+        actions.extend((DROP, t) for t in op.writes if t in here)  # a sibling of what is missing
+        actions.append((COMPUTE, k))
+        here.update(op.writes)
+
+    for k in range(len(graph.ops)):
+        make(k)
+        later = {t for op in graph.ops[k + 1 :] for t in op.touched}
+        needed = {
+            *graph.inputs,
+            *graph.outputs,
+            *(graph.ops[k + 1].touched if k < last else ()),
+            *(kept & later),
+        }
+        dropped = sorted(here - needed)
+        actions += [(DROP, t) for t in dropped]
+        here.difference_update(dropped)
+    arrays = GraphArrays.of(graph, profile_of(graph))
+    memory_bytes = peak_bytes(arrays, *columns(actions), graph.parameters)
+    schedule = counted(arrays, *columns(actions), graph.parameters, memory_bytes)
+    assert schedule is not None
+    problem = Problem(graph, profile_of(graph), Memory(memory_bytes, counted=True))
+    return structs.replace(write(problem, schedule, memory_bytes), profile="")
 
 
 def with_room(plan: Plan, nbytes: int) -> Plan:

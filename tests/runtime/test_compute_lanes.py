@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 
 from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
@@ -24,7 +23,7 @@ from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, Bench, cpu, opened
 from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import streaming_plan
+from tests.runtime.plans import streaming_plan, with_room
 from tests.runtime.test_executor import FailingStore, evicting_plan
 
 WORKSPACE_BYTES = 14 << 20
@@ -41,8 +40,8 @@ def bench(request: pytest.FixtureRequest, wide: Lowered) -> Iterator[Bench]:
 def placed(bench: Bench, plan: Plan, lane: int, store: HostStore[Any] | None = None) -> Program:
     """A model of its own on a lane, with its residents there."""
     lowered = replace(bench.lowered, name=f"model {lane}")
-    roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES)
-    assert roomy.workspace_bytes <= WORKSPACE_BYTES
+    roomy = with_room(plan, ROOM_BYTES)
+    assert roomy.memory.workspace_bytes <= WORKSPACE_BYTES
     bases = Bases(PARTITIONS[lane], lane * WORKSPACE_BYTES)
     program = bench.backend.build(lowered, roomy, None, bench.arena, bases, store or bench.store)
     bench.backend.executors(2)[lane].load(program)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 
 from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
@@ -22,7 +22,7 @@ from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import has_gpu, real_cuda
-from tests.runtime.plans import streaming_plan
+from tests.runtime.plans import streaming_plan, with_room
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no CUDA device")]
 
@@ -109,7 +109,7 @@ def test_measured_plans_have_the_resident_program_s_bits_at_every_budget(
             whole = resident_plan(graph)
             largest = max((graph.tensors[i].nbytes for i in graph.parameters), default=0)
             room = peak_activation_bytes(graph) + 4 * MIB
-            arena = backend.arena(whole.partition_bytes + whole.workspace_bytes + room + 4 * largest)
+            arena = backend.arena(whole.memory.nbytes + room + 4 * largest)
 
             def run(plan, profile=None):  # type: ignore[no-untyped-def]
                 program = backend.build(sized, plan, profile, arena, Bases(0, plan.memory.partition_bytes), store)  # noqa: B023
@@ -120,11 +120,11 @@ def test_measured_plans_have_the_resident_program_s_bits_at_every_budget(
                 backend.executor.release(program)
                 return results[0]
 
-            expected = run(structs.replace(whole, workspace_bytes=whole.workspace_bytes + room))
+            expected = run(with_room(whole, room))
             for share in (0.0, 0.3, 0.7):
                 partition = int(graph.parameter_bytes * share) // 4096 * 4096
                 workspace = -(-(room + 2 * largest) // 4096) * 4096
-                plan = search(Problem(graph, profiles[batch], partition, workspace))
+                plan = search(Problem(graph, profiles[batch], Memory(workspace, partition)))
                 assert torch.equal(run(plan, profiles[batch]), expected), f"{lowered.name} b{batch} {share:.0%}"
             arena.close()
         store.close()
@@ -137,7 +137,7 @@ def test_ten_thousand_inferences_allocate_nothing(backend: CudaBackend, wide: Lo
     offset = 0
     for batch in wide.buckets:
         plan = streaming_plan(wide.graphs[batch], frozenset({0, 1, 2}))
-        roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 32 * MIB)
+        roomy = with_room(plan, 32 * MIB)
         program = backend.build(wide, roomy, None, arena, Bases(offset, 128 * MIB), store)
         backend.executor.load(program)
         programs.append((program, wide.examples(batch)))
@@ -158,7 +158,7 @@ def test_ten_thousand_inferences_allocate_nothing(backend: CudaBackend, wide: Lo
 def test_a_replay_and_streams_give_the_same_bits(backend: CudaBackend, convolutions: Lowered) -> None:
     store = backend.open_store("ram", convolutions.weights_path, convolutions.manifest)
     plan = streaming_plan(convolutions.graphs[Bucket(8)])
-    roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 256 * MIB)
+    roomy = with_room(plan, 256 * MIB)
     arena = backend.arena(512 * MIB)
     program = backend.build(convolutions, roomy, None, arena, Bases(0, 0), store)
     backend.executor.load(program)
@@ -170,7 +170,6 @@ def test_a_replay_and_streams_give_the_same_bits(backend: CudaBackend, convoluti
 LOSING = """
 import sys, torch
 from pathlib import Path
-from msgspec import structs
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.errors import DeviceError, DeviceLost
 from cohabit.runtime.lowering.lower import lower
@@ -178,6 +177,7 @@ from cohabit.runtime.profiling.profile import resident_plan
 from cohabit.runtime.binding.program import Bases
 from tests.runtime import models
 from tests.runtime.backends import real_cuda
+from tests.runtime.plans import with_room
 
 folder = Path(sys.argv[1])
 torch.manual_seed(0)
@@ -186,7 +186,7 @@ lowered = lower(folder / "model.pt2", "tied", [2], folder / "cache")
 backend = real_cuda()
 store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
 plan = resident_plan(lowered.graphs[Bucket(2)])
-plan = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + (64 << 20))
+plan = with_room(plan, 64 << 20)
 program = backend.build(lowered, plan, None, backend.arena(256 << 20), Bases(0, plan.memory.partition_bytes), store)
 backend.executor.load(program)
 for _ in range(2):

@@ -4,24 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from cohabit.runtime.cuda.pool_range import pool_range
 from msgspec import structs
 
 from cohabit.planner.lifetimes import peak_activation_bytes
-from cohabit.planner.plan import Address, Compute, Placement, SwapIn
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling.dry_run import large_bytes
 from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, StagedStore
-from cohabit.runtime.errors import MemoryExceeded, UnsupportedPlan
+from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.planner.graphs import PAGE, chain
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import streaming_plan
+from tests.runtime.plans import with_room
 
 MIB = 1 << 20
 
@@ -32,28 +30,6 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
     torch.manual_seed(0)
     models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder / "model.pt2")
     return lower(folder / "model.pt2", "tied", [1], folder / "cache")
-
-
-def test_a_zone_is_all_that_parameters_leave_around_the_activations() -> None:
-    graph = chain([PAGE] * 3, activation_bytes=PAGE)
-    plan = streaming_plan(graph)
-    pool_memory = pool_range(graph, plan)
-    assert pool_memory.address == Address("workspace", PAGE), "behind the window"
-    assert pool_memory.nbytes == plan.memory.workspace_bytes - PAGE
-    more = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 5 * PAGE)
-    assert pool_range(graph, more).nbytes == pool_memory.nbytes + 5 * PAGE
-
-
-def test_parameters_between_activations_are_refused() -> None:
-    graph = chain([PAGE] * 3, activation_bytes=PAGE)
-    plan = streaming_plan(graph)
-    middle = next(s.outputs[0] for s in plan.steps if isinstance(s, Compute))
-    moved = tuple(structs.replace(s, address=middle) if isinstance(s, SwapIn) else s for s in plan.steps)
-    with pytest.raises(UnsupportedPlan, match="without overlay"):
-        pool_range(graph, structs.replace(plan, steps=moved))
-    split = tuple(Placement(p.tensor, Address("partition", 0)) for p in plan.inputs)
-    with pytest.raises(UnsupportedPlan, match="one region"):
-        pool_range(graph, structs.replace(plan, inputs=split))
 
 
 def test_a_zone_is_one_large_piece_and_segments_for_small_tensors() -> None:
@@ -150,14 +126,14 @@ def test_a_pool_with_too_few_segments_for_small_tensors_is_followed_by_the_next(
     backend = CudaBackend(driver)
     store = backend.open_store("ram", tied.weights_path, tied.manifest)
     plan = resident_plan(tied.graphs[Bucket(1)])
-    roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + 32 * MIB)
-    arena = backend.arena(roomy.partition_bytes + roomy.workspace_bytes)
-    program = backend.build(tied, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
+    roomy = with_room(plan, 32 * MIB)
+    arena = backend.arena(roomy.memory.nbytes)
+    program = backend.build(tied, roomy, None, arena, Bases(0, roomy.memory.partition_bytes), store)
     driver.small_tensors_bytes = 7 * MIB
     backend.executor.load(program)
     assert driver.open_pools == 1
     backend.executor.release(program)
-    program = backend.build(tied, roomy, None, arena, Bases(0, roomy.partition_bytes), store)
+    program = backend.build(tied, roomy, None, arena, Bases(0, roomy.memory.partition_bytes), store)
     driver.small_tensors_bytes = 64 * MIB
     with pytest.raises(MemoryExceeded, match=r"wanted 64\.0 MiB more than the"):
         backend.executor.load(program)

@@ -10,6 +10,7 @@ from torch import nn
 
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan, SwapIn
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
@@ -86,8 +87,10 @@ def streaming_too(graph: Graph) -> Plan:
     """Parameters stream past activations that travel."""
     profile = profile_of(graph, 1.0, bandwidth=1e5)
     with pytest.raises(InfeasibleBudget) as caught:
-        search(Problem(graph, profile, 0, 4096), "offloading")
-    return search(Problem(graph, profile, 0, caught.value.least_bytes), "offloading", limit=Limit(evaluations=1))
+        search(Problem(graph, profile, Memory(4096)), "offloading")
+    return search(
+        Problem(graph, profile, Memory(caught.value.least_bytes)), "offloading", limit=Limit(evaluations=1)
+    )
 
 
 PLANS: dict[str, Callable[[Graph], Plan]] = {"travelling": offloading_plan, "streaming too": streaming_too}

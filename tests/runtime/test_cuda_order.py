@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
@@ -57,7 +58,8 @@ def searched_plan(graph: Graph) -> Plan:
     """What serving uses: a partition for a part of the weights, and a workspace."""
     weights = graph.parameter_bytes
     workspace = max(sum(graph.tensors[i].nbytes for i in op.reads) for op in graph.ops) + (64 << 10)
-    return search(Problem(graph, profile_of(graph), weights // 2 // 4096 * 4096, workspace // 4096 * 4096))
+    memory = Memory(workspace // 4096 * 4096, weights // 2 // 4096 * 4096)
+    return search(Problem(graph, profile_of(graph), memory))
 
 
 PLANS: dict[str, Callable[[Graph], Plan]] = {

@@ -13,20 +13,16 @@ from msgspec import structs
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
-from cohabit.planner.problem import Problem
-from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
-from cohabit.runtime.binding.build import require_supported
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
-from cohabit.runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
+from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from cohabit.runtime.host.store import LimitedStore, RamStore, Store, open_store
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
-from tests.planner.graphs import PAGE, chain, profile_of
 from tests.planner.reference import live_bytes
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, Bench, cpu, opened
@@ -56,20 +52,12 @@ def evicting_plan(graph: Graph) -> Plan:
             after = tuple(
                 i + (1 if i + 1 in moved or (shift and i + 1 > next(iter(moved))) else 0) for i in step.after
             )
-            steps.append(replace_after(step, after))
+            steps.append(structs.replace(step, after=after))
         else:
             steps.append(step)
     last = max(i for i, s in enumerate(steps) if isinstance(s, Compute))
     steps.append(SwapIn(0, Address("partition", 0), (last,)))
-    return Plan(
-        base.graph, "", base.partition_bytes, base.workspace_bytes, base.inputs, base.residents, tuple(steps)
-    )
-
-
-def replace_after(step: Compute | SwapIn, after: tuple[int, ...]) -> Compute | SwapIn:
-    if isinstance(step, Compute):
-        return Compute(step.op, step.outputs, step.scratch, after)
-    return SwapIn(step.tensor, step.address, after)
+    return structs.replace(base, steps=tuple(steps))
 
 
 def test_swapped_and_resident_runs_give_the_same_bits(bench: Bench) -> None:
@@ -106,7 +94,7 @@ def test_a_resident_on_its_way_back_while_the_last_op_runs_is_waited_for(bench: 
     *others, brought_back = plan.steps
     assert isinstance(brought_back, SwapIn)
     *_, reader, last_op = (i for i, s in enumerate(others) if isinstance(s, Compute))
-    steps = (*others[:last_op], replace_after(brought_back, (reader,)), *others[last_op:])
+    steps = (*others[:last_op], structs.replace(brought_back, after=(reader,)), *others[last_op:])
     early = structs.replace(plan, steps=steps)
     late = LateStore(bench.lowered.weights_path, bench.lowered.manifest)
     late.late_s = 0.01
@@ -128,7 +116,7 @@ def addresses_in_use(bench: Bench) -> int:
     plan = streaming_plan(bench.graph, frozenset({1, 2}))
     program = bench.program(plan)
     arena = addresses(bench.arena)
-    high = arena.start + plan.memory.nbytes
+    high = arena.start + program.plan.memory.nbytes
     seen = 0
 
     def watch(step: int, frame: list[object]) -> None:
@@ -151,28 +139,6 @@ def test_a_program_that_would_leave_the_arena_is_refused(bench: Bench) -> None:
         bench.backend.build(
             bench.lowered, plan, None, bench.arena, Bases(0, bench.arena.nbytes - 4096), bench.store
         )
-
-
-def test_parameters_in_the_bytes_of_activations_are_refused() -> None:
-    """Activations come from torch's allocator: a plan that counts on their bytes needs more than it says."""
-    graph = chain([PAGE] * 3, activation_bytes=PAGE)
-    plan = search(Problem(graph, profile_of(graph), 0, 3 * PAGE, overlay=True))
-    require_supported(graph, search(Problem(graph, profile_of(graph), 0, 3 * PAGE)))
-    window, activations = (next(s for s in plan.steps if isinstance(s, kind)) for kind in (SwapIn, Compute))
-    assert isinstance(window, SwapIn)
-    assert isinstance(activations, Compute)
-    moved = structs.replace(activations, outputs=(window.address,))
-    steps = tuple(moved if s is activations else s for s in plan.steps)
-    with pytest.raises(UnsupportedPlan, match="without overlay"):
-        require_supported(graph, structs.replace(plan, steps=steps))
-
-
-def test_ops_are_not_computed_again() -> None:
-    graph = chain([PAGE] * 3)
-    plan = search(Problem(graph, profile_of(graph), 0, 3 * PAGE))
-    again = next(s for s in plan.steps if isinstance(s, Compute))
-    with pytest.raises(UnsupportedPlan, match="again"):
-        require_supported(graph, structs.replace(plan, steps=(*plan.steps, again)))
 
 
 def test_the_measured_timeline_has_every_step_in_lane_order(bench: Bench) -> None:
@@ -256,9 +222,9 @@ def partition_plan(graph: Graph) -> Plan:
             assert isinstance(step, Compute | SwapIn)
             waits = tuple(i + shift for i in step.after)
             first = (step.op,) if isinstance(step, Compute) and step.op in (0, 1) else ()
-            steps.append(replace_after(step, (*first, *waits)))
+            steps.append(structs.replace(step, after=(*first, *waits)))
     steps += [Drop(p.tensor) for p in base.residents]
-    return Plan(base.graph, "", base.partition_bytes, base.workspace_bytes, base.inputs, (), tuple(steps))
+    return structs.replace(base, residents=(), steps=tuple(steps))
 
 
 def beside(bench: Bench, plan: Plan, offset: int, name: str, store: HostStore[Any] | None = None) -> Program:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch.utils import _pytree as pytree
 
 import cohabit.runtime.host.store
@@ -105,7 +106,7 @@ def test_memory_holds_what_the_plan_counts_before_every_op(lowered: dict[str, Lo
     for name in ("large_layers", "own_sums", "attention"):
         with opened(cpu, lowered[name]) as bench:
             plan = offloading_plan(bench.graph)
-            counted = live_bytes(bench.graph, plan, ("input", "activation"))
+            counted = live_bytes(bench.graph, plan, ("input", "activation"), aligned=False)
             held = holding(bench, serialised(in_turn(bench.program(plan))))
             computes = [i for i, step in enumerate(plan.steps) if isinstance(step, Compute)]
             assert list(held) == computes
@@ -262,27 +263,27 @@ def test_an_input_cannot_leave(bench: Bench) -> None:
 def with_input_that_leaves(graph: Graph) -> Plan:
     """A resident plan whose input is copied out before the first op, for nothing."""
     base = resident_plan(graph)
-    (given,) = base.inputs
+    (given,) = graph.inputs
     steps = [
-        replace_after(step) if isinstance(step, Compute) else step for step in (SwapOut(given.tensor), *base.steps)
+        structs.replace(step, after=tuple(i + 1 for i in step.after)) if isinstance(step, Compute) else step
+        for step in (SwapOut(given), *base.steps)
     ]
-    return Plan(
-        base.graph, "", base.partition_bytes, base.workspace_bytes, base.inputs, base.residents, tuple(steps)
-    )
-
-
-def replace_after(step: Compute) -> Compute:
-    return Compute(step.op, step.outputs, step.scratch, tuple(i + 1 for i in step.after))
+    return structs.replace(base, steps=tuple(steps))
 
 
 def test_an_activation_that_comes_back_unread_is_refused_by_name(bench: Bench) -> None:
     base = offloading_plan(bench.graph)
     back = next(s for s in base.steps if isinstance(s, SwapIn))
     name = bench.graph.tensors[back.tensor].name
-    unread = (SwapIn(back.tensor, back.address, (base.epilogue_start - 1,)), Drop(back.tensor))
-    steps = (*base.steps, *unread)
-    plan = Plan(base.graph, "", base.partition_bytes, base.workspace_bytes, base.inputs, base.residents, steps)
-    with pytest.raises(UnsupportedPlan, match=f"brings {name} back and drops it"):
+    last = base.epilogue_start - 1
+    op = base.steps[last]
+    assert isinstance(op, Compute)
+    maker = next(i for i, s in enumerate(base.steps) if isinstance(s, SwapOut) and s.tensor == back.tensor)
+    unread = structs.replace(back, after=(maker,))
+    waiting = structs.replace(op, after=(*op.after, last))
+    steps = (*base.steps[:last], unread, waiting, *base.steps[last + 1 :], Drop(back.tensor))
+    plan = structs.replace(base, steps=steps)
+    with pytest.raises(UnsupportedPlan, match=f"holds {name} and drops it"):
         bench.program(plan)
 
 

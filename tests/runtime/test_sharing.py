@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 
-from cohabit.planner.plan import Address, Compute, Plan
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases, Program
@@ -20,7 +18,7 @@ from cohabit.runtime.profiling.profile import resident_plan
 from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
-from tests.runtime.plans import streaming_plan
+from tests.runtime.plans import streaming_plan, with_room
 from tests.runtime.test_executor import FailingStore
 
 WORKSPACE_BYTES = ROOM_BYTES + (1 << 20)
@@ -61,7 +59,7 @@ class Shared:
 
     def add(self, model: Lowered, store: HostStore[Any]) -> Program:
         plan = resident_plan(model.graphs[Bucket(2)])
-        roomy = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES)
+        roomy = with_room(plan, ROOM_BYTES)
         return self.shared.add(model, roomy, None, store)
 
     def run(self, n: int) -> int:
@@ -80,7 +78,7 @@ class Shared:
 
 def resident_outputs(backend: Backend, model: Lowered) -> list[torch.Tensor]:
     plan = resident_plan(model.graphs[Bucket(2)])
-    plan = structs.replace(plan, workspace_bytes=plan.memory.workspace_bytes + ROOM_BYTES)
+    plan = with_room(plan, ROOM_BYTES)
     arena = backend.arena(plan.memory.nbytes)
     store = backend.open_store("ram", model.weights_path, model.manifest)
     program = backend.build(model, plan, None, arena, Bases(plan.memory.workspace_bytes, 0), store)
@@ -260,33 +258,11 @@ def test_programs_prepared_for_places_are_given_back_beyond_the_last_few(
 def test_a_plan_that_needs_a_larger_workspace_or_moves_parameters_itself_is_refused(lowered: list[Lowered]) -> None:
     shared = Shared(cpu(), "lru", lowered[:1], region_for(lowered, 1.5))
     graph = lowered[0].graphs[Bucket(2)]
-    large = structs.replace(resident_plan(graph), workspace_bytes=2 * WORKSPACE_BYTES)
+    large = with_room(resident_plan(graph), 2 * WORKSPACE_BYTES)
     with pytest.raises(
         MemoryExceeded, match=r"wide0: the plan has a workspace of .* there are .* below the region"
     ):
         shared.shared.add(lowered[0], large, None, shared.stores[0])
     with pytest.raises(UnsupportedPlan, match="only a program whose plan keeps every parameter can move"):
         shared.shared.add(lowered[0], streaming_plan(graph), None, shared.stores[0])
-    with pytest.raises(UnsupportedPlan, match="needs them in a workspace"):
-        shared.shared.add(lowered[0], _in_one_region(resident_plan(graph)), None, shared.stores[0])
     shared.close()
-
-
-def _in_one_region(plan: Plan) -> Plan:
-    """The same plan with its workspace behind the parameters: one model's whole budget."""
-
-    def moved(place: Address) -> Address:
-        return (
-            Address("partition", plan.memory.partition_bytes + place.offset)
-            if place.region == "workspace"
-            else place
-        )
-
-    steps = [
-        structs.replace(step, outputs=tuple(map(moved, step.outputs)), scratch=step.scratch and moved(step.scratch))
-        for step in plan.steps
-        if isinstance(step, Compute)
-    ]
-    inputs = tuple(structs.replace(p, address=moved(p.address)) for p in plan.inputs)
-    nbytes = plan.memory.nbytes
-    return structs.replace(plan, inputs=inputs, steps=tuple(steps), partition_bytes=nbytes, workspace_bytes=0)
