@@ -254,9 +254,10 @@ class _Walk:
             where = p["address"]
             _rule(21, where is None or (copy.region, copy.start) == (where["region"], where["offset"]))
         residents = {p["tensor"] for p in self.plan["residents"]}
-        for i, step in enumerate(self.plan["steps"]) if self.last_compute is not None else ():
+        last = self.last_compute
+        for i, step in enumerate(self.plan["steps"]):
             if step["type"] == "swap_in" and step["tensor"] not in residents:
-                _rule(23, self.has_ended(i, self.last_compute), f"step {i} may last into the next inference")
+                _rule(23, last is None or self.has_ended(i, last), f"step {i} may last into the next inference")
         _rule(22, self.unsaved <= residents)
 
     def has_ended(self, j: int, i: int) -> bool:

@@ -96,7 +96,7 @@ def test_weights_stream_through_the_room_that_is_left() -> None:
             swap_in(w1), compute(0), drop(a0), compute(1), drop(w1), swap_in(w2), drop(a1),
             compute(2), drop(w2), drop(a2),
         ],
-        {w0},
+        frozenset({w0}),
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_restored_weight_makes_room_and_comes_back_after_the_last_op() -> None:
     w0, w1, a0, a1 = range(4)
     assert decided == (
         [compute(0), drop(w0), swap_in(w1), drop(a0), compute(1), drop(w1), drop(a1), swap_in(w0)],
-        {w0},
+        frozenset({w0}),
     )
 
 
