@@ -3,15 +3,13 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Placement
 from cohabit.planner.profile import Profile
-
-if TYPE_CHECKING:
-    from cohabit.planner.schedule.table import GraphArrays
 
 TIE: Final = 1.001
 """Latencies (and periods) within this factor count as equal."""
@@ -40,10 +38,8 @@ class Problem:
         return latency_bound(self.graph, self.profile, self.memory)
 
     @cached_property
-    def arrays(self) -> "GraphArrays":
+    def arrays(self) -> GraphArrays:
         """The graph and its costs for compiled loops."""
-        from cohabit.planner.schedule.table import GraphArrays  # numpy
-
         return GraphArrays.of(self.graph, self.profile)
 
 

@@ -8,13 +8,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from cohabit.planner.arrays import Floats, Ints, ints
+from cohabit.planner.arrays import Floats, GraphArrays, Ints, ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Compute, Drop, Lane, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.schedule.table import COMPUTE, DROP, NOTHING, SWAP_IN, SWAP_OUT, GraphArrays, Schedule
+from cohabit.planner.schedule.table import COMPUTE, DROP, NOTHING, SWAP_IN, SWAP_OUT, Schedule
 from cohabit.planner.timeline import Span, Timeline
 
 LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")

@@ -10,14 +10,14 @@ from itertools import chain, repeat
 
 import numpy as np
 
-from cohabit.planner.arrays import Ints
+from cohabit.planner.arrays import GraphArrays, Ints
 from cohabit.planner.bounds.relaxation import relax
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.order import has_reuse
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.schedule.table import GraphArrays, Schedule
+from cohabit.planner.schedule.table import Schedule
 from cohabit.planner.search.searcher import Searcher
 from cohabit.planner.streaming import stream
 from cohabit.planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up_to

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cohabit.planner.arrays import Floats, Ints, ints
+from cohabit.planner.arrays import Floats, GraphArrays, Ints, ints
 from cohabit.planner.errors import InvalidPlan
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint, pages
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Placement
 from cohabit.planner.profile import Profile
-from cohabit.planner.schedule.table import WORKSPACE, GraphArrays
+from cohabit.planner.schedule.table import WORKSPACE
 from cohabit.planner.streaming.page_map import NO_MORE, NOWHERE
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Cost, Problem
-from cohabit.planner.schedule.table import GraphArrays
 from cohabit.planner.streaming.anneal import anneal
 from cohabit.planner.streaming.searcher import Streaming
 from cohabit.planner.streaming.stream import KEPT, STREAMED, homes, uniform

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.bounds.relaxation import relax
 from cohabit.planner.check import check
@@ -20,7 +21,7 @@ from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.serial import least_bytes, serial
 from cohabit.planner.schedule.simulate import simulate
-from cohabit.planner.schedule.table import Action, GraphArrays, columns, peak_bytes
+from cohabit.planner.schedule.table import Action, columns, peak_bytes
 from cohabit.planner.search.driver import search
 from tests.planner.actions import plan_of
 from tests.planner.graphs import (

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
-from cohabit.planner.schedule.table import GraphArrays
 from cohabit.planner.streaming.anneal import critical
 from cohabit.planner.streaming.stream import RELEASED, STREAMED, homes, play, uniform
 from cohabit.planner.streaming.workload import Workload

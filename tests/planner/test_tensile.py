@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
@@ -24,7 +25,7 @@ from cohabit.planner.schedule.gaps import Fate, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
-from cohabit.planner.schedule.table import COMPUTE, GraphArrays, columns, peak_bytes
+from cohabit.planner.schedule.table import COMPUTE, columns, peak_bytes
 from cohabit.planner.search.driver import search
 from tests.planner.actions import plan_of, swap_in, swap_out
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph

@@ -4,6 +4,7 @@ from itertools import accumulate
 
 from msgspec import structs
 
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
@@ -15,7 +16,6 @@ from cohabit.planner.schedule.table import (
     SWAP_IN,
     SWAP_OUT,
     Action,
-    GraphArrays,
     columns,
     counted,
     peak_bytes,
