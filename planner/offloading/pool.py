@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.alap import AlapSequence, alap, codes, tables
@@ -22,7 +23,6 @@ from cohabit.planner.schedule.table import (
     SWAP_OUT,
     UNLIMITED,
     Action,
-    GraphArrays,
     columns,
     peak_bytes,
 )
