@@ -15,7 +15,7 @@ from cohabit.planner.graph import Graph
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.alap import AlapSequence, alap, codes, tables
 from cohabit.planner.schedule.delayed_drops import delay_drops
-from cohabit.planner.schedule.gaps import Fate, Gap, Gaps
+from cohabit.planner.schedule.gaps import Choice, Gap, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.table import (
     COMPUTE,
@@ -79,40 +79,40 @@ class ActivationPools:
 
     def leanest(self) -> ActivationPool:
         """Return the smallest pool: every activation is offloaded in every gap."""
-        return self._pool(self._fates(self.movable), 0)
+        return self._pool(self._choices(self.movable), 0)
 
     def within(self, pool_bytes: int, rank: Rank) -> ActivationPool | None:
         """Return a pool of at most so many bytes with few offloads; None if even the smallest is larger."""
-        fates = self._fates_within(pool_bytes, rank)
-        return None if fates is None else self._pool(fates, pool_bytes)
+        choices = self._choices_within(pool_bytes, rank)
+        return None if choices is None else self._pool(choices, pool_bytes)
 
-    def _pool(self, fates: Sequence[Fate], ahead_bytes: int) -> ActivationPool:
-        """The pool of these fates. Swap-ins are issued early and drops late as far as `ahead_bytes` allow."""
+    def _pool(self, choices: Sequence[Choice], ahead_bytes: int) -> ActivationPool:
+        """The pool of these choices. Swap-ins are issued early and drops late as far as `ahead_bytes` allow."""
         if not self.graph.ops:
             return ActivationPool((), sum(self.graph.tensors[i].aligned_bytes for i in self.graph.inputs))
-        found = no_wait(self._gaps, UNLIMITED, fates, ahead_bytes)
+        found = no_wait(self._gaps, UNLIMITED, choices, ahead_bytes)
         assert found is not None, "nothing is computed again"
         actions = list(zip(found.verb.tolist(), found.what.tolist(), strict=True))
         if ahead_bytes and any(verb == SWAP_OUT for verb, _ in actions):
             actions = delay_drops(self.graph, self._profile, actions, (), ahead_bytes)
         return ActivationPool(tuple(actions), peak_bytes(self._arrays, *columns(actions)))
 
-    def _fates(self, moved: Sequence[int]) -> list[Fate]:
-        fates = [Fate.KEEP] * len(self._gaps.all)
+    def _choices(self, moved: Sequence[int]) -> list[Choice]:
+        choices = [Choice.KEEP] * len(self._gaps.all)
         for i in moved:
-            fates[i] = Fate.SWAP
-        return fates
+            choices[i] = Choice.SWAP
+        return choices
 
-    def _fates_within(self, nbytes: int, rank: Rank) -> list[Fate] | None:
+    def _choices_within(self, nbytes: int, rank: Rank) -> list[Choice] | None:
         """Offload gaps over the fullest moment until every moment fits."""
         moved: list[int] = []
         gaps = self._gaps.all
         left = sorted(self.movable, key=lambda i: rank(self._offload_cost(gaps[i])))
         while True:
-            made = alap(tables(self._gaps), codes(self._fates(moved)))
+            made = alap(tables(self._gaps), codes(self._choices(moved)))
             fullest = int(made.held.argmax()) if len(made.held) else 0
             if not len(made.held) or made.held[fullest] <= nbytes:
-                return self._fates(moved)
+                return self._choices(moved)
             position = _position(made, fullest)
             helping = next((i for i in left if gaps[i].last_use < position < gaps[i].next_use), None)
             if helping is None:

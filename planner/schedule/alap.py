@@ -1,8 +1,8 @@
-"""The as-late-as-possible (ALAP) sequence of a choice of fates, compiled.
+"""The as-late-as-possible (ALAP) sequence of a choice per gap, compiled.
 
 Tensors leave right after their last use and return right before the next. A recomputation runs right before the use
 that it is for, with all that it depends on (HOME, section 2.2); what it brought in leaves after it. No sequence with
-the same fates needs less memory."""
+the same choices needs less memory."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from cohabit.planner.arrays import Bools, Ints, ints
 from cohabit.planner.compiled import compiled
-from cohabit.planner.schedule.gaps import START, Fate, Gaps
+from cohabit.planner.schedule.gaps import START, Choice, Gaps
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT
 
 Codes = NDArray[np.int8]
-"""A fate per gap, as a number."""
+"""A choice per gap, as a number."""
 
-KEEP, SWAP, RECOMPUTE, RESTORE = map(int, Fate)
+KEEP, SWAP, RECOMPUTE, RESTORE = map(int, Choice)
 GONE: Final = 4
 """Not needed any more."""
 
@@ -90,7 +90,7 @@ def tables(gaps: Gaps) -> Tables:
     wrapping = {g.tensor: i for i, g in enumerate(gaps.all) if g.wraps}
     again: list[list[int]] = [[] for _ in ops]
     for i, gap in enumerate(gaps.all):
-        if Fate.RECOMPUTE in gap.fates:
+        if Choice.RECOMPUTE in gap.choices:
             again[gap.next_use].append(i)
     stored = sorted(wrapping, key=lambda t: (gaps.uses[t][0], t))
     writes, changes = [op.writes for op in ops], [op.mutates for op in ops]
@@ -124,8 +124,8 @@ def tables(gaps: Gaps) -> Tables:
     )
 
 
-def codes(fates: Iterable[Fate]) -> Codes:
-    return np.fromiter(fates, np.int8)
+def codes(choices: Iterable[Choice]) -> Codes:
+    return np.fromiter(choices, np.int8)
 
 
 # These loops run for every try of a search. References are counted wherever an array is handed on or sliced, which
@@ -133,10 +133,10 @@ def codes(fates: Iterable[Fate]) -> Codes:
 
 
 @compiled
-def alap(t: Tables, fates: Codes) -> AlapSequence:
-    """The sequence of these fates."""
+def alap(t: Tables, choices: Codes) -> AlapSequence:
+    """The sequence of these choices."""
     start, ids, gap_after, last_use, stays, kind = t.start, t.ids, t.gap_after, t.last_use, t.stays, t.kind
-    here, saved, kept = _at_the_start(t, fates)
+    here, saved, kept = _at_the_start(t, choices)
     forgotten = np.zeros(len(here), np.bool_)  # in a gap that a computation ends
     verb, what, length = np.empty(t.most + t.plain, np.int64), np.empty(t.most + t.plain, np.int64), 0
     mark, saving = np.full((3, len(here)), -1), np.empty(len(here), np.int64)
@@ -144,9 +144,9 @@ def alap(t: Tables, fates: Codes) -> AlapSequence:
         if p != START:
             repeats = False
             for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
-                repeats |= fates[ids[n]] == RECOMPUTE
+                repeats |= choices[ids[n]] == RECOMPUTE
             if repeats:
-                length = _repeat(t, fates, here, saved, forgotten, p, mark, verb, what, length)
+                length = _repeat(t, choices, here, saved, forgotten, p, mark, verb, what, length)
                 if length > t.most:
                     return AlapSequence(verb[:0], what[:0], what[:0])
             for n in range(start[NEEDED, p], start[NEEDED, p + 1]):
@@ -161,19 +161,19 @@ def alap(t: Tables, fates: Codes) -> AlapSequence:
         saves = 0
         for uses in range(NEEDED if p != START else INPUTS, WRITES + 1 if p != START else INPUTS + 1):
             for n in range(start[uses, max(p, 0)], start[uses, max(p, 0) + 1]):
-                i, fate = ids[n], GONE
+                i, choice = ids[n], GONE
                 if gap_after[n] >= 0:
-                    fate = fates[gap_after[n]]
+                    choice = choices[gap_after[n]]
                 elif p < last_use[i] or kept[i]:
-                    fate = KEEP
+                    choice = KEEP
                 elif kind[i] == _STATE and not saved[i]:
-                    fate = SWAP
+                    choice = SWAP
                 elif stays[i]:
-                    fate = KEEP
-                if fate == SWAP and not saved[i]:
+                    choice = KEEP
+                if choice == SWAP and not saved[i]:
                     saving[saves], saves = i, saves + 1
-                elif fate != KEEP:  # what need not be saved leaves first, without a transfer to wait for
-                    here[i], forgotten[i] = False, fate == RECOMPUTE
+                elif choice != KEEP:  # what need not be saved leaves first, without a transfer to wait for
+                    here[i], forgotten[i] = False, choice == RECOMPUTE
                     verb[length], what[length], length = DROP, i, length + 1
         for n in range(saves):
             i = saving[n]
@@ -183,20 +183,20 @@ def alap(t: Tables, fates: Codes) -> AlapSequence:
                 here[i] = False
                 verb[length], what[length], length = DROP, i, length + 1
     for n in range(len(t.stored)):
-        if fates[t.wrapping[n]] == RESTORE and not kept[t.stored[n]]:
+        if choices[t.wrapping[n]] == RESTORE and not kept[t.stored[n]]:
             verb[length], what[length], length = SWAP_IN, t.stored[n], length + 1
-    return AlapSequence(verb[:length], what[:length], _held(t, fates, verb[:length], what[:length]))
+    return AlapSequence(verb[:length], what[:length], _held(t, choices, verb[:length], what[:length]))
 
 
 @compiled
-def _at_the_start(t: Tables, fates: Codes) -> tuple[Bools, Bools, Bools]:
+def _at_the_start(t: Tables, choices: Codes) -> tuple[Bools, Bools, Bools]:
     """By tensor: whether it is in memory, and in the host store, and whether it is a resident that stays."""
     count = len(t.nbytes)
     here, saved, kept = np.zeros(count, np.bool_), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     for n in range(len(t.stored)):
-        i, fate = t.stored[n], fates[t.wrapping[n]]
-        here[i] = fate != SWAP
-        kept[i] = fate == KEEP or (fate == RESTORE and t.last_use[i] == len(t.scratch_bytes) - 1)
+        i, choice = t.stored[n], choices[t.wrapping[n]]
+        here[i] = choice != SWAP
+        kept[i] = choice == KEEP or (choice == RESTORE and t.last_use[i] == len(t.scratch_bytes) - 1)
     for i in range(count):
         saved[i] = t.kind[i] == _PARAMETER or (t.kind[i] == _STATE and not here[i])
         here[i] |= t.kind[i] == _INPUT
@@ -204,11 +204,11 @@ def _at_the_start(t: Tables, fates: Codes) -> tuple[Bools, Bools, Bools]:
 
 
 @compiled
-def _held(t: Tables, fates: Codes, verb: Ints, what: Ints) -> Ints:
+def _held(t: Tables, choices: Codes, verb: Ints, what: Ints) -> Ints:
     """Bytes in memory during each action."""
     start, ids, nbytes, scratch_bytes = t.start, t.ids, t.nbytes, t.scratch_bytes
     held, now = np.empty(len(verb), np.int64), 0
-    for i, there in enumerate(_at_the_start(t, fates)[0]):
+    for i, there in enumerate(_at_the_start(t, choices)[0]):
         now += nbytes[i] if there else 0
     for i in range(len(verb)):
         if verb[i] == COMPUTE:
@@ -225,7 +225,7 @@ def _held(t: Tables, fates: Codes, verb: Ints, what: Ints) -> Ints:
 @compiled
 def _repeat(
     t: Tables,
-    fates: Codes,
+    choices: Codes,
     here: Bools,
     saved: Bools,
     forgotten: Bools,
@@ -244,7 +244,7 @@ def _repeat(
     came, wanted, last = mark[0], mark[1], mark[2]
     for n in range(start[NEEDED, p], start[NEEDED, p + 1]):
         wanted[ids[n]] = p
-    again = _ops_to_repeat(t, fates, here, saved, forgotten, p)
+    again = _ops_to_repeat(t, choices, here, saved, forgotten, p)
     for q in again:
         for uses in range(WRITES, READS + 1):
             for n in range(start[uses, q], start[uses, q + 1]):
@@ -269,18 +269,18 @@ def _repeat(
         if length > t.most:
             return length
     for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
-        if fates[ids[n]] == RECOMPUTE:
+        if choices[ids[n]] == RECOMPUTE:
             forgotten[t.tensor[ids[n]]] = False
     return length
 
 
 @compiled
-def _ops_to_repeat(t: Tables, fates: Codes, here: Bools, saved: Bools, forgotten: Bools, p: int) -> Ints:
+def _ops_to_repeat(t: Tables, choices: Codes, here: Bools, saved: Bools, forgotten: Bools, p: int) -> Ints:
     """Positions, in order, of the ops that must run again for what is computed again for p."""
     start, ids, producer, tensor = t.start, t.ids, t.producer, t.tensor
     asked, found, length = np.zeros(p, np.bool_), np.empty(p, np.int64), 0
     for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
-        if fates[ids[n]] == RECOMPUTE:
+        if choices[ids[n]] == RECOMPUTE:
             q = producer[tensor[ids[n]]]
             if not asked[q]:
                 asked[q], found[length], length = True, q, length + 1

@@ -1,12 +1,12 @@
-"""Gaps between a tensor's uses, and the fate of the tensor in each: the decisions of swapping.
+"""Gaps between a tensor's uses, and what to do with it in each: keep, swap, recompute or restore it.
 
-A searcher gives every gap a fate; `planner.schedule.no_wait` makes a sequence and a schedule of them:
+A searcher gives every gap a choice; `planner.schedule.no_wait` makes a sequence and a schedule of them:
 
     Gaps(graph)                                   .all: tuple[Gap, ...], .uses
-    no_wait(gaps, memory_bytes, fates)            -> ActionSequence | None where they need more memory
-    schedule_of_fates(problem, gaps, fates)       -> Schedule | None where they need more memory
+    no_wait(gaps, memory_bytes, choices)          -> ActionSequence | None where they need more memory
+    schedule_of_choices(problem, gaps, choices)   -> Schedule | None where they need more memory
 
-`fates[i]` is for `gaps.all[i]` and one of its `.fates`. Ops run in the graph's order, and positions are op ids. An
+`choices[i]` is for `gaps.all[i]` and one of its `.choices`. Ops run in the graph's order, and positions are op ids. An
 output is used by the last op: it must be in memory when that op ends."""
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ START: Final = -1
 """Position of the start of the inference."""
 
 
-class Fate(IntEnum):
+class Choice(IntEnum):
     """What happens to a tensor in a gap."""
 
     KEEP = 0
@@ -46,7 +46,7 @@ class Gap:
     last_use: int
     next_use: int
     wraps: bool
-    fates: tuple[Fate, ...]
+    choices: tuple[Choice, ...]
     """Those that are possible. A wrapping gap cannot be recomputed, and only a wrapping gap can be restored."""
 
     def is_offloadable(self, graph: Graph) -> bool:
@@ -102,17 +102,17 @@ class Gaps:
             return []
         starts = (START, *uses) if kind == "input" else uses
         pairs = [(a, b) for a, b in pairwise(starts) if b > a + 1]
-        found = [Gap(t, a, b, False, self._fates(t, b)) for a, b in pairs]
+        found = [Gap(t, a, b, False, self._choices(t, b)) for a, b in pairs]
         if kind in ("parameter", "state"):
-            fates = (Fate.KEEP, Fate.SWAP, Fate.RESTORE)
+            choices = (Choice.KEEP, Choice.SWAP, Choice.RESTORE)
             stays = kind == "state" and t in self.graph.outputs
-            found.append(Gap(t, uses[-1], uses[0], True, fates[:2] if stays else fates))
+            found.append(Gap(t, uses[-1], uses[0], True, choices[:2] if stays else choices))
         return found
 
-    def _fates(self, t: int, next_use: int) -> tuple[Fate, ...]:
+    def _choices(self, t: int, next_use: int) -> tuple[Choice, ...]:
         if self.graph.tensors[t].kind == "activation" and self._can_repeat(t, next_use):
-            return (Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE)
-        return (Fate.KEEP, Fate.SWAP)
+            return (Choice.KEEP, Choice.SWAP, Choice.RECOMPUTE)
+        return (Choice.KEEP, Choice.SWAP)
 
     def _can_repeat(self, t: int, position: int) -> bool:
         """Whether an activation can be computed again: from what is needed anyway, or can be computed again too."""

@@ -1,4 +1,4 @@
-"""From a fate per gap to a schedule.
+"""From a choice per gap to a schedule.
 
 Beaumont et al. (2020), Proposition 1: once it is decided what to offload, and in which order, it is best to do
 everything as early as memory allows. Here transfers are in the order of the uses that they are for: starting from the
@@ -14,7 +14,7 @@ from cohabit.planner.compiled import compiled
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.alap import AlapSequence, alap, codes, tables
 from cohabit.planner.schedule.delayed_drops import delay_drops
-from cohabit.planner.schedule.gaps import Fate, Gaps
+from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.serial import least_bytes, serial
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Schedule, columns, counted
 
@@ -28,9 +28,9 @@ class ActionSequence(NamedTuple):
 
 
 def no_wait(
-    gaps: Gaps, memory_bytes: int, fates: Sequence[Fate], ahead_bytes: int | None = None
+    gaps: Gaps, memory_bytes: int, choices: Sequence[Choice], ahead_bytes: int | None = None
 ) -> ActionSequence | None:
-    """The best sequence with these fates; None if they need more than `memory_bytes`.
+    """The best sequence with these choices; None if they need more than `memory_bytes`.
 
     Swap-ins go ahead as long as there are at most `ahead_bytes` in memory, by default all of it. None also where
     recomputation triggers so much recomputation that no plan would be worth it (`planner.schedule.alap`).
@@ -38,24 +38,26 @@ def no_wait(
     if not gaps.graph.ops:
         fits = least_bytes(gaps.graph) <= memory_bytes
         return ActionSequence(*columns(serial(gaps.graph)), frozenset()) if fits else None
-    made = alap(tables(gaps), codes(fates))
+    made = alap(tables(gaps), codes(choices))
     if not len(made.held) or made.held.max() > memory_bytes:
         return None
     order = with_earliest_swap_ins(made, tables(gaps).nbytes, memory_bytes if ahead_bytes is None else ahead_bytes)
-    residents = (g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not Fate.SWAP)
+    residents = (
+        g.tensor for g, choice in zip(gaps.all, choices, strict=True) if g.wraps and choice is not Choice.SWAP
+    )
     return ActionSequence(made.verb[order], made.what[order], frozenset(residents))
 
 
-def schedule_of_fates(
-    problem: Problem, gaps: Gaps, fates: Sequence[Fate], *, delayed: bool = False
+def schedule_of_choices(
+    problem: Problem, gaps: Gaps, choices: Sequence[Choice], *, delayed: bool = False
 ) -> Schedule | None:
-    """The schedule of these fates; None if they need more than the memory.
+    """The schedule of these choices; None if they need more than the memory.
 
     With `delayed`, what is swapped out keeps its bytes until it has left or they are needed
     (`planner.schedule.delayed_drops`).
     """
     memory_bytes = problem.memory.nbytes
-    found = no_wait(gaps, memory_bytes, fates)
+    found = no_wait(gaps, memory_bytes, choices)
     if found is None:
         return None
     if delayed and (found.verb == SWAP_OUT).any():

@@ -76,14 +76,16 @@ def _partition(demands: Sequence[Demand], memory: int, least_workspace: int, lan
 def _partition_for(
     demands: Sequence[Demand], memory: int, least_workspace: int, lanes: int
 ) -> tuple[int, list[int]]:
-    neediest = max(demands, key=lambda d: d.least_bytes)
-    if lanes == 1 and memory < neediest.least_bytes:
-        op, least_bytes = neediest.largest_demand.neediest_op, neediest.least_bytes
-        raise InfeasibleBudget(neediest.model.name, op, memory, least_bytes, len(demands))
+    largest_demand = max(demands, key=lambda d: d.least_bytes)
+    if lanes == 1 and memory < largest_demand.least_bytes:
+        op, least_bytes = largest_demand.largest_demand.neediest_op, largest_demand.least_bytes
+        raise InfeasibleBudget(largest_demand.model.name, op, memory, least_bytes, len(demands))
     known: Estimates = {}
     best: tuple[float, int, list[int]] | None = None
     needed: list[int] = []
-    sizes = sorted({max(size, least_workspace) for size in workspaces(demands, max(memory, neediest.least_bytes))})
+    sizes = sorted(
+        {max(size, least_workspace) for size in workspaces(demands, max(memory, largest_demand.least_bytes))}
+    )
     for workspace in sizes:
         floors = [d.least_partition_bytes(workspace) for d in demands]
         least = [b for b in floors if b is not None]
@@ -96,8 +98,8 @@ def _partition_for(
         if best is None or cost < best[0] * (1 - 1e-6):
             best = (cost, workspace, partitions)
     if best is None:  # partitions of nothing next to one largest workspace are feasible, unless it must be larger
-        op = neediest.largest_demand.neediest_op
-        raise InfeasibleBudget(neediest.model.name, op, memory, min(needed), len(demands))
+        op = largest_demand.largest_demand.neediest_op
+        raise InfeasibleBudget(largest_demand.model.name, op, memory, min(needed), len(demands))
     return best[1], best[2]
 
 

@@ -89,7 +89,7 @@ def _judged(
     work: Arrays, numbering: Numbering, decisions: Decisions, home: Ints, fixed: bool
 ) -> tuple[float, Critical]:
     """The cost of decisions, and the copies that matter."""
-    at = home if fixed else homes(work, decisions.fate)
+    at = home if fixed else homes(work, decisions.choice)
     swaps, latency_s = play(work, at, decisions)
     latency_s, _, link_pages = timed(work, numbering, at, swaps, latency_s, 0.0)
     return latency_s + LINK_WEIGHT * link_pages * work.page_s, critical(work, swaps)
@@ -98,9 +98,9 @@ def _judged(
 @compiled
 def changed(work: Arrays, decisions: Decisions, fixed: bool, urgent: Critical) -> Decisions:
     """Change one decision, or exchange some; often one of what is waited for."""
-    fate, hold = decisions.fate.copy(), decisions.hold.copy()
+    choice, hold = decisions.choice.copy(), decisions.hold.copy()
     fit, lead = decisions.fit.copy(), decisions.lead.copy()
-    count, ops = len(fate), len(work.op_s)
+    count, ops = len(choice), len(work.op_s)
     kind, j = np.random.random(), np.random.randint(len(hold))
     if kind < REFITTED:
         first, end = 0, len(fit)
@@ -123,23 +123,23 @@ def changed(work: Arrays, decisions: Decisions, fixed: bool, urgent: Critical) -
         p = np.random.randint(count)
         if len(urgent.parameter) > 0 and np.random.random() < GUIDED:
             p = urgent.parameter[np.random.randint(len(urgent.parameter))]
-        if fate[p] != STREAMED and (fixed or np.random.random() < RESTORED):
-            fate[p] = KEPT + RELEASED - fate[p]
+        if choice[p] != STREAMED and (fixed or np.random.random() < RESTORED):
+            choice[p] = KEPT + RELEASED - choice[p]
         elif not fixed:
-            _exchange(work, fate, p)
-    return Decisions(fate, hold, fit, lead)
+            _exchange(work, choice, p)
+    return Decisions(choice, hold, fit, lead)
 
 
 @compiled
-def _exchange(work: Arrays, fate: Ints, p: int) -> None:
+def _exchange(work: Arrays, choice: Ints, p: int) -> None:
     """Turn a resident into a streamed parameter or the other way round, mostly with others that make up for its size.
 
     These follow one another in the order of use, from near the first or from anywhere. Residents leave until there is
     room, and streamed parameters take what is left of it.
     """
-    count = len(fate)
-    comes = fate[p] == STREAMED
-    fate[p] = np.random.randint(RELEASED, KEPT + 1) if comes else STREAMED
+    count = len(choice)
+    comes = choice[p] == STREAMED
+    choice[p] = np.random.randint(RELEASED, KEPT + 1) if comes else STREAMED
     more = work.size[p] if comes else -work.size[p]  # pages of residents, compared with before
     spare = work.size[p] // SPARE
     if np.random.random() >= ALONE:
@@ -149,20 +149,20 @@ def _exchange(work: Arrays, fate: Ints, p: int) -> None:
             r = i % count
             if not work.size[p] <= SIMILAR * work.size[r] <= SIMILAR**2 * work.size[p] or r == p:
                 continue
-            if fate[r] != STREAMED and more > spare:
-                fate[r] = STREAMED
+            if choice[r] != STREAMED and more > spare:
+                choice[r] = STREAMED
                 more -= work.size[r]
-            elif fate[r] == STREAMED and more + work.size[r] <= spare:
-                fate[r] = np.random.randint(RELEASED, KEPT + 1)
+            elif choice[r] == STREAMED and more + work.size[r] <= spare:
+                choice[r] = np.random.randint(RELEASED, KEPT + 1)
                 more += work.size[r]
-    pages = work.size[fate != STREAMED].sum()
+    pages = work.size[choice != STREAMED].sum()
     while pages > work.partition_pages:
         q = np.random.randint(count)
-        if fate[q] != STREAMED and q != p:
-            fate[q] = STREAMED
+        if choice[q] != STREAMED and q != p:
+            choice[q] = STREAMED
             pages -= work.size[q]
         elif pages == work.size[p]:
-            fate[p] = STREAMED
+            choice[p] = STREAMED
             break
 
 

@@ -50,7 +50,7 @@ class StreamingCandidate:
     """Decisions as bytes; with `steps`, the best of a walk that starts from them."""
 
     order: int
-    fate: bytes
+    choice: bytes
     hold: bytes
     lead: bytes
     fit: bytes
@@ -59,13 +59,13 @@ class StreamingCandidate:
     seed: int = 0
 
     def decisions(self) -> Decisions:
-        fate = np.frombuffer(self.fate, np.int8).astype(np.int64)
+        choice = np.frombuffer(self.choice, np.int8).astype(np.int64)
         lead = np.frombuffer(self.lead, np.int32).astype(np.int64)
         hold = np.frombuffer(self.hold, np.bool_).copy()
-        return Decisions(fate, hold, np.frombuffer(self.fit, np.int8).astype(np.int64), lead)
+        return Decisions(choice, hold, np.frombuffer(self.fit, np.int8).astype(np.int64), lead)
 
     def residents(self) -> tuple[int, ...]:
-        return tuple(np.flatnonzero(np.frombuffer(self.fate, np.int8) != STREAMED).tolist())
+        return tuple(np.flatnonzero(np.frombuffer(self.choice, np.int8) != STREAMED).tolist())
 
 
 class Streaming(Searcher[StreamingCandidate]):
@@ -176,12 +176,12 @@ class Streaming(Searcher[StreamingCandidate]):
         spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
         lead = bytes(4 * len(work.arrays.use_parameter))
         for kept in (KEPT,) if work.arrays.keeps else (RELEASED, KEPT):
-            fate = np.full(len(work.parameters), STREAMED, np.int8)
-            fate[list(residents)] = kept
+            choice = np.full(len(work.parameters), STREAMED, np.int8)
+            choice[list(residents)] = kept
             for seconds in spans:
                 hold = holds_up_to(work.arrays, seconds).tobytes()
                 for fit in range(FITS):
-                    yield StreamingCandidate(order, fate.tobytes(), hold, lead, bytes([fit]) * len(hold))
+                    yield StreamingCandidate(order, choice.tobytes(), hold, lead, bytes([fit]) * len(hold))
 
     def _small_ones_early(self, candidate: StreamingCandidate) -> Iterator[StreamingCandidate]:
         """The candidate, but copies of small parameters may go ahead of others by a share of the ops."""
@@ -197,9 +197,9 @@ class Streaming(Searcher[StreamingCandidate]):
         arrays, found = self.views[start.order].work.arrays, self._decisions(start)
         if steps is None:
             steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
-        fate, hold = found.fate.astype(np.int8).tobytes(), found.hold.tobytes()
+        choice, hold = found.choice.astype(np.int8).tobytes(), found.hold.tobytes()
         lead, fit = found.lead.astype(np.int32).tobytes(), found.fit.astype(np.int8).tobytes()
-        return StreamingCandidate(start.order, fate, hold, lead, fit, steps, heat, int(self._rng.integers(2**31)))
+        return StreamingCandidate(start.order, choice, hold, lead, fit, steps, heat, int(self._rng.integers(2**31)))
 
     def _decide(self, candidate: StreamingCandidate) -> Decisions:
         start = candidate.decisions()
@@ -211,7 +211,7 @@ class Streaming(Searcher[StreamingCandidate]):
 
     def _home(self, work: Workload, decisions: Decisions) -> Ints:
         given = self.problem.residents
-        return homes(work.arrays, decisions.fate) if given is None else work.homes(given)
+        return homes(work.arrays, decisions.choice) if given is None else work.homes(given)
 
 
 def is_perfect(work: Workload, cost: Cost) -> bool:
@@ -228,11 +228,13 @@ def first_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> f
     hold = holds_up_to(work.arrays, float(work.arrays.swap_s.max(initial=0.0)))
     least_s = np.inf
     for residents in guesses(work):
-        fate = np.full(len(work.parameters), STREAMED)
-        fate[list(residents)] = RELEASED
+        choice = np.full(len(work.parameters), STREAMED)
+        choice[list(residents)] = RELEASED
         for fit in range(FITS):
-            decisions = uniform(fate, hold, fit)
-            latency_s, _, _ = stream.evaluate(work.arrays, work.numbering, homes(work.arrays, fate), decisions, 0.0)
+            decisions = uniform(choice, hold, fit)
+            latency_s, _, _ = stream.evaluate(
+                work.arrays, work.numbering, homes(work.arrays, choice), decisions, 0.0
+            )
             least_s = min(least_s, latency_s)
         if least_s <= profile.compute_s * (1 + 1e-6):
             break

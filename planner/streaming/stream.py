@@ -42,7 +42,7 @@ KEPT: Final = 2
 class Decisions(NamedTuple):
     """What a search decides."""
 
-    fate: Ints
+    choice: Ints
     """One of the three above per parameter."""
     hold: Bools
     """Per use of a streamed parameter, whether it stays until its next use."""
@@ -52,9 +52,9 @@ class Decisions(NamedTuple):
     """Per use, how many ops earlier than its own its copy may be issued, ahead of other copies."""
 
 
-def uniform(fate: Ints, hold: Bools, fit: int) -> Decisions:
+def uniform(choice: Ints, hold: Bools, fit: int) -> Decisions:
     """Decisions with one rule for all holes, in which all copies are in the order of their ops."""
-    return Decisions(fate, hold, np.full(len(hold), fit), np.zeros(len(hold), np.int64))
+    return Decisions(choice, hold, np.full(len(hold), fit), np.zeros(len(hold), np.int64))
 
 
 class Swaps(NamedTuple):
@@ -73,17 +73,17 @@ class Swaps(NamedTuple):
 
 
 @compiled
-def homes(work: Arrays, fate: Ints) -> Ints:
+def homes(work: Arrays, choice: Ints) -> Ints:
     """Homes for residents, one after the other: per parameter a page, or NOWHERE.
 
     The released ones lie together in the order of their use, so that what they leave is in one piece. Empty parameters
     take no room and are always resident.
     """
-    home = np.full(len(fate), NOWHERE)
+    home = np.full(len(choice), NOWHERE)
     page = 0
     for chosen in (KEPT, RELEASED):
-        for p in range(len(fate)):
-            if fate[p] == chosen and work.size[p] > 0:
+        for p in range(len(choice)):
+            if choice[p] == chosen and work.size[p] > 0:
                 home[p] = page
                 page += work.size[p]
     home[work.size == 0] = 0
@@ -115,7 +115,7 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     for p in range(parameters):
         if home[p] >= 0:
             memory.where[p] = home[p]
-            stays = work.keeps or decisions.fate[p] == KEPT or work.last_use[p] < 0
+            stays = work.keeps or decisions.choice[p] == KEPT or work.last_use[p] < 0
             locked[p] = ops if stays else work.last_use[p]
             if work.size[p] > 0:
                 put(memory, p, home[p], work.size[p])

@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
-from cohabit.planner.schedule.gaps import Fate, Gaps
-from cohabit.planner.schedule.no_wait import ActionSequence, schedule_of_fates
+from cohabit.planner.schedule.gaps import Choice, Gaps
+from cohabit.planner.schedule.no_wait import ActionSequence, schedule_of_choices
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action, columns, counted
 from cohabit.planner.schedule.write import write
 
@@ -38,6 +38,8 @@ def plan_of(problem: Problem, actions: Sequence[Action], residents: Collection[i
     return None if schedule is None else write(problem, schedule, problem.memory.nbytes)
 
 
-def plan_of_fates(problem: Problem, gaps: Gaps, fates: Sequence[Fate], *, delayed: bool = False) -> Plan | None:
-    schedule = schedule_of_fates(problem, gaps, fates, delayed=delayed)
+def plan_of_choices(
+    problem: Problem, gaps: Gaps, choices: Sequence[Choice], *, delayed: bool = False
+) -> Plan | None:
+    schedule = schedule_of_choices(problem, gaps, choices, delayed=delayed)
     return None if schedule is None else write(problem, schedule, problem.memory.nbytes)

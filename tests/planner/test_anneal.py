@@ -22,11 +22,11 @@ def test_a_large_parameter_is_exchanged_for_small_ones_that_are_a_little_larger_
     footprint = Footprint.of(graph)
     memory = Memory(footprint.activation_bytes + 59 * PAGE, 41 * PAGE)
     work = Workload.of(footprint, profile, memory, GraphArrays.of(graph, profile))
-    fate = np.full(5, STREAMED)
-    fate[0] = KEPT
-    start = uniform(fate, np.zeros(5, np.bool_), 0)
-    found = anneal(work.arrays, work.numbering, start, homes(work.arrays, fate), False, 200, 0.0, 0)
-    assert (found.fate == STREAMED).tolist() == [True, False, False, False, False]
+    choice = np.full(5, STREAMED)
+    choice[0] = KEPT
+    start = uniform(choice, np.zeros(5, np.bool_), 0)
+    found = anneal(work.arrays, work.numbering, start, homes(work.arrays, choice), False, 200, 0.0, 0)
+    assert (found.choice == STREAMED).tolist() == [True, False, False, False, False]
 
 
 def test_a_walk_begins_with_the_rule_that_each_use_had() -> None:

@@ -19,12 +19,12 @@ from cohabit.planner.papers.beaumont.searcher import LEAN, SERIAL, DynProg, Gree
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.delayed_drops import delay_drops
-from cohabit.planner.schedule.gaps import Fate, Gaps
+from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
-from tests.planner.actions import listed, plan_of, plan_of_fates
+from tests.planner.actions import listed, plan_of, plan_of_choices
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
 from tests.planner.reference import sequence_peak_bytes
 
@@ -349,12 +349,12 @@ def test_sequences_by_the_clock_are_safe() -> None:
         rng = random.Random(seed)
         graph = random_training_graph(rng) if seed % 2 else random_graph(rng)
         gaps, profile = Gaps(graph), random_profile(rng, graph)
-        fates = [rng.choice(gap.fates) for gap in gaps.all]
-        least = no_wait(gaps, 10**9, fates, 0)
+        choices = [rng.choice(gap.choices) for gap in gaps.all]
+        least = no_wait(gaps, 10**9, choices, 0)
         if least is None:
             continue
         memory = int(sequence_peak_bytes(graph, *listed(least)) * rng.uniform(1, 2))
-        decided, residents = listed(no_wait(gaps, memory, fates))
+        decided, residents = listed(no_wait(gaps, memory, choices))
         actions = delay_drops(graph, profile, decided, residents, memory)
         assert sorted(actions) == sorted(decided)
         plan = plan_of(Problem(graph, profile, Memory(memory, counted=True)), actions, residents)
@@ -373,10 +373,10 @@ def test_bytes_on_their_way_out_are_not_written_while_others_are_free() -> None:
     graph = Graph("again", 1, "weights", tensors, (*graph.ops, read_again), (w + 4,))
     profile = profile_of(graph, bandwidth=0.5 * PAGE)
     gaps = Gaps(graph)
-    fates = [Fate.SWAP if gap.tensor == w else Fate.KEEP for gap in gaps.all]
+    choices = [Choice.SWAP if gap.tensor == w else Choice.KEEP for gap in gaps.all]
     ends = []
     for memory in (2 * PAGE, 3 * PAGE):
-        plan = plan_of_fates(Problem(graph, profile, Memory(memory, counted=True)), gaps, fates, delayed=True)
+        plan = plan_of_choices(Problem(graph, profile, Memory(memory, counted=True)), gaps, choices, delayed=True)
         assert plan is not None
         check(graph, profile, plan)
         ends.append([s.end_s for s in simulate(graph, plan, profile).spans if s.lane == "compute"])

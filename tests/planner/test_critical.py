@@ -19,10 +19,10 @@ def waited_for(copy_s: float, residents: tuple[int, ...], memory_pages: int = 20
     footprint = Footprint.of(graph)
     memory = Memory(footprint.activation_bytes, memory_pages * PAGE - footprint.activation_bytes)
     work = Workload.of(footprint, profile, memory, GraphArrays.of(graph, profile))
-    fate = np.full(4, STREAMED)
-    fate[list(residents)] = RELEASED
-    decisions = uniform(fate, np.zeros(4, np.bool_), 0)
-    swaps, _ = play(work.arrays, homes(work.arrays, fate), decisions)
+    choice = np.full(4, STREAMED)
+    choice[list(residents)] = RELEASED
+    decisions = uniform(choice, np.zeros(4, np.bool_), 0)
+    swaps, _ = play(work.arrays, homes(work.arrays, choice), decisions)
     return sorted(critical(work.arrays, swaps).parameter.tolist())
 
 

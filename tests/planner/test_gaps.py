@@ -1,4 +1,4 @@
-"""Fates of gaps become plans: hand-checked chains, and random graphs with random fates."""
+"""Choices of gaps become plans: hand-checked chains, and random graphs with random choices."""
 
 import random
 
@@ -10,11 +10,11 @@ from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Problem
-from cohabit.planner.schedule.gaps import START, Fate, Gap, Gaps
+from cohabit.planner.schedule.gaps import START, Choice, Gap, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
-from tests.planner.actions import compute, drop, listed, plan_of_fates, swap_in, swap_out
+from tests.planner.actions import compute, drop, listed, plan_of_choices, swap_in, swap_out
 from tests.planner.graphs import (
     PAGE,
     chain,
@@ -26,7 +26,7 @@ from tests.planner.graphs import (
 from tests.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
-KEEP, SWAP, RECOMPUTE, RESTORE = Fate.KEEP, Fate.SWAP, Fate.RECOMPUTE, Fate.RESTORE
+KEEP, SWAP, RECOMPUTE, RESTORE = Choice.KEEP, Choice.SWAP, Choice.RECOMPUTE, Choice.RESTORE
 
 
 def there_and_back() -> Graph:
@@ -45,12 +45,12 @@ def random_case(seed: int) -> tuple[random.Random, Graph]:
     return rng, random_training_graph(rng) if rng.random() < 0.6 else random_graph(rng)
 
 
-def random_fates(rng: random.Random, gaps: Gaps) -> list[Fate]:
-    likely = rng.choice(list(Fate))
-    return [likely if likely in g.fates and rng.random() < 0.5 else rng.choice(g.fates) for g in gaps.all]
+def random_choices(rng: random.Random, gaps: Gaps) -> list[Choice]:
+    likely = rng.choice(list(Choice))
+    return [likely if likely in g.choices and rng.random() < 0.5 else rng.choice(g.choices) for g in gaps.all]
 
 
-def all_kept(gaps: Gaps) -> list[Fate]:
+def all_kept(gaps: Gaps) -> list[Choice]:
     return [KEEP] * len(gaps.all)
 
 
@@ -80,11 +80,11 @@ def test_nothing_is_recomputed_from_what_was_changed_in_place_since() -> None:
         Op("a", "any", (4,), (0,)), Op("b", "any", (0,), (1,)), Op("c", "any", (1,), (2,)),
         Op("d", "any", (0, 1, 2), (3,)),
     )  # fmt: skip
-    assert Gaps(Graph("g", 1, "w", tensors, ops, (3,))).all[0].fates == (KEEP, SWAP, RECOMPUTE)
+    assert Gaps(Graph("g", 1, "w", tensors, ops, (3,))).all[0].choices == (KEEP, SWAP, RECOMPUTE)
     changing = (*ops[:1], Op("b", "any", (0,), (1,), 0, (0,)), *ops[2:])
-    assert Gaps(Graph("g", 1, "w", tensors, changing, (3,))).all[0].fates == (KEEP, SWAP)
+    assert Gaps(Graph("g", 1, "w", tensors, changing, (3,))).all[0].choices == (KEEP, SWAP)
     later = (*ops[:3], Op("d", "any", (0, 1, 2), (3,), 0, (0,)))
-    assert Gaps(Graph("g", 1, "w", tensors, later, (3,))).all[0].fates == (KEEP, SWAP, RECOMPUTE)
+    assert Gaps(Graph("g", 1, "w", tensors, later, (3,))).all[0].choices == (KEEP, SWAP, RECOMPUTE)
 
 
 def test_weights_stream_through_the_room_that_is_left() -> None:
@@ -113,7 +113,7 @@ def test_activation_is_swapped_or_computed_again() -> None:
     gaps = Gaps(there_and_back())
     x, a1, a2, b = range(4)
     assert [(g.tensor, g.last_use, g.next_use) for g in gaps.all] == [(a1, 1, 3)]
-    assert gaps.all[0].fates == (KEEP, SWAP)  # X is gone by then
+    assert gaps.all[0].choices == (KEEP, SWAP)  # X is gone by then
     assert listed(no_wait(gaps, 4 * PAGE, [SWAP]))[0] == [
         compute(0), drop(x), compute(1), swap_out(a1), drop(a1), swap_in(a1), compute(2), drop(a2),
         compute(3), drop(a1), drop(b),
@@ -155,37 +155,37 @@ def test_what_else_a_repeated_op_writes_makes_way_for_it() -> None:
     actions, _ = listed(no_wait(gaps, 6 * PAGE, [KEEP, KEEP, RECOMPUTE]))
     again = actions.index(compute(0), 1)
     assert actions[again - 1 : again + 1] == [drop(a), compute(0)]
-    plan = plan_of_fates(Problem(graph, profile, Memory(6 * PAGE, counted=True)), gaps, [KEEP, KEEP, RECOMPUTE])
+    plan = plan_of_choices(Problem(graph, profile, Memory(6 * PAGE, counted=True)), gaps, [KEEP, KEEP, RECOMPUTE])
     assert plan is not None
     check(graph, profile, plan)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds)
-def test_random_fates_make_safe_plans_or_none(seed: int) -> None:
+def test_random_choices_make_safe_plans_or_none(seed: int) -> None:
     rng, graph = random_case(seed)
     gaps, profile = Gaps(graph), random_profile(rng, graph)
-    fates = random_fates(rng, gaps)
+    choices = random_choices(rng, gaps)
     memory = least_bytes(graph) + rng.randrange(2 * sum(t.nbytes for t in graph.tensors) + 1)
-    decided = no_wait(gaps, memory, fates)
+    decided = no_wait(gaps, memory, choices)
     for delayed in (False, True):
         problem = Problem(graph, profile, Memory(memory, counted=True))
-        plan = plan_of_fates(problem, gaps, fates, delayed=delayed)
+        plan = plan_of_choices(problem, gaps, choices, delayed=delayed)
         assert (plan is None) == (decided is None)
         if plan is not None:
             check(graph, profile, plan)
             assert sequence_peak_bytes(graph, *listed(decided)) <= memory
-            kept = {g.tensor for g, fate in zip(gaps.all, fates, strict=True) if g.wraps and fate is not SWAP}
+            kept = {g.tensor for g, choice in zip(gaps.all, choices, strict=True) if g.wraps and choice is not SWAP}
             assert {p.tensor for p in plan.residents} == kept
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds)
-def test_any_fates_fit_in_ample_memory(seed: int) -> None:
+def test_any_choices_fit_in_ample_memory(seed: int) -> None:
     rng, graph = random_case(seed)
     gaps, profile = Gaps(graph), random_profile(rng, graph)
     memory = sum(t.aligned_bytes for t in graph.tensors) + 2**12
-    plan = plan_of_fates(Problem(graph, profile, Memory(memory, counted=True)), gaps, random_fates(rng, gaps))
+    plan = plan_of_choices(Problem(graph, profile, Memory(memory, counted=True)), gaps, random_choices(rng, gaps))
     assert plan is not None
     check(graph, profile, plan)
 
@@ -196,8 +196,8 @@ def test_nothing_needs_less_memory_than_swapping_everything(seed: int) -> None:
     rng, graph = random_case(seed)
     gaps = Gaps(graph)
     least = least_bytes(graph)
-    assert no_wait(gaps, least, [Fate.SWAP] * len(gaps.all)) is not None
-    assert least == 0 or no_wait(gaps, least - 1, random_fates(rng, gaps)) is None
+    assert no_wait(gaps, least, [Choice.SWAP] * len(gaps.all)) is not None
+    assert least == 0 or no_wait(gaps, least - 1, random_choices(rng, gaps)) is None
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -205,7 +205,7 @@ def test_nothing_needs_less_memory_than_swapping_everything(seed: int) -> None:
 def test_all_kept_in_ample_memory_runs_at_the_resident_time(seed: int) -> None:
     rng, graph = random_case(seed)
     gaps, profile = Gaps(graph), random_profile(rng, graph)
-    plan = plan_of_fates(
+    plan = plan_of_choices(
         Problem(graph, profile, Memory(sum(t.aligned_bytes for t in graph.tensors) + 2**12, counted=True)),
         gaps,
         all_kept(gaps),
@@ -226,10 +226,11 @@ def test_recomputation_without_end_is_given_up() -> None:
     graph = Graph("g", 1, "weights", tuple(tensors), tuple(ops), (2 * count,))
     graph.validate()
     gaps = Gaps(graph)
-    again = [RECOMPUTE if RECOMPUTE in g.fates else KEEP for g in gaps.all]
+    again = [RECOMPUTE if RECOMPUTE in g.choices else KEEP for g in gaps.all]
     assert again.count(RECOMPUTE) > 100
     assert no_wait(gaps, 10**9, again) is None
     some = [
-        RECOMPUTE if fate is RECOMPUTE and g.tensor % 10 else KEEP for g, fate in zip(gaps.all, again, strict=True)
+        RECOMPUTE if choice is RECOMPUTE and g.tensor % 10 else KEEP
+        for g, choice in zip(gaps.all, again, strict=True)
     ]
     assert no_wait(gaps, 10**9, some) is not None

@@ -1,4 +1,4 @@
-"""HOME's particle swarm: the paper's examples, its cost model against the simulator, the search against all fates."""
+"""HOME's particle swarm: the paper's examples, its cost model against the simulator, the search against all choices."""
 
 import itertools
 import math
@@ -22,11 +22,11 @@ from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.schedule.alap import KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
-from cohabit.planner.schedule.gaps import Fate, Gaps
+from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import no_wait, with_earliest_swap_ins
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
-from tests.planner.actions import plan_of_fates
+from tests.planner.actions import plan_of_choices
 from tests.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
 
 
@@ -61,8 +61,8 @@ def searched(problem: Problem, evaluations: int) -> tuple[Plan, float, float]:
     return plan, latency_s[best], next(iter(latency_s.values()))
 
 
-def estimate(gaps: Gaps, profile: Profile, fates: Codes, memory_bytes: int) -> tuple[float, float]:
-    t, made = tables(gaps), alap(tables(gaps), fates)
+def estimate(gaps: Gaps, profile: Profile, choices: Codes, memory_bytes: int) -> tuple[float, float]:
+    t, made = tables(gaps), alap(tables(gaps), choices)
     return overhead(
         t, seconds(gaps, profile), made, with_earliest_swap_ins(made, t.nbytes, memory_bytes), memory_bytes
     )
@@ -75,8 +75,8 @@ def test_swap_costs_what_nothing_hides(offload_s: float, prefetch_s: float) -> N
     link = Link(0.0, PAGE / prefetch_s), Link(0.0, PAGE / offload_s)
     profile = Profile(graph.fingerprint, "test", (1.0,) * 8, *link)
     gaps = Gaps(graph)
-    fates = codes(Fate.SWAP if g.tensor == 2 else Fate.KEEP for g in gaps.all)
-    found = estimate(gaps, profile, fates, 4 * PAGE + 1024)
+    choices = codes(Choice.SWAP if g.tensor == 2 else Choice.KEEP for g in gaps.all)
+    found = estimate(gaps, profile, choices, 4 * PAGE + 1024)
     hidden = max(0.0, offload_s - 1) + max(0.0, prefetch_s - 1)
     assert found == pytest.approx((8 + hidden, offload_s + prefetch_s))
 
@@ -85,16 +85,16 @@ def test_recomputation_costs_its_ops() -> None:
     graph = four_layers()
     profile = profile_of(graph, [1.0, 2.0, 4.0, 8.0, 1.0, 1.0, 1.0, 1.0])
     gaps = Gaps(graph)
-    fates = codes(Fate.RECOMPUTE if Fate.RECOMPUTE in g.fates else Fate.KEEP for g in gaps.all)
-    found = estimate(gaps, profile, fates, 100 * PAGE)
-    assert (fates == RECOMPUTE).sum() == 2  # A1 and A2; A3 is used by FWD4 and BWD4, with no op between
+    choices = codes(Choice.RECOMPUTE if Choice.RECOMPUTE in g.choices else Choice.KEEP for g in gaps.all)
+    found = estimate(gaps, profile, choices, 100 * PAGE)
+    assert (choices == RECOMPUTE).sum() == 2  # A1 and A2; A3 is used by FWD4 and BWD4, with no op between
     assert found == pytest.approx((19 + 1 + 2 + 1, 0.0))
 
 
-def test_fates_that_need_more_than_the_memory_cost_the_more() -> None:
+def test_choices_that_need_more_than_the_memory_cost_the_more() -> None:
     gaps = Gaps(four_layers())
     t, times = tables(gaps), seconds(gaps, profile_of(gaps.graph))
-    kept = codes([Fate.KEEP] * len(gaps.all))
+    kept = codes([Choice.KEEP] * len(gaps.all))
     costs = [evaluate(t, times, kept, pages * PAGE) for pages in (2, 3, 100)]
     assert costs[0] > costs[1] >= TOO_MUCH_S > costs[2] == pytest.approx(8.0)
 
@@ -107,13 +107,13 @@ def test_cost_model_predicts_the_simulator() -> None:
         graph = random_training_graph(rng)
         gaps, bandwidth = Gaps(graph), PAGE * rng.choice((0.5, 1.0, 3.0))
         profile = profile_of(graph, [rng.choice((0.5, 1.0, 3.0)) for _ in graph.ops], bandwidth)
-        fates = [rng.choice(g.fates) for g in gaps.all]
+        choices = [rng.choice(g.choices) for g in gaps.all]
         memory = least_bytes(graph) + rng.randrange(12) * PAGE
-        if no_wait(gaps, memory, fates) is None:
+        if no_wait(gaps, memory, choices) is None:
             continue
-        plan = plan_of_fates(Problem(graph, profile, Memory(memory, counted=True)), gaps, fates, delayed=True)
+        plan = plan_of_choices(Problem(graph, profile, Memory(memory, counted=True)), gaps, choices, delayed=True)
         assert plan is not None
-        estimates.append(estimate(gaps, profile, codes(fates), memory)[0])
+        estimates.append(estimate(gaps, profile, codes(choices), memory)[0])
         simulated.append(simulate(graph, plan, profile).latency_s)
     error = np.array(simulated) / np.array(estimates) - 1
     assert len(error) > 150
@@ -156,9 +156,9 @@ def test_first_particles_fit() -> None:
         start = InitialParticles(problem, Gaps(graph))
         draw = np.random.default_rng(seed)
         for particle in (start.base, start.greedy(1.0), start.greedy(0.5), *(start.random(draw) for _ in range(3))):
-            fates = [Fate(code) for code in particle]
-            assert all(fate in g.fates for fate, g in zip(fates, start.gaps.all, strict=True))
-            assert no_wait(start.gaps, problem.memory.nbytes, fates) is not None
+            choices = [Choice(code) for code in particle]
+            assert all(choice in g.choices for choice, g in zip(choices, start.gaps.all, strict=True))
+            assert no_wait(start.gaps, problem.memory.nbytes, choices) is not None
 
 
 def test_kept_gaps_are_those_that_fit_one_after_the_other() -> None:
@@ -189,13 +189,13 @@ def test_what_is_cheap_to_compute_is_computed_again_over_a_slow_link() -> None:
         assert (computed > len(graph.ops)) == repeats
 
 
-def test_swarm_comes_close_to_the_best_of_all_fates() -> None:
+def test_swarm_comes_close_to_the_best_of_all_choices() -> None:
     found, at_first = [], []
     for seed in range(200):
         rng = random.Random(seed)
         graph = random_training_graph(rng, 3) if seed % 2 else random_graph(rng, 6)
         gaps = Gaps(graph)
-        choices = [g.fates for g in gaps.all]
+        choices = [g.choices for g in gaps.all]
         if not 2 <= len(choices) <= 5:
             continue
         problem = Problem(

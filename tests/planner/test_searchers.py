@@ -17,7 +17,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import SwapIn
 from cohabit.planner.problem import TIE, Limit, Problem
 from cohabit.planner.schedule.gaps import Gaps
-from cohabit.planner.schedule.no_wait import schedule_of_fates
+from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import MOST_INFERENCES, evaluate, simulate
 from cohabit.planner.search.driver import search
@@ -189,10 +189,10 @@ def test_the_time_steps_of_a_layer_come_together_where_the_weights_do_not_fit() 
 
 
 def every_choice_s(problem: Problem, gaps: Gaps) -> float:
-    """The least latency of all fates of all gaps, with ops in the graph's order, by trying them all."""
+    """The least latency of all choices of all gaps, with ops in the graph's order, by trying them all."""
     schedules = (
-        schedule_of_fates(problem, gaps, fates, delayed=delayed)
-        for fates in product(*(gap.fates for gap in gaps.all))
+        schedule_of_choices(problem, gaps, choices, delayed=delayed)
+        for choices in product(*(gap.choices for gap in gaps.all))
         for delayed in (False, True)
     )
     return min(evaluate(problem, schedule, 0.0).latency_s for schedule in schedules if schedule is not None)
@@ -207,19 +207,19 @@ MEAN_OVER_ALL_FATES = {
     "dynprog": 1.15,
     "genetic": 1.4,
 }
-"""How much longer plans may take, in the mean over small problems, than the best that any fates make. `greedy` and
+"""How much longer plans may take, in the mean over small problems, than the best that any choices make. `greedy` and
 `dynprog` keep all weights or none; `genetic`, with few candidates, has to find pools."""
 
 
 @cache
 def small_counted_problems() -> list[tuple[Problem, float]]:
-    """Inference and training of up to seven ops in little memory, and what their best fates take."""
+    """Inference and training of up to seven ops in little memory, and what their best choices take."""
     found = []
     for seed in range(400):
         rng = random.Random(seed)
         graph = random_training_graph(rng, 2) if seed % 2 else random_graph(rng, 7)
         gaps = Gaps(graph)
-        if len(graph.ops) > 7 or len(gaps.all) < 2 or math.prod(len(gap.fates) for gap in gaps.all) > 300:
+        if len(graph.ops) > 7 or len(gaps.all) < 2 or math.prod(len(gap.choices) for gap in gaps.all) > 300:
             continue
         memory = Memory(least_bytes(graph) + PAGE * rng.randrange(6), counted=True)
         problem = Problem(graph, random_profile(rng, graph), memory)
@@ -229,7 +229,7 @@ def small_counted_problems() -> list[tuple[Problem, float]]:
 
 
 @pytest.mark.parametrize("searcher", COUNTED)
-def test_plans_come_close_to_the_best_of_all_fates(searcher: str) -> None:
+def test_plans_come_close_to_the_best_of_all_choices(searcher: str) -> None:
     ratios = []
     for problem, least_s in small_counted_problems():
         plan = search(problem, searcher, limit=Limit(evaluations=200 if searcher == "best" else 60))

@@ -152,10 +152,10 @@ def test_a_copy_may_go_ahead_of_one_that_waits_for_its_place() -> None:
     problem = Problem(graph, profile, Memory(5 * PAGE, 2 * PAGE))
     searcher = ServingGenetic(problem, 0)
     (first,) = searcher.ask()
-    fate = np.array([2, 0, 0, 0])
+    choice = np.array([2, 0, 0, 0])
     latencies_s, orders = [], []
     for lead in (0, 2):
-        decisions = first.decisions._replace(fate=fate, lead=np.array([0, 0, 0, lead]))
+        decisions = first.decisions._replace(choice=choice, lead=np.array([0, 0, 0, lead]))
         found = ServingChromosome(first.order, decisions)
         latencies_s.append(searcher.evaluate(found, np.inf).latency_s)
         plan = searcher.write(found)
@@ -183,7 +183,7 @@ def test_best_takes_up_what_streaming_found() -> None:
         assert candidate.order == order
         view = next(v for v in streaming.views if v.order == order)
         arrays = view.work.arrays
-        assert len(decisions.fate) == len(arrays.size)
+        assert len(decisions.choice) == len(arrays.size)
         assert genetic.write(candidate).steps
     found = {round(genetic.evaluate(c, 0.0).latency_s, 12) for c in adopted}
     assert min(found) <= min(cost for cost, _ in streaming._evaluated) + 1e-9

@@ -14,14 +14,14 @@ from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
 from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis
 from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
-from cohabit.planner.papers.tensile.order import actions_of, fates_of
+from cohabit.planner.papers.tensile.order import actions_of, choices_of
 from cohabit.planner.papers.tensile.peak import MemoryUsage
 from cohabit.planner.papers.tensile.schedule import TensileSchedule
 from cohabit.planner.papers.tensile.searcher import RATES, ScheduleCandidate, Tensile
 from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.schedule.gaps import Fate, Gaps
+from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
@@ -269,9 +269,9 @@ def test_schedules_become_plans_that_hold_what_was_counted(seed: int) -> None:
     assert system.usage.peak().nbytes <= case.memory
     checked_plan(system)
     gaps = Gaps(case.graph)
-    fates = fates_of(axis, gaps)
-    if Fate.RECOMPUTE not in fates:  # their inputs may be brought back in another way
-        assert no_wait(gaps, case.memory, fates) is not None
+    choices = choices_of(axis, gaps)
+    if Choice.RECOMPUTE not in choices:  # their inputs may be brought back in another way
+        assert no_wait(gaps, case.memory, choices) is not None
 
 
 def transfers_are_apart(axis: Axis) -> bool:
@@ -290,20 +290,20 @@ def test_maximum_swapping_rate_is_kept() -> None:
     assert peaks[0] > peaks[-1]
 
 
-def test_fates_are_what_the_schedule_says_between_uses() -> None:
+def test_choices_are_what_the_schedule_says_between_uses() -> None:
     """A is computed again; of the chain's weights, all but the first come back in the next iteration."""
     graph, profile = recomputable()
     gaps = Gaps(graph)
-    fates = fates_of(scheduled(graph, profile, 9 * PAGE).axis, gaps)
-    assert {g.tensor: f for g, f in zip(gaps.all, fates, strict=True)} == {
-        0: Fate.KEEP,
-        1: Fate.RECOMPUTE,
-        2: Fate.KEEP,
+    choices = choices_of(scheduled(graph, profile, 9 * PAGE).axis, gaps)
+    assert {g.tensor: f for g, f in zip(gaps.all, choices, strict=True)} == {
+        0: Choice.KEEP,
+        1: Choice.RECOMPUTE,
+        2: Choice.KEEP,
     }
     graph = chain([4 * PAGE] * 8)
     gaps = Gaps(graph)
-    fates = fates_of(scheduled(graph, profile_of(graph, bandwidth=8.0 * PAGE)).axis, gaps)
-    assert fates == [Fate.RESTORE] + [Fate.SWAP] * 7
+    choices = choices_of(scheduled(graph, profile_of(graph, bandwidth=8.0 * PAGE)).axis, gaps)
+    assert choices == [Choice.RESTORE] + [Choice.SWAP] * 7
 
 
 def test_search_tries_every_maximum_swapping_rate_with_and_without_the_times_of_transfers() -> None:

@@ -12,8 +12,8 @@ from cohabit.planner.papers.beaumont.grouping import Grouped, grouped, short_lay
 from cohabit.planner.papers.beaumont.layers import LayerChain
 from cohabit.planner.papers.beaumont.offload import greedy
 from cohabit.planner.problem import Problem
-from cohabit.planner.schedule.gaps import Fate, Gaps
-from cohabit.planner.schedule.no_wait import schedule_of_fates
+from cohabit.planner.schedule.gaps import Choice, Gaps
+from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import require_counted, serial_schedule
 from cohabit.planner.schedule.table import Schedule
 from cohabit.planner.search.searcher import Searcher
@@ -60,13 +60,13 @@ class _ChainSearcher(Searcher[Candidate]):
         if candidate == SERIAL:
             return serial_schedule(self.problem)
         if candidate == LEAN:
-            return schedule_of_fates(self.problem, self._gaps, [Fate.SWAP] * len(self._gaps.all))
+            return schedule_of_choices(self.problem, self._gaps, [Choice.SWAP] * len(self._gaps.all))
         leaves = frozenset(candidate)
-        fates = [
-            Fate.SWAP if gap.tensor in leaves and gap.last_use < self._turn <= gap.next_use else Fate.KEEP
+        choices = [
+            Choice.SWAP if gap.tensor in leaves and gap.last_use < self._turn <= gap.next_use else Choice.KEEP
             for gap in self._gaps.all
         ]
-        return schedule_of_fates(self.problem, self._gaps, fates, delayed=True)
+        return schedule_of_choices(self.problem, self._gaps, choices, delayed=True)
 
 
 class Greedy(_ChainSearcher):

@@ -1,4 +1,4 @@
-"""HOME's cost model (He et al., section 3.4, Algorithm 2): what a fate per gap costs, without making a plan.
+"""HOME's cost model (He et al., section 3.4, Algorithm 2): what a choice per gap costs, without making a plan.
 
 The algorithm goes through the stages of an iteration and keeps the time, the memory and a queue of tensors on their
 way out; when a stage needs more memory than there is, it waits for the front of the queue. A swap costs what of its
@@ -22,10 +22,10 @@ from cohabit.planner.schedule.no_wait import with_earliest_swap_ins
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT
 
 TOO_MUCH_S: Final = 1e9
-"""Cost of fates that need too much memory, for each memory's worth that they need."""
+"""Cost of choices that need too much memory, for each memory's worth that they need."""
 
 COPYING: Final = 1e-3
-"""Part of the copies' time that counts even if it is hidden: of equal fates, those that copy less are better."""
+"""Part of the copies' time that counts even if it is hidden: of equal choices, those that copy less are better."""
 
 
 class Seconds(NamedTuple):
@@ -46,9 +46,9 @@ def seconds(gaps: Gaps, profile: Profile) -> Seconds:
 
 
 @compiled
-def evaluate(t: Tables, times: Seconds, fates: Codes, memory_bytes: int) -> float:
-    """Seconds of an iteration, and a little for its copies; TOO_MUCH_S or more where the fates do not fit."""
-    made = alap(t, fates)
+def evaluate(t: Tables, times: Seconds, choices: Codes, memory_bytes: int) -> float:
+    """Seconds of an iteration, and a little for its copies; TOO_MUCH_S or more where the choices do not fit."""
+    made = alap(t, choices)
     if not len(made.held):
         return float(TOO_MUCH_S * TOO_MUCH_S)
     peak_bytes = made.held.max()

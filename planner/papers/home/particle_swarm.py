@@ -1,16 +1,16 @@
 """HOME (He et al.): particle swarm optimisation of what to keep, what to swap and what to recompute.
 
-A particle is a fate per gap (section 3.3: a placement action per feature map). The swarm moves by Algorithm 3: each
+A particle is a choice per gap (section 3.3: a placement action per feature map). The swarm moves by Algorithm 3: each
 tensor's action becomes that of the last iteration's best particle or of the particle's own best one, whichever
 Algorithm 2 (`planner.papers.home.cost`) finds less costly. Where the paper says nothing, or would not do here:
 
 - HOME decides about the feature maps of a training step, and all else stays. Here whatever has a gap is decided
-  about: inference has little but weights. They cannot be recomputed, but they can be restored (`Fate.RESTORE`).
+  about: inference has little but weights. They cannot be recomputed, but they can be restored (`Choice.RESTORE`).
 - The simulator ranks the particles; the cost model guides the updates.
 - Random particles would not fit in a small memory. They begin with everything swapped, and random actions are taken
   for as long as a random share of the memory lasts. One more takes those that save the most of the link, and two give
   one tensor after the other the action that the cost model likes best.
-- Fates that do not fit cost the more the more they need, so that a particle finds its way back.
+- Choices that do not fit cost the more the more they need, so that a particle finds its way back.
 - After ITERATIONS, or when nothing moves any more, a new swarm begins with the best particle and new random ones,
   unless the last one found nothing new.
 - In graphs of thousands of ops, an update goes through a random part of the tensors.
@@ -28,8 +28,8 @@ from cohabit.planner.compiled import compiled
 from cohabit.planner.papers.home.cost import evaluate, seconds
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.schedule.alap import KEEP, SWAP, Codes, Tables, alap, tables
-from cohabit.planner.schedule.gaps import Fate, Gaps
-from cohabit.planner.schedule.no_wait import schedule_of_fates
+from cohabit.planner.schedule.gaps import Choice, Gaps
+from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import require_counted, serial_schedule
 from cohabit.planner.schedule.table import COMPUTE, SWAP_IN, Schedule
 from cohabit.planner.search.searcher import Searcher
@@ -49,7 +49,7 @@ PERIOD: Final = 0.01
 
 
 class ParticleSwarm(Searcher[bytes]):
-    """Moves a swarm of fates. A candidate is the code of the fate of each gap."""
+    """Moves a swarm of choices. A candidate is the code of the choice of each gap."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         require_counted(problem, "particle_swarm")
@@ -68,7 +68,7 @@ class ParticleSwarm(Searcher[bytes]):
 
     def _schedule(self, candidate: bytes) -> Schedule | None:
         """Where all is swapped, there always is one: at worst, the serial one."""
-        made = schedule_of_fates(self.problem, self._gaps, [Fate(code) for code in candidate], delayed=True)
+        made = schedule_of_choices(self.problem, self._gaps, [Choice(code) for code in candidate], delayed=True)
         if made is None and candidate == self._lean.tobytes():
             made = serial_schedule(self.problem)
         return made
@@ -126,8 +126,8 @@ class ParticleSwarm(Searcher[bytes]):
         particle = particle.copy()
         for j in self._some(start.decided):
             costs = []
-            for fate in self._gaps.all[j].fates:
-                particle[j] = fate
+            for choice in self._gaps.all[j].choices:
+                particle[j] = choice
                 costs.append((self._cost(particle), particle[j]))
             particle[j] = min(costs)[1]
         return particle
@@ -179,7 +179,7 @@ class InitialParticles:
 
     def random(self, rng: np.random.Generator) -> Codes:
         """Random actions for random gaps, while a random share of the memory lasts."""
-        wanted = np.array([g.fates[i] for g, i in zip(self.gaps.all, self._picks(rng), strict=True)])
+        wanted = np.array([g.choices[i] for g, i in zip(self.gaps.all, self._picks(rng), strict=True)])
         order = rng.permutation(self.decided)[: rng.integers(len(self.decided) + 1)]
         memory_bytes = int(rng.uniform(*SHARES) * self._memory_bytes)
         return filled(self._tables, self.base, order, wanted.astype(np.int8), memory_bytes)
@@ -193,19 +193,19 @@ class InitialParticles:
         return kept(self._tables, self._spans, self.base, order, int(share * self._memory_bytes))
 
     def _picks(self, rng: np.random.Generator) -> list[int]:
-        """A fate for each gap, by its place among those that it can have, but not to be swapped."""
-        return [(0, *range(2, len(g.fates)))[int(rng.integers(len(g.fates) - 1))] for g in self.gaps.all]
+        """A choice for each gap, by its place among those that it can have, but not to be swapped."""
+        return [(0, *range(2, len(g.choices)))[int(rng.integers(len(g.choices) - 1))] for g in self.gaps.all]
 
 
 @compiled
-def kept(t: Tables, spans: Ints, fates: Codes, order: Ints, memory_bytes: int) -> Codes:
+def kept(t: Tables, spans: Ints, choices: Codes, order: Ints, memory_bytes: int) -> Codes:
     """In this order, keep tensors in gaps as far as memory allows; no gap may be recomputed or restored.
 
     `spans` [gaps, 3] has the last use, the next use, and whether the gap wraps. Same as `filled`, without a new
     sequence per gap: the bytes of a kept tensor are added to those of the ops in the gap.
     """
-    fates = fates.copy()
-    made, count = alap(t, fates), len(t.scratch_bytes)
+    choices = choices.copy()
+    made, count = alap(t, choices), len(t.scratch_bytes)
     peak = np.zeros(count + 1, np.int64)  # before the first op, and during each op
     done = 0
     for i in range(len(made.verb)):
@@ -215,7 +215,7 @@ def kept(t: Tables, spans: Ints, fates: Codes, order: Ints, memory_bytes: int) -
         elif done == 0 and made.verb[i] != SWAP_IN:
             peak[0] = max(peak[0], made.held[i])
     if not len(made.held) or made.held.max() > memory_bytes:
-        return fates
+        return choices
     for gap in order:
         nbytes, after, until = t.nbytes[t.tensor[gap]], spans[gap, 0] + 2, spans[gap, 1] + 1
         parts = ((after, count + 1), (0, until)) if spans[gap, 2] else ((after, until), (0, 0))
@@ -223,22 +223,22 @@ def kept(t: Tables, spans: Ints, fates: Codes, order: Ints, memory_bytes: int) -
         for low, high in parts:
             for p in range(low, high):
                 most = max(most, peak[p])
-        if fates[gap] == KEEP or most + nbytes > memory_bytes:
+        if choices[gap] == KEEP or most + nbytes > memory_bytes:
             continue
-        fates[gap] = KEEP
+        choices[gap] = KEEP
         for low, high in parts:
             peak[low:high] += nbytes
-    return fates
+    return choices
 
 
 @compiled
-def filled(t: Tables, fates: Codes, order: Ints, wanted: Codes, memory_bytes: int) -> Codes:
-    """In this order, give gaps the fates that are wanted for them, as far as memory allows."""
-    fates = fates.copy()
+def filled(t: Tables, choices: Codes, order: Ints, wanted: Codes, memory_bytes: int) -> Codes:
+    """In this order, give gaps the choices that are wanted for them, as far as memory allows."""
+    choices = choices.copy()
     for gap in order:
-        before = fates[gap]
-        fates[gap] = wanted[gap]
-        held = alap(t, fates).held
+        before = choices[gap]
+        choices[gap] = wanted[gap]
+        held = alap(t, choices).held
         if not len(held) or held.max() > memory_bytes:
-            fates[gap] = before
-    return fates
+            choices[gap] = before
+    return choices

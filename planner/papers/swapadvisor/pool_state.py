@@ -30,7 +30,7 @@ SCRATCH: Final = 5
 
 NOWHERE: Final = -1
 NEVER: Final = 1 << 40
-FRESH: Final = -1
+UNUSED: Final = -1
 """Last user of what no op has used in this inference."""
 
 FREE: Final = -1
@@ -48,7 +48,7 @@ TENSOR: Final = _records(
         ("start", np.int64),  # an input's first object, or NOWHERE
         ("home", np.int64),  # an initial resident's object, or NOWHERE
         ("saved", np.bool_),  # whether the host copy is up to date
-        ("touched", np.int64),  # the position that used it last, or FRESH
+        ("touched", np.int64),  # the position that used it last, or UNUSED
         ("upcoming", np.int64),  # the position that uses it next, on into the next inference, or NEVER
         ("first_use", np.int64),
         ("needed_by", np.int64),  # the latest position, so far, that needs it
@@ -95,7 +95,7 @@ def empty_state(uses: OpUses, first_use: Ints, class_of_size: Ints, counts: Ints
         tensor.where = tensor.start = NOWHERE
         tensor.home = home[t]
         tensor.saved = uses.kind[t] != VALUE
-        tensor.touched = tensor.needed_by = FRESH
+        tensor.touched = tensor.needed_by = UNUSED
         tensor.upcoming = tensor.first_use = first_use[t]
     for t in uses.outputs:
         tensors[t].output = True

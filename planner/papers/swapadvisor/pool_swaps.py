@@ -18,13 +18,13 @@ from cohabit.planner.compiled import compiled
 from cohabit.planner.papers.swapadvisor.pool_state import (
     BUSY,
     FREE,
-    FRESH,
     IN,
     NEVER,
     NOWHERE,
     RESULT,
     RUN,
     SCRATCH,
+    UNUSED,
     PoolState,
     SwapLog,
     disown,
@@ -226,7 +226,7 @@ def _make_room(state: PoolState, rule: _Rule, c: int, k: int, copy_s: float, dem
         o = _victim(state, rule, c, k, -1.0)
     if o >= 0:
         t = state.objects[o].holder
-        if state.tensors[t].touched == FRESH and state.tensors[t].home == o:
+        if state.tensors[t].touched == UNUSED and state.tensors[t].home == o:
             disown(state, t)
         else:
             displace(state, t)
@@ -266,7 +266,7 @@ def _least_urgent(state: PoolState, c: int, k: int) -> int:
         if t < 0:
             continue
         tensor = state.tensors[t]
-        unused = tensor.home == o and tensor.touched == FRESH and tensor.needed_by != k
+        unused = tensor.home == o and tensor.touched == UNUSED and tensor.needed_by != k
         if unused and tensor.upcoming > furthest:
             chosen, furthest = o, tensor.upcoming
     return chosen

@@ -85,18 +85,18 @@ class _Numbered:
 
     def local(self, found: Decisions) -> Decisions:
         use = self.use
-        return Decisions(found.fate[self.parameter], found.hold[use], found.fit[use], found.lead[use])
+        return Decisions(found.choice[self.parameter], found.hold[use], found.fit[use], found.lead[use])
 
     def numbered(self, local: Decisions) -> Decisions:
         """The inverse of `local`."""
-        found = uniform(np.zeros_like(local.fate), np.zeros(self.uses, np.bool_), 0)
-        found.fate[self.parameter] = local.fate
+        found = uniform(np.zeros_like(local.choice), np.zeros(self.uses, np.bool_), 0)
+        found.choice[self.parameter] = local.choice
         for row, column in zip(found[1:], local[1:], strict=True):
             row[self.use] = column
         return found
 
     def homes(self, local: Decisions) -> Ints:
-        return homes(self.view.work.arrays, local.fate) if self.home is None else self.home
+        return homes(self.view.work.arrays, local.choice) if self.home is None else self.home
 
 
 class ServingGenetic(Evolution[ServingChromosome]):
@@ -156,10 +156,10 @@ class ServingGenetic(Evolution[ServingChromosome]):
     def _evolve(self) -> Iterator[Sequence[ServingChromosome]]:
         uses = len(self._first.work.arrays.use_op)
         if not self._adopted:
-            fate = self._given
-            if fate is None:
-                fate = np.where(self._filled(np.arange(len(self._first.work.arrays.size))), RELEASED, STREAMED)
-            yield [ServingChromosome(self._first.order, uniform(fate, np.zeros(uses, np.bool_), 0))]
+            choice = self._given
+            if choice is None:
+                choice = np.where(self._filled(np.arange(len(self._first.work.arrays.size))), RELEASED, STREAMED)
+            yield [ServingChromosome(self._first.order, uniform(choice, np.zeros(uses, np.bool_), 0))]
         if uses:
             yield from self._generations(self._first_generation())
 
@@ -195,9 +195,9 @@ class ServingGenetic(Evolution[ServingChromosome]):
         else:
             resident = self._given != STREAMED
         chance = rng.choice((0.0, 0.5, 1.0))
-        fate = np.where(resident, np.where(rng.random(count) < chance, KEPT, RELEASED), STREAMED)
+        choice = np.where(resident, np.where(rng.random(count) < chance, KEPT, RELEASED), STREAMED)
         hold = rng.random(uses) < rng.choice((0.0, 0.5, 1.0))
-        return uniform(fate, hold, int(rng.integers(FITS)))
+        return uniform(choice, hold, int(rng.integers(FITS)))
 
     def _filled(self, drawn: Ints) -> Bools:
         """The first of these parameters that fit in the partition together."""
@@ -239,7 +239,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
 
     @cached_property
     def _given(self) -> Ints | None:
-        """Fates of given residents; None if they are open."""
+        """Choices of given residents; None if they are open."""
         if self.problem.residents is None:
             return None
         home = self._first.work.homes(self.problem.residents)
@@ -281,18 +281,18 @@ def mutated(work: Arrays, decisions: Decisions, home: Ints, changes: int, seed: 
     """Repair residents that do not fit, at random, then change some decisions. `home` is empty if they are open."""
     np.random.seed(seed)
     fixed = len(home) > 0
-    fate = decisions.fate.copy()
-    pages = work.size[fate != STREAMED].sum()
+    choice = decisions.choice.copy()
+    pages = work.size[choice != STREAMED].sum()
     while not fixed and pages > work.partition_pages:
-        p = np.random.randint(len(fate))
-        if fate[p] != STREAMED:
-            fate[p] = STREAMED
+        p = np.random.randint(len(choice))
+        if choice[p] != STREAMED:
+            choice[p] = STREAMED
             pages -= work.size[p]
-    found = Decisions(fate, decisions.hold.copy(), decisions.fit.copy(), decisions.lead.copy())
+    found = Decisions(choice, decisions.hold.copy(), decisions.fit.copy(), decisions.lead.copy())
     none = np.empty(0, np.int64)
     urgent = Critical(none, none, none)
     if np.random.random() < GUIDED:
-        urgent = critical(work, play(work, home if fixed else homes(work, fate), found)[0])
+        urgent = critical(work, play(work, home if fixed else homes(work, choice), found)[0])
     for _ in range(changes):
         if np.random.random() < COPIES:
             j = np.random.randint(len(found.fit))

@@ -106,7 +106,7 @@ class TensorAccesses:
         return gap.version > 0 or self.kind != "state" or (self.resident and not gap.across)
 
     def find_gaps(self) -> None:
-        """Divide the time between accesses, forgetting all fates."""
+        """Divide the time between accesses, forgetting all choices."""
         self.gaps = []
         changes = 0
         before: OpRun | None = None

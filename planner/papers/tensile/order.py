@@ -1,4 +1,4 @@
-"""Turns a timed iteration into rows, or into fates.
+"""Turns a timed iteration into rows, or into choices.
 
 A swap-in is issued after the op before its start, and a drop stands where the tensor's absence begins, so that
 memory holds at every action what the schedule says for that time.
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from cohabit.planner.papers.tensile.axis import Axis, TensorAccesses
-from cohabit.planner.schedule.gaps import START, Fate, Gaps
+from cohabit.planner.schedule.gaps import START, Choice, Gaps
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action
 
 _ORDER: Final = (SWAP_OUT, DROP, SWAP_IN, COMPUTE)
@@ -40,16 +40,16 @@ def _actions(axis: Axis, track: TensorAccesses) -> Iterator[tuple[int, Action]]:
             yield gap.back.start_ns, (SWAP_IN, t)
 
 
-def fates_of(axis: Axis, gaps: Gaps) -> list[Fate]:
-    """Return the fate of each gap, without times."""
-    found: dict[tuple[int, int, bool], Fate] = {}
+def choices_of(axis: Axis, gaps: Gaps) -> list[Choice]:
+    """Return the choice of each gap, without times."""
+    found: dict[tuple[int, int, bool], Choice] = {}
     for track in axis.tracks.values():
         last_use = START
         for gap in track.gaps:
             if gap.before is not None and not gap.before.again:
                 last_use = gap.before.op
             if not gap.kept:
-                fate = Fate.RESTORE if gap.early else Fate.SWAP if gap.rerun is None else Fate.RECOMPUTE
-                found[track.tensor, last_use, gap.across] = fate
-    fates = (found.get((g.tensor, g.last_use, g.wraps), Fate.KEEP) for g in gaps.all)
-    return [fate if fate in g.fates else Fate.SWAP for fate, g in zip(fates, gaps.all, strict=True)]
+                choice = Choice.RESTORE if gap.early else Choice.SWAP if gap.rerun is None else Choice.RECOMPUTE
+                found[track.tensor, last_use, gap.across] = choice
+    choices = (found.get((g.tensor, g.last_use, g.wraps), Choice.KEEP) for g in gaps.all)
+    return [choice if choice in g.choices else Choice.SWAP for choice, g in zip(choices, gaps.all, strict=True)]

@@ -10,11 +10,11 @@ from functools import cache
 from typing import Final
 
 from cohabit.planner.papers.tensile.axis import Axis
-from cohabit.planner.papers.tensile.order import actions_of, fates_of
+from cohabit.planner.papers.tensile.order import actions_of, choices_of
 from cohabit.planner.papers.tensile.schedule import TensileSchedule
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.gaps import Gaps
-from cohabit.planner.schedule.no_wait import schedule_of_fates
+from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import require_counted, serial_schedule
 from cohabit.planner.schedule.table import Schedule, columns, counted
 from cohabit.planner.search.searcher import Searcher
@@ -29,7 +29,7 @@ class ScheduleCandidate:
 
     most_swapped: float | None
     timed: bool = True
-    """Whether transfers keep their times. Otherwise only the fates count, and transfers start as early as memory
+    """Whether transfers keep their times. Otherwise only the choices count, and transfers start as early as memory
     allows, which is better where not all of them are hidden."""
 
 
@@ -56,7 +56,7 @@ class Tensile(Searcher[ScheduleCandidate]):
             return serial_schedule(problem)
         axis = self._axis(candidate.most_swapped)
         if not candidate.timed:
-            return schedule_of_fates(problem, self._gaps, fates_of(axis, self._gaps))
+            return schedule_of_choices(problem, self._gaps, choices_of(axis, self._gaps))
         actions, residents = actions_of(axis)
         return counted(problem.arrays, *columns(actions), residents, problem.memory.nbytes)
 
