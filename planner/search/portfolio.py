@@ -9,9 +9,9 @@ For one budget in which everything is counted, each member first gets a small sh
 the best plan continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm
 Identification and Hyperparameter Optimization", AISTATS 2016). Once it has spent its own effort, each of the others
 gets the rest of its own, in order of the best latency so far, so that the portfolio is never worse than a member at
-that effort. The best one then goes on. Where ops share weights, as the time steps of a recurrent network do, they can
-also run in an order in which such ops come together; `on_demand`, the quickest member, plans both orders, and all
-others take its better one.
+that effort. The best one that has more to try then goes on. Where ops share weights, as the time steps of a recurrent
+network do, they can also run in an order in which such ops come together; `on_demand`, the quickest member, plans both
+orders, and all others take its better one.
 """
 
 import math
@@ -162,8 +162,10 @@ class Best(Searcher[MemberCandidate]):
             if left[i] > 0:
                 yield from self._turn(i, left[i])
         self.evaluations = self._count
-        if not self._is_at_bound():
-            yield from self._turn(min(left, key=self._rank), math.inf)
+        for i in sorted(left, key=self._rank):  # a member with nothing left to try hands over to the next
+            if self._is_at_bound():
+                return
+            yield from self._turn(i, math.inf)
 
     def _rank(self, i: int) -> tuple[float, int]:
         return self._least_s[i], i
