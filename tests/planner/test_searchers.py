@@ -21,7 +21,7 @@ from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import MOST_INFERENCES, evaluate, simulate
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.portfolio import BY_WEIGHTS, QUICKEST, SAMPLE, SAMPLED, Best
+from cohabit.planner.search.portfolio import AT_BOUND, BY_WEIGHTS, QUICKEST, SAMPLE, SAMPLED, Best
 from cohabit.planner.search.registry import COUNTED, SEARCHERS, SERVING, make
 from tests.planner.graphs import (
     PAGE,
@@ -155,6 +155,23 @@ def test_members_plan_the_better_order_and_what_has_effort_left_goes_on(seed: in
     assert list(least) == [QUICKEST, QUICKEST + BY_WEIGHTS, *sampled]
     # `interval` has tried all its rates, so that the other goes on.
     assert state.found_by(state.ask()[0]) == sampled[-1]
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(seed=seeds)
+def test_best_ends_at_the_bound_or_when_no_member_has_more_to_try(seed: int) -> None:
+    state, spent, least_s = make("best", problem_of(seed), 0), 0, math.inf
+    assert isinstance(state, Best)
+    while spent <= state.evaluations:
+        asked = state.ask()
+        if not asked:
+            break
+        costs = [state.evaluate(c, 0.0) for c in asked]
+        state.tell(asked, costs)
+        least_s = min(least_s, *(c.latency_s for c in costs))
+        spent += len(asked)
+    is_at_bound = least_s <= problem_of(seed).bound_s * (1 + AT_BOUND)
+    assert is_at_bound or spent > state.evaluations or not any(m.ask() for m in state._members.values())
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
