@@ -15,6 +15,7 @@ from cohabit.server.resources import available_cpus
 from cohabit.server.tools.boards import BOARDS
 
 SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
+TILING_SEARCHES = ("exact", "greedy", "recursive", "row", "column", "worst", "brute-force")
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")
 """Settings of `serve` that say how a model is measured."""
 IMPORTING = ("cache", "threads")
@@ -52,6 +53,14 @@ _COMPARE_EXAMPLES = """examples:
 
 `best`, `genetic` and `streaming` split the memory into a partition and a workspace, as serving does. The other
 searchers plan it as one budget.
+"""
+_TILE_EXAMPLES = """examples:
+  cohabit tile examples/tiling_regression.py:program --workers 4
+  cohabit tile examples/tiling_regression.py:program --workers 4 --run --svg tiling.svg
+  torchrun --nproc-per-node 4 --no-python cohabit tile script.py:program --workers 4 --run
+
+FUNCTION takes nothing, makes its arrays with `cohabit.planner.tiling.newarray`, computes with NumPy's functions and
+returns arrays. The script is run.
 """
 _BUNDLE_EXAMPLES = """examples:
   cohabit export-bundle models --memory 64MiB -o bundle && cohabit serve bundle
@@ -144,6 +153,32 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="write the plans, the graph and the profile here"
     )
+
+
+def add_tile_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _TILE_EXAMPLES
+    parser.add_argument(
+        "program", metavar="SCRIPT:FUNCTION", help="a Python file and the function that builds the program"
+    )
+    parser.add_argument(
+        "--workers", type=_type(integer(1, 4096)), default=4, metavar="N", help="processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--search", default="exact", choices=TILING_SEARCHES, help="how to choose tilings (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--copies",
+        type=_type(parse_memory),
+        metavar="SIZE",
+        help="memory per worker for copies of arrays: 64MiB, or a share of its part of the inputs (default: 10%%)",
+    )
+    parser.add_argument(
+        "--run",
+        dest="execute",
+        action="store_true",
+        help="run the program, in processes of this machine or torchrun's",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
 
 
 def add_profile_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,188 @@
+"""Executes a tiled program: one worker's part, tile by tile.
+
+Maps, folds and joins compute on local tiles. Partial results are DTensors, which DTensor reduces. Other changes of a
+tiling are one all-to-all of what each worker lacks: DTensor would go axis by axis of the mesh, and with gloo gathers
+the whole array instead (torch 2.13)."""
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cohabit.planner.tiling.arrays import Expression, Fold, JoinUpdate, Map, NewArray, Region, View
+from cohabit.planner.tiling.costs import Exchange, Form, Moved, bounds, exchanged, flattened, intersection, whole
+from cohabit.planner.tiling.graph import aligned
+from cohabit.planner.tiling.search import TilingPlan
+from cohabit.runtime.tiling.counting import CountedCollectives
+from cohabit.runtime.tiling.kernels import compute, torch_dtype
+from cohabit.runtime.tiling.worker import Worker
+
+
+def execute(plan: TilingPlan, worker: Worker) -> list[DTensor]:
+    """Compute the outputs of a plan's graph; every worker calls this with an equal plan."""
+    held: dict[int, dict[Form, Tensor]] = {}
+    run = _Run(plan, worker, held)
+    last = {id(e): by for by in plan.graph.expressions for e in by.inputs}
+    kept = {id(e) for e in plan.graph.outputs}
+    for expression in plan.graph.expressions:
+        held[id(expression)] = run.tiles_of(expression)
+        for source in expression.inputs:  # a view's tiles are those of its array, so releasing these frees nothing
+            if last[id(source)] is expression and id(source) not in kept:
+                held.pop(id(source), None)
+    return [run.as_dtensor(output) for output in plan.graph.outputs]
+
+
+def measured(plan: TilingPlan, worker: Worker) -> tuple[list[DTensor], Moved, float]:
+    """Execute a plan; returns its outputs, the bytes that all workers moved, and this worker's seconds."""
+    dist.barrier()
+    begin = time.perf_counter()
+    with CountedCollectives() as counted:
+        outputs = execute(plan, worker)
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    totals = torch.tensor([counted.moved.logical, counted.moved.wire], device=worker.device)
+    dist.all_reduce(totals)
+    logical, wire = totals.tolist()
+    return outputs, Moved(logical, wire), seconds
+
+
+class _Run:
+    def __init__(self, plan: TilingPlan, worker: Worker, held: dict[int, dict[Form, Tensor]]) -> None:
+        self.plan, self.graph, self.worker, self.held = plan, plan.graph, worker, held
+        self.mesh = plan.graph.mesh
+
+    def tiles_of(self, expression: Expression) -> dict[Form, Tensor]:
+        """Compute an expression in every form in which it is kept."""
+        sources = expression.inputs
+        if isinstance(expression.operator, View):
+            (tiles,) = (self.held[id(source)] for source in sources)
+            axes = expression.operator.axes
+            return {
+                tuple(axes.index(a) if isinstance(a, int) else a for a in form): _viewed(tile, axes)
+                for form, tile in tiles.items()
+            }
+        forms = self.plan.tiling(expression).forms
+        if isinstance(expression.operator, JoinUpdate):
+            way = self.plan.way(expression)
+            result = compute(expression, [self._read(s, f) for s, f in zip(sources, way.inputs, strict=True)])
+            return {form: self._stored(result, expression, way.output, form) for form in forms}
+        return {form: self._tile(expression, form) for form in forms}
+
+    def _tile(self, expression: Expression, form: Form) -> Tensor:
+        match expression.operator:
+            case NewArray(data):
+                if data is None:
+                    raise ValueError(
+                        f"array {expression.name or expression.shape} has no data; pass an array to newarray"
+                    )
+                tile = bounds(expression.shape, form, self.mesh)[self.worker.rank]
+                part = np.array(data[tuple(slice(first, end) for first, end in tile)])
+                return torch.from_numpy(part).to(self.worker.device)
+            case Map():
+                return compute(expression, [self._read(s, aligned(form, expression, s)) for s in expression.inputs])
+            case Region(offsets):
+                tile = bounds(expression.shape, form, self.mesh)[self.worker.rank]
+                dtype = torch_dtype(expression.dtype)
+                result = torch.empty(tuple(tile[:, 1] - tile[:, 0]), dtype=dtype, device=self.worker.device)
+                for source, offset in zip(expression.inputs, offsets, strict=True):
+                    exchange = self.graph.read(
+                        source, tuple(self.held[id(source)]), form, expression.shape, offset
+                    )[0]
+                    place = exchange.wanted()[self.worker.rank] - np.array(offset)[:, None]
+                    _part(result, place, tile).copy_(self._exchanged(source, exchange))
+                return result
+            case _:
+                (source,) = expression.inputs
+                way, _ = self.graph.best_way(expression, tuple(self.held[id(source)]), form)
+                return self._stored(
+                    compute(expression, [self._read(source, way.inputs[0])]), expression, way.output, form
+                )
+
+    def _read(self, source: Expression, form: Form) -> Tensor:
+        exchange, _ = self.graph.read(source, tuple(self.held[id(source)]), form)
+        return self._exchanged(source, exchange)
+
+    def _exchanged(self, source: Expression, exchange: Exchange) -> Tensor:
+        return self.exchange(self.held[id(source)][exchange.source], exchange)
+
+    def exchange(self, tile: Tensor, exchange: Exchange) -> Tensor:
+        """Return what the target wants of the source: a view if all of it is here, else by an all-to-all."""
+        rank, wanted = self.worker.rank, exchange.wanted()
+        held = bounds(exchange.shape, exchange.source, self.mesh)
+        if exchanged(exchange) == Moved():
+            return _part(tile, wanted[rank], held[rank])
+        parts = intersection(wanted[None], held[:, None])  # [sender, receiver, axis, 2]
+        parts[..., 1] = np.maximum(parts[..., 0], parts[..., 1])
+        # Of several copies the first is sent, to those that have none.
+        copies = (held[:, None] == held[None]).all(axis=(2, 3))
+        is_sent = np.eye(len(held), dtype=bool) | (
+            ~copies & (copies.argmax(axis=1) == np.arange(len(held)))[:, None]
+        )
+        counts = np.where(is_sent, (parts[..., 1] - parts[..., 0]).prod(axis=-1), 0)
+        pieces = [
+            _part(tile, parts[rank, to], held[rank]).reshape(-1)[: counts[rank, to]] for to in range(len(held))
+        ]
+        moved = funcol.all_to_all_single(
+            torch.cat(pieces), counts[:, rank].tolist(), counts[rank].tolist(), self.worker.flat.get_group()
+        )
+        received: Tensor = funcol.wait_tensor(moved)  # type: ignore[no-untyped-call]
+        result = tile.new_empty(tuple(wanted[rank, :, 1] - wanted[rank, :, 0]))
+        for sender, piece in enumerate(received.split(counts[:, rank].tolist())):
+            if len(piece):
+                place = _part(result, parts[sender, rank], wanted[rank])
+                place.copy_(piece.reshape(place.shape))
+        return result
+
+    def _stored(self, tile: Tensor, expression: Expression, output: Form, form: Form) -> Tensor:
+        """Return a result, computed as `output`, as `form`."""
+        if "partial" in output:
+            kind = expression.operator.partial if isinstance(expression.operator, Fold) else "sum"
+            tile, output = self._reduced(tile, expression.shape, output, form, kind or "sum")
+        offset, size = (0,) * len(expression.shape), expression.dtype.itemsize
+        return self.exchange(
+            tile, Exchange(expression.shape, output, expression.shape, form, offset, size, self.mesh)
+        )
+
+    def _reduced(
+        self, tile: Tensor, shape: tuple[int, ...], output: Form, form: Form, kind: str
+    ) -> tuple[Tensor, Form]:
+        """Sum partial tiles: reduce-scattered if the target is split along all of the mesh, else all-reduced."""
+        target = form if set(output) == {"partial"} and None not in form else whole(output)
+        partial = self._dtensor(tile.contiguous(), output if len(set(target)) > 1 else ("partial",), shape, kind)
+        placed = placements(flattened(target, self.mesh)[0])
+        return partial.redistribute(partial.device_mesh, placed).to_local(), target
+
+    def as_dtensor(self, expression: Expression) -> DTensor:
+        form, tile = next(iter(self.held[id(expression)].items()))
+        return self._dtensor(tile, flattened(form, self.mesh)[0], expression.shape)
+
+    def _dtensor(self, tile: Tensor, form: Form, shape: tuple[int, ...], kind: str = "sum") -> DTensor:
+        mesh = self.worker.flat if len(form) == 1 else self.worker.grid
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            tile, mesh, placements(form, kind), run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+
+def placements(form: Form, kind: str = "sum") -> list[Placement]:
+    """Return DTensor's placements for a form."""
+    return [Partial(kind) if a == "partial" else Replicate() if a is None else Shard(a) for a in form]
+
+
+def _part(tile: Tensor, wanted: np.ndarray, held: np.ndarray) -> Tensor:
+    """Return the wanted part of a tile as a view; both are first and end index per axis."""
+    return tile[
+        tuple(slice(int(a - first), int(b - first)) for (a, b), (first, _) in zip(wanted, held, strict=True))
+    ]
+
+
+def _viewed(tile: Tensor, axes: tuple[int | None, ...]) -> Tensor:
+    kept = [a for a in axes if a is not None]
+    dropped = [a for a in range(tile.ndim) if a not in kept]
+    tile = tile.permute(*kept, *dropped).reshape([tile.shape[a] for a in kept]) if tile.ndim else tile
+    return tile[tuple(None if a is None else slice(None) for a in axes)]
