@@ -125,6 +125,11 @@ class TilingGraph:
         return tuple(groups)
 
     @cached_property
+    def _read(self) -> set[int]:
+        """The arrays that some operator reads, by themselves or through a view."""
+        return {id(base_of(source)[0]) for e in self.expressions for source in e.inputs}
+
+    @cached_property
     def _index(self) -> dict[tuple[int, bool], int]:
         return {(id(g.expression), g.is_placeholder): index for index, g in enumerate(self.groups)}
 
@@ -137,7 +142,7 @@ class TilingGraph:
         base, axes = base_of(expression)
         tiling = self.groups[self.group_of(base)].choices[choice]
         assert isinstance(tiling, Tiling)
-        return tuple(tuple(axes.index(a) if isinstance(a, int) else a for a in form) for form in tiling.forms)
+        return tuple(in_view(form, axes) for form in tiling.forms)
 
     def _tilings(self, expression: Expression) -> dict[Tiling, int]:
         """Return the tilings that an array can have, and the memory that each takes beyond an even share."""
@@ -154,6 +159,8 @@ class TilingGraph:
         whole = Tiling("replicated", ((None,) * ndim,))
         if not tiled:
             return {whole: 0}
+        if id(expression) not in self._read:  # a copy would only cost
+            return tiled
         copies = {} if self.thesis else {whole: size - size // self.workers}
         if {"row", "column"} <= {t.name for t in tiled}:
             copies[Tiling("duplicated", ((0,) * ndim, (1,) * ndim))] = size // self.workers
@@ -266,6 +273,11 @@ def aligned(form: Form, result: Expression, source: Expression) -> Form:
     shift = len(result.shape) - len(source.shape)
     kept = {axis + shift: axis for axis, length in enumerate(source.shape) if length > 1}
     return tuple(kept.get(axis) if isinstance(axis, int) else axis for axis in form)
+
+
+def in_view(form: Form, axes: tuple[int | None, ...]) -> Form:
+    """Return a form of an array as one of a view of these axes of it."""
+    return tuple(axes.index(axis) if isinstance(axis, int) else axis for axis in form)
 
 
 def base_of(expression: Expression) -> tuple[Expression, tuple[int | None, ...]]:

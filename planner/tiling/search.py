@@ -170,11 +170,14 @@ def worst(graph: TilingGraph) -> Picks:
 
 
 def _solved(costs: _Costs, sign: int) -> Picks:
-    """Solve the program: a variable per choice, and per pair of choices of two adjacent groups."""
-    sizes = [len(single) for single in costs.single]
-    first = np.concatenate([[0], np.cumsum(sizes)])
-    weights = [sign * single.astype(np.float64) for single in costs.single]
-    rows, columns, values, sums = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[float]()
+    """Solve the program: a variable per choice, and per pair of choices of two adjacent groups.
+
+    What choices of one group cost alike, whatever the other group chooses, goes into their own costs; choices that
+    are then the same to an edge share its variables. That changes no solution, and makes the program smaller.
+    """
+    first = np.concatenate([[0], np.cumsum([len(single) for single in costs.single])])
+    single = [sign * values.astype(np.float64) for values in costs.single]
+    rows, columns, values, sums, weights = [], [], [], [], []
 
     def equation(variables: np.ndarray, signs: np.ndarray, total: float) -> None:
         rows.append(np.full(len(variables), len(sums)))
@@ -182,30 +185,36 @@ def _solved(costs: _Costs, sign: int) -> Picks:
         values.append(signs)
         sums.append(total)
 
-    for group, size in enumerate(sizes):  # one choice per group
-        equation(first[group] + np.arange(size), np.ones(size), 1)
+    for group, end in enumerate(first[1:]):  # one choice per group
+        equation(np.arange(first[group], end), np.ones(end - first[group]), 1)
     count = int(first[-1])
     for (a, b), pair in costs.pairs.items():
-        if not pair.any():
+        pair = sign * pair.astype(np.float64)
+        for group, axis in ((a, 1), (b, 0)):
+            least = pair.min(axis=axis, keepdims=True)
+            single[group] += least.ravel()
+            pair = pair - least
+        pair, of_a = np.unique(pair, axis=0, return_inverse=True)
+        pair, of_b = np.unique(pair, axis=1, return_inverse=True)
+        if pair.size == 1:
             continue
         variables = count + np.arange(pair.size).reshape(pair.shape)
-        for group, lines in ((a, variables), (b, variables.T)):  # a choice is taken if one of its pairs is
-            for choice, line in enumerate(lines):
-                equation(np.append(line, first[group] + choice), np.append(np.ones(len(line)), -1), 0)
-        weights.append(sign * pair.ravel().astype(np.float64))
+        for group, lines, kinds in ((a, variables, of_a), (b, variables.T, of_b)):
+            for kind, line in enumerate(lines):  # as many pairs are taken as choices of their kind
+                choices = first[group] + np.flatnonzero(kinds == kind)
+                equation(np.append(line, choices), np.repeat([1.0, -1.0], [len(line), len(choices)]), 0)
+        weights.append(pair.ravel())
         count += pair.size
-    objective = np.concatenate(weights)
-    unit = np.abs(objective).max(initial=0) or 1
+    objective = np.concatenate([*single, *weights])
     matrix = coo_array(
         (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(len(sums), count)
     )
     constraints = [LinearConstraint(matrix.tocsr(), sums, sums)]
-    extra = np.concatenate(costs.extra)
+    extra = np.concatenate([*costs.extra, np.zeros(count - first[-1])])
     if extra.any():
-        memory = np.concatenate([extra, np.zeros(count - len(extra))])[None, :] / max(costs.limit, 1)
-        constraints.append(LinearConstraint(memory, -np.inf, 1))
+        constraints.append(LinearConstraint(extra[None, :] / costs.limit, -np.inf, 1))
     solved = milp(
-        objective / unit * 1e3,
+        objective / (np.abs(objective).max() or 1) * 1e3,
         integrality=np.arange(count) < first[-1],
         bounds=Bounds(0, 1),
         constraints=constraints,

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohabit.planner.tiling.costs import Moved
@@ -17,6 +18,8 @@ class CountedCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moved = Moved()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor calls its collectives, which come here then
         name = func.overloadpacket.__name__
         if func.namespace in ("_c10d_functional", "_dtensor") and name != "wait_tensor":
             self.moved += _moved(name, args)
@@ -27,7 +30,8 @@ def _moved(name: str, args: Any) -> Moved:
     if not isinstance(args[-1], str):
         return Moved()  # bookkeeping of autograd
     tensor: Tensor = args[0]
-    group = _resolve_process_group(args[-1])
+    group_name: Any = args[-1]
+    group = _resolve_process_group(group_name)
     count, nbytes = group.size(), tensor.nbytes
     if name == "all_to_all_single":
         own = args[1][group.rank()] * tensor.element_size()

@@ -15,57 +15,78 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cohabit.planner.tiling.arrays import Expression, Fold, JoinUpdate, Map, NewArray, Region, View
 from cohabit.planner.tiling.costs import Exchange, Form, Moved, bounds, exchanged, flattened, intersection, whole
-from cohabit.planner.tiling.graph import aligned
+from cohabit.planner.tiling.graph import aligned, in_view
 from cohabit.planner.tiling.search import TilingPlan
 from cohabit.runtime.tiling.counting import CountedCollectives
 from cohabit.runtime.tiling.kernels import compute, torch_dtype
 from cohabit.runtime.tiling.worker import Worker
 
 
-def execute(plan: TilingPlan, worker: Worker) -> list[DTensor]:
-    """Compute the outputs of a plan's graph; every worker calls this with an equal plan."""
-    held: dict[int, dict[Form, Tensor]] = {}
-    run = _Run(plan, worker, held)
-    last = {id(e): by for by in plan.graph.expressions for e in by.inputs}
-    kept = {id(e) for e in plan.graph.outputs}
-    for expression in plan.graph.expressions:
-        held[id(expression)] = run.tiles_of(expression)
-        for source in expression.inputs:  # a view's tiles are those of its array, so releasing these frees nothing
-            if last[id(source)] is expression and id(source) not in kept:
-                held.pop(id(source), None)
-    return [run.as_dtensor(output) for output in plan.graph.outputs]
+def measured(plan: TilingPlan, worker: Worker, repeats: int = 1) -> tuple[list[DTensor], Moved, list[float]]:
+    """Execute a plan some times; every worker calls this with an equal plan.
 
-
-def measured(plan: TilingPlan, worker: Worker) -> tuple[list[DTensor], Moved, float]:
-    """Execute a plan; returns its outputs, the bytes that all workers moved, and this worker's seconds."""
-    dist.barrier()
-    begin = time.perf_counter()
-    with CountedCollectives() as counted:
-        outputs = execute(plan, worker)
-    if worker.device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
+    Returns the outputs, the bytes that all workers moved in the last run, and the slowest worker's seconds of each,
+    without the time to load the inputs.
+    """
+    execution, seconds = Execution(plan, worker), []
+    execution.load()
+    for _ in range(repeats):
+        dist.barrier()
+        begin = time.perf_counter()
+        with CountedCollectives() as counted:
+            outputs = execution.run()
+        if worker.device.type == "cuda":
+            torch.cuda.synchronize()
+        slowest = torch.tensor(time.perf_counter() - begin, device=worker.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        seconds.append(float(slowest))
     totals = torch.tensor([counted.moved.logical, counted.moved.wire], device=worker.device)
     dist.all_reduce(totals)
     logical, wire = totals.tolist()
     return outputs, Moved(logical, wire), seconds
 
 
-class _Run:
-    def __init__(self, plan: TilingPlan, worker: Worker, held: dict[int, dict[Form, Tensor]]) -> None:
-        self.plan, self.graph, self.worker, self.held = plan, plan.graph, worker, held
-        self.mesh = plan.graph.mesh
+class Execution:
+    """One worker's part of a plan, and the tiles that it holds."""
 
-    def tiles_of(self, expression: Expression) -> dict[Form, Tensor]:
+    def __init__(self, plan: TilingPlan, worker: Worker) -> None:
+        self.plan, self.graph, self.worker, self.mesh = plan, plan.graph, worker, plan.graph.mesh
+        self.held: dict[int, dict[Form, Tensor]] = {}
+
+    def load(self) -> None:
+        """Load this worker's tiles of the inputs. Raises ValueError for an input without data."""
+        for expression in self.graph.expressions:
+            if isinstance(expression.operator, NewArray):
+                data = expression.operator.data
+                if data is None:
+                    what = expression.name or expression.shape
+                    raise ValueError(f"array {what} has no data; pass an array to newarray")
+                self.held[id(expression)] = {
+                    form: torch.from_numpy(np.array(data[self._slices(expression, form)])).to(self.worker.device)
+                    for form in self.plan.tiling(expression).forms
+                }
+
+    def run(self) -> list[DTensor]:
+        """Compute the outputs; the inputs stay loaded."""
+        last = {id(e): by for by in self.graph.expressions for e in by.inputs}
+        kept = {
+            id(e) for e in self.graph.expressions if isinstance(e.operator, NewArray) or e in self.graph.outputs
+        }
+        for expression in self.graph.expressions:
+            if not isinstance(expression.operator, NewArray):
+                self.held[id(expression)] = self._tiles(expression)
+            for source in expression.inputs:
+                if last[id(source)] is expression and id(source) not in kept:
+                    self.held.pop(id(source), None)
+        return [self._result(output) for output in self.graph.outputs]
+
+    def _tiles(self, expression: Expression) -> dict[Form, Tensor]:
         """Compute an expression in every form in which it is kept."""
         sources = expression.inputs
         if isinstance(expression.operator, View):
-            (tiles,) = (self.held[id(source)] for source in sources)
             axes = expression.operator.axes
-            return {
-                tuple(axes.index(a) if isinstance(a, int) else a for a in form): _viewed(tile, axes)
-                for form, tile in tiles.items()
-            }
+            tiles = self.held[id(sources[0])]
+            return {in_view(form, axes): viewed(tile, axes) for form, tile in tiles.items()}
         forms = self.plan.tiling(expression).forms
         if isinstance(expression.operator, JoinUpdate):
             way = self.plan.way(expression)
@@ -75,14 +96,6 @@ class _Run:
 
     def _tile(self, expression: Expression, form: Form) -> Tensor:
         match expression.operator:
-            case NewArray(data):
-                if data is None:
-                    raise ValueError(
-                        f"array {expression.name or expression.shape} has no data; pass an array to newarray"
-                    )
-                tile = bounds(expression.shape, form, self.mesh)[self.worker.rank]
-                part = np.array(data[tuple(slice(first, end) for first, end in tile)])
-                return torch.from_numpy(part).to(self.worker.device)
             case Map():
                 return compute(expression, [self._read(s, aligned(form, expression, s)) for s in expression.inputs])
             case Region(offsets):
@@ -132,7 +145,7 @@ class _Run:
         )
         received: Tensor = funcol.wait_tensor(moved)  # type: ignore[no-untyped-call]
         result = tile.new_empty(tuple(wanted[rank, :, 1] - wanted[rank, :, 0]))
-        for sender, piece in enumerate(received.split(counts[:, rank].tolist())):
+        for sender, piece in enumerate(torch.split(received, counts[:, rank].tolist())):
             if len(piece):
                 place = _part(result, parts[sender, rank], wanted[rank])
                 place.copy_(piece.reshape(place.shape))
@@ -157,9 +170,14 @@ class _Run:
         placed = placements(flattened(target, self.mesh)[0])
         return partial.redistribute(partial.device_mesh, placed).to_local(), target
 
-    def as_dtensor(self, expression: Expression) -> DTensor:
+    def _result(self, expression: Expression) -> DTensor:
         form, tile = next(iter(self.held[id(expression)].items()))
         return self._dtensor(tile, flattened(form, self.mesh)[0], expression.shape)
+
+    def _slices(self, expression: Expression, form: Form) -> tuple[slice, ...]:
+        return tuple(
+            slice(first, end) for first, end in bounds(expression.shape, form, self.mesh)[self.worker.rank]
+        )
 
     def _dtensor(self, tile: Tensor, form: Form, shape: tuple[int, ...], kind: str = "sum") -> DTensor:
         mesh = self.worker.flat if len(form) == 1 else self.worker.grid
@@ -181,7 +199,7 @@ def _part(tile: Tensor, wanted: np.ndarray, held: np.ndarray) -> Tensor:
     ]
 
 
-def _viewed(tile: Tensor, axes: tuple[int | None, ...]) -> Tensor:
+def viewed(tile: Tensor, axes: tuple[int | None, ...]) -> Tensor:
     kept = [a for a in axes if a is not None]
     dropped = [a for a in range(tile.ndim) if a not in kept]
     tile = tile.permute(*kept, *dropped).reshape([tile.shape[a] for a in kept]) if tile.ndim else tile
