@@ -135,7 +135,7 @@ def ratio(a: float, b: float) -> str:
     return "-" if math.isnan(b) else "1.00" if a == b else f"{a / b:.2f}"
 
 
-def random_programs(count: int, *, thesis: bool) -> list[str]:
+def random_programs(count: int, *, thesis: bool) -> str:
     """Compare searches on random programs of 2 to 15 operators, as in Figure 3.2; returns a row per search."""
     found: dict[str, list[int]] = {search: [] for search in ("greedy", "recursive", "row", "column", "exact")}
     forced = 0
@@ -183,8 +183,8 @@ def planning_times() -> str:
 
 def dask_seconds(subject: Subject, scale: int, workers: int, repeats: int) -> float:
     """Run a program on Dask's arrays, the longest ones in `workers` chunks of rows, by as many threads."""
-    import dask
     import dask.array
+    import dask.base
 
     inputs = subject.inputs(scale)
     longest = max(len(i) for i in inputs)
@@ -197,7 +197,7 @@ def dask_seconds(subject: Subject, scale: int, workers: int, repeats: int) -> fl
         ]
         result = subject.program(*chunked)
         with dask.config.set(scheduler="threads", num_workers=workers):
-            dask.compute(result)
+            dask.base.compute(result)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[1:])
 

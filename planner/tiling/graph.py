@@ -72,20 +72,22 @@ class TilingGraph:
     """Of some outputs, for `workers` workers.
 
     `extra_bytes` limits each worker's memory for copies; None allows a tenth of its share of the inputs. `thesis`
-    takes the thesis' model: rows, columns and duplicates only, Figure 2.5's rule for dot, logical bytes.
+    takes the thesis' model: rows, columns and duplicates only, Figure 2.5's rule for dot, logical bytes. With
+    `frees_results`, only copies of inputs count against the limit, not those of results, which live for a short time.
     """
 
     outputs: tuple[Expression, ...]
     workers: int
     extra_bytes: int | None = None
     thesis: bool = False
+    frees_results: bool = False
 
     @staticmethod
-    def of(outputs: object, workers: int, extra_bytes: int | None = None, *, thesis: bool = False) -> "TilingGraph":
+    def of(outputs: object, workers: int, extra_bytes: int | None = None, **model: bool) -> "TilingGraph":
+        """Return the graph of one or several lazy arrays; `model` has `thesis` or `frees_results`."""
         arrays = outputs if isinstance(outputs, Sequence) else (outputs,)
-        return TilingGraph(
-            tuple(a.expression for a in arrays if isinstance(a, LazyArray)), workers, extra_bytes, thesis
-        )
+        expressions = tuple(a.expression for a in arrays if isinstance(a, LazyArray))
+        return TilingGraph(expressions, workers, extra_bytes, **model)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -164,6 +166,8 @@ class TilingGraph:
         copies = {} if self.thesis else {whole: size - size // self.workers}
         if {"row", "column"} <= {t.name for t in tiled}:
             copies[Tiling("duplicated", ((0,) * ndim, (1,) * ndim))] = size // self.workers
+        if self.frees_results and not isinstance(expression.operator, NewArray):
+            copies = dict.fromkeys(copies, 0)
         return tiled | {tiling: extra for tiling, extra in copies.items() if extra <= self.limit_bytes}
 
     def ways(self, expression: Expression) -> tuple[Way, ...]:

@@ -177,7 +177,8 @@ def _solved(costs: _Costs, sign: int) -> Picks:
     """
     first = np.concatenate([[0], np.cumsum([len(single) for single in costs.single])])
     single = [sign * values.astype(np.float64) for values in costs.single]
-    rows, columns, values, sums, weights = [], [], [], [], []
+    rows, columns, values, weights = (list[np.ndarray]() for _ in range(4))
+    sums: list[float] = []
 
     def equation(variables: np.ndarray, signs: np.ndarray, total: float) -> None:
         rows.append(np.full(len(variables), len(sums)))

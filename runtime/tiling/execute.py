@@ -28,13 +28,13 @@ def measured(plan: TilingPlan, worker: Worker, repeats: int = 1) -> tuple[list[D
     Returns the outputs, the bytes that all workers moved in the last run, and the slowest worker's seconds of each,
     without the time to load the inputs.
     """
-    execution, seconds = Execution(plan, worker), []
-    execution.load()
+    tiled, seconds = TiledRun(plan, worker), []
+    tiled.load()
     for _ in range(repeats):
         dist.barrier()
         begin = time.perf_counter()
         with CountedCollectives() as counted:
-            outputs = execution.run()
+            outputs = tiled.run()
         if worker.device.type == "cuda":
             torch.cuda.synchronize()
         slowest = torch.tensor(time.perf_counter() - begin, device=worker.device)
@@ -46,7 +46,7 @@ def measured(plan: TilingPlan, worker: Worker, repeats: int = 1) -> tuple[list[D
     return outputs, Moved(logical, wire), seconds
 
 
-class Execution:
+class TiledRun:
     """One worker's part of a plan, and the tiles that it holds."""
 
     def __init__(self, plan: TilingPlan, worker: Worker) -> None:

@@ -34,6 +34,7 @@ _PLAN_EXAMPLES = """examples:
   cohabit plan models/resnet50 --memory 64MiB
   cohabit plan models/resnet50 --memory 25%,50%,75% --batch-sizes 1,16 --output plans
   cohabit plan models/bert --memory 32MiB --search genetic --time-limit 30s --workers 4
+  cohabit plan models/bert --devices 4
   cohabit plan --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
 
 Each batch size is planned on its own. When `cohabit serve` plans several batch sizes of a model, their plans keep
@@ -100,10 +101,17 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     _add_subject(parser, "N,N,...", _type(batches), "batch sizes to plan (default: 1, or the graph's)")
     parser.add_argument(
         "--memory",
-        required=True,
+        default=(),
         type=_type(_budgets),
         metavar="SIZE,...",
         help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its weights",
+    )
+    parser.add_argument(
+        "--devices",
+        type=_type(integer(2, 1024)),
+        metavar="N",
+        help="instead, say how the weights of a model of linear layers would be split over so many devices, each with"
+        " --memory for weights (default: an even share and a tenth)",
     )
     parser.add_argument(
         "--search",
