@@ -153,7 +153,10 @@ class LazyArray(NDArrayOperatorsMixin):
             raise UnsupportedExpression(
                 f"np.{function.__name__}: lazy arrays have ufuncs and {known}; or use join_update"
             )
-        return FUNCTIONS[function](*args, **options)
+        try:
+            return FUNCTIONS[function](*args, **options)
+        except TypeError as error:  # an argument that the function here has not, or one that it needs
+            raise UnsupportedExpression(f"np.{function.__name__} of a lazy array: {error}") from error
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise UnsupportedExpression(
@@ -178,12 +181,6 @@ class LazyArray(NDArrayOperatorsMixin):
         total = self.sum(axis, keepdims)
         return map_tiles(np.divide, total, self.size // max(total.size, 1))
 
-    def min(self, axis: Any = None, keepdims: bool = False) -> "LazyArray":
-        return fold("min", self, axis, keepdims, "min")
-
-    def max(self, axis: Any = None, keepdims: bool = False) -> "LazyArray":
-        return fold("max", self, axis, keepdims, "max")
-
 
 def newarray(data: np.ndarray | Shape, dtype: Any = None, name: str = "") -> LazyArray:
     """Make an array from data, which may be memory-mapped, or from a shape, which can be planned but not run.
@@ -195,25 +192,15 @@ def newarray(data: np.ndarray | Shape, dtype: Any = None, name: str = "") -> Laz
     return _lazy(NewArray(), [], data, np.dtype(dtype or np.float32), name)
 
 
-def map_tiles(function: np.ufunc | Callable[..., Any], *inputs: Any) -> LazyArray:
-    """Apply a function to tiles at the same place, with NumPy's broadcasting."""
+def map_tiles(function: Callable[..., Any], *inputs: Any) -> LazyArray:
+    """Apply NumPy's function, or the user's, to tiles at the same place, with NumPy's broadcasting."""
     # Constants become arrays, but scalars stay in the call: they need no tile.
     inputs = tuple(newarray(i) if isinstance(i, np.ndarray) and i.ndim else i for i in inputs)
     arrays = [i for i in inputs if isinstance(i, LazyArray)]
-    ones = [np.ones((), i.dtype) if isinstance(i, LazyArray) else i for i in inputs]
-    dtype = np.asarray(function(*ones)).dtype
+    dtype = np.asarray(function(*[np.ones((), i.dtype) if isinstance(i, LazyArray) else i for i in inputs])).dtype
     arguments = tuple(None if isinstance(i, LazyArray) else i for i in inputs)
-    name = function.__name__ if isinstance(function, np.ufunc) else function
-    return _lazy(Map(name, arguments), arrays, np.broadcast_shapes(*[a.shape for a in arrays]), dtype)
-
-
-def where(condition: Any, x: Any, y: Any) -> LazyArray:
-    inputs = [newarray(i) if isinstance(i, np.ndarray) and i.ndim else i for i in (condition, x, y)]
-    arrays = [i for i in inputs if isinstance(i, LazyArray)]
-    ones = [np.ones((), i.dtype) if isinstance(i, LazyArray) else i for i in inputs]
-    arguments = tuple(None if isinstance(i, LazyArray) else i for i in inputs)
-    shape = np.broadcast_shapes(*[a.shape for a in arrays])
-    return _lazy(Map("where", arguments), arrays, shape, np.where(*ones).dtype)
+    known = function.__name__ if isinstance(function, np.ufunc) or function is np.where else function
+    return _lazy(Map(known, arguments), arrays, np.broadcast_shapes(*[a.shape for a in arrays]), dtype)
 
 
 def fold(
@@ -338,11 +325,11 @@ def _variance(x: LazyArray, axis: Any = None) -> LazyArray:
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.sum: LazyArray.sum,
     np.mean: LazyArray.mean,
-    np.min: LazyArray.min,
-    np.max: LazyArray.max,
+    np.min: lambda x, axis=None: fold("min", x, axis, False, "min"),
+    np.max: lambda x, axis=None: fold("max", x, axis, False, "max"),
     np.var: _variance,
     np.std: lambda x, axis=None: np.sqrt(_variance(x, axis)),
-    np.prod: lambda x, axis=None: fold("prod", x, axis, False, None),
+    np.prod: lambda x, axis: fold("prod", x, axis, False, None),
     np.argmin: lambda x, axis: fold("argmin", x, axis, False, None),
     np.argmax: lambda x, axis: fold("argmax", x, axis, False, None),
     np.linalg.norm: lambda x, axis=None, keepdims=False: np.sqrt(np.square(x).sum(axis, keepdims)),
@@ -350,7 +337,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.cumprod: lambda x, axis: scan("cumprod", x, axis),
     np.dot: dot,
     np.outer: lambda a, b: a[:, None] * b[None, :],
-    np.where: where,
+    np.where: lambda *inputs: map_tiles(np.where, *inputs),
     np.clip: lambda x, low, high: np.minimum(np.maximum(x, low), high),
     np.transpose: transpose,
     np.swapaxes: lambda x, a, b: x if a % x.ndim == b % x.ndim else transpose(x),

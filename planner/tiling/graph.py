@@ -4,7 +4,7 @@ A view has no choice of its own: it shares the group of the array that it shows,
 a join_update has a placeholder group (Figure 2.7(b)), whose nodes are the ways to compute it."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,6 @@ from cohabit.planner.tiling.arrays import (
     NewArray,
     Region,
     Scan,
-    Shape,
     View,
 )
 from cohabit.planner.tiling.costs import Exchange, Form, Mesh, Moved, bounds, converted, exchanged, mesh_of, volumes
@@ -149,14 +148,16 @@ class TilingGraph:
     def _tilings(self, expression: Expression) -> dict[Tiling, int]:
         """Return the tilings that an array can have, and the memory that each takes beyond an even share."""
         ndim, size = len(self.mesh), expression.nbytes
-        named = {"row": 0, "column": 1}
-        forms = {name: (axis,) * ndim for name, axis in named.items() if axis < len(expression.shape)}
-        if ndim == 2 and len(expression.shape) == 2:
-            forms |= {"block": (0, 1), "transposed block": (1, 0)}
+        forms: dict[str, Form] = {
+            "row": (0,) * ndim,
+            "column": (1,) * ndim,
+            "block": (0, 1),
+            "transposed block": (1, 0),
+        }
         tiled = {
             Tiling(name, (form,)): 0
             for name, form in forms.items()
-            if volumes(bounds(expression.shape, form, self.mesh)).min() > 0
+            if len(form) == ndim and set(form) <= {*range(len(expression.shape))} and self._fills(expression, form)
         }
         whole = Tiling("replicated", ((None,) * ndim,))
         if not tiled:
@@ -165,76 +166,62 @@ class TilingGraph:
             return tiled
         copies = {} if self.thesis else {whole: size - size // self.workers}
         if {"row", "column"} <= {t.name for t in tiled}:
-            copies[Tiling("duplicated", ((0,) * ndim, (1,) * ndim))] = size // self.workers
+            copies[Tiling("duplicated", (forms["row"], forms["column"]))] = size // self.workers
         if self.frees_results and not isinstance(expression.operator, NewArray):
             copies = dict.fromkeys(copies, 0)
         return tiled | {tiling: extra for tiling, extra in copies.items() if extra <= self.limit_bytes}
 
-    def ways(self, expression: Expression) -> tuple[Way, ...]:
-        """Return the ways to compute a fold, a scan or a join_update in which no worker's tile is empty."""
-        operator, ndim = expression.operator, len(self.mesh)
+    def _fills(self, expression: Expression, form: Form) -> bool:
+        """Return whether every worker has a part of an array in a form."""
+        return bool(volumes(bounds(expression.shape, form, self.mesh)).min() > 0)
+
+    def ways(self, by: Expression, form: Form | None = None) -> tuple[Way, ...]:
+        """Return the ways to compute an operator, as `form` where it has one for each form of its result."""
+        operator, ndim = by.operator, len(self.mesh)
+        if isinstance(operator, Map | Region) and form is not None:
+            aligned = _aligned if isinstance(operator, Map) else lambda form, by, source: form
+            return (Way(tuple(aligned(form, by, source) for source in by.inputs), form),)
         ways = []
         if isinstance(operator, JoinUpdate):
             joins = operator.ways
             if self.thesis and operator.is_dot:  # Figure 2.5, lines 18 to 24
-                n, k = expression.inputs[0].shape
+                n, k = by.inputs[0].shape
                 joins = joins[:1] if n <= k else joins[1:2]
             ways = [Way(tuple((axis,) * ndim for axis in j.axes), (j.output,) * ndim) for j in joins]
             if operator.is_dot and ndim == 2:  # a block of the result from rows of one and columns of the other
                 ways.append(Way(((0, None), (None, 1)), (0, 1)))
         elif isinstance(operator, Fold | Scan):
-            axes = range(len(expression.inputs[0].shape))
-            forms = itertools.product((None, *axes), repeat=ndim)
+            forms = itertools.product((None, *range(len(by.inputs[0].shape))), repeat=ndim)
             ways = [Way((form,), output) for form in forms if (output := _output(operator, form)) is not None]
-        return tuple(
-            way
-            for way in ways
-            if all(
-                volumes(bounds(e.shape, f, self.mesh)).min() > 0
-                for e, f in zip(expression.inputs, way.inputs, strict=True)
-            )
-        )
-
-    def read(
-        self,
-        source: Expression,
-        forms: tuple[Form, ...],
-        target: Form,
-        target_shape: Shape | None = None,
-        offset: Shape | None = None,
-    ) -> tuple[Exchange, Moved]:
-        """Return the cheapest exchange of one of an array's forms for a target, and its bytes."""
-        shape, offset = target_shape or source.shape, offset or (0,) * len(source.shape)
-        itemsize = source.dtype.itemsize
-        exchanges = [Exchange(source.shape, form, shape, target, offset, itemsize, self.mesh) for form in forms]
-        return min(((e, exchanged(e)) for e in exchanges), key=lambda pair: self.bytes_of(pair[1]))
+        return tuple(way for way in ways if all(map(self._fills, by.inputs, way.inputs)))
 
     def bytes_of(self, moved: Moved) -> int:
         """Return the bytes that the search minimizes."""
         return moved.logical if self.thesis else moved.wire
 
-    def best_way(self, expression: Expression, forms: tuple[Form, ...], target: Form) -> tuple[Way, Moved]:
-        """Return the cheapest way to compute a fold or scan of an array held in `forms` as `target`."""
-        ways = [(way, self._way_bytes(expression, way, forms, target)) for way in self._ways(expression)]
-        return min(ways, key=lambda pair: self.bytes_of(pair[1]))
+    def read(self, by: Expression, number: int, held: Iterable[Form], form: Form) -> tuple[Exchange, Moved]:
+        """Return the cheapest exchange that gives an operator input `number`, held in some forms, and its bytes."""
+        source, operator = by.inputs[number], by.operator
+        shape, offset = source.shape, (0,) * len(source.shape)
+        if isinstance(operator, Region):
+            shape, offset = by.shape, operator.offsets[number]
+        itemsize = source.dtype.itemsize
+        exchanges = [Exchange(source.shape, have, shape, form, offset, itemsize, self.mesh) for have in held]
+        return min(((e, exchanged(e)) for e in exchanges), key=lambda pair: self.bytes_of(pair[1]))
 
-    def _way_bytes(self, expression: Expression, way: Way, forms: tuple[Form, ...], target: Form) -> Moved:
-        read = self.read(expression.inputs[0], forms, way.inputs[0])[1]
-        return read + self.stored(expression, way.output, (target,))
+    def stored(self, by: Expression, output: Form, form: Form) -> Moved:
+        """Count what it takes to store a result, computed as `output`, in a form."""
+        return converted(by.shape, output, form, by.dtype.itemsize, self.mesh)
 
-    def stored(self, expression: Expression, output: Form, forms: tuple[Form, ...]) -> Moved:
-        """Count what it takes to store a result, computed as `output`, in every form."""
-        moved = (converted(expression.shape, output, f, expression.dtype.itemsize, self.mesh) for f in forms)
-        return sum(moved, Moved())
-
-    def _ways(self, expression: Expression) -> tuple[Way, ...]:
-        if id(expression) not in self._known_ways:
-            self._known_ways[id(expression)] = self.ways(expression)
-        return self._known_ways[id(expression)]
-
-    @cached_property
-    def _known_ways(self) -> dict[int, tuple[Way, ...]]:
-        return {}
+    def best_way(
+        self, by: Expression, number: int, held: Iterable[Form], form: Form, ways: Iterable[Way]
+    ) -> tuple[Way, Moved]:
+        """Return the cheapest way to make a result in a form, as far as input `number` goes, and its bytes."""
+        costs = (
+            (way, self.read(by, number, held, way.inputs[number])[1] + self.stored(by, way.output, form))
+            for way in ways
+        )
+        return min(costs, key=lambda pair: self.bytes_of(pair[1]))
 
     @cached_property
     def edges(self) -> tuple[GroupEdge, ...]:
@@ -244,35 +231,39 @@ class TilingGraph:
         )
 
     def _edges_to(self, by: Expression) -> Iterator[GroupEdge]:
+        result = self.group_of(by)
+        tilings = [t for t in self.groups[result].choices if isinstance(t, Tiling)]
         is_join = isinstance(by.operator, JoinUpdate)
         target = self.group_of(by, placeholder=is_join)
-        choices = self.groups[target].choices
+        joins = [way for way in self.groups[target].choices if isinstance(way, Way)]
+        ways = {form: self.ways(by, form) for t in tilings for form in t.forms if not is_join}
         for number, source in enumerate(by.inputs):
             group = self.group_of(source)
             held = [self.forms_of(source, choice) for choice in range(len(self.groups[group].choices))]
-            costs = [[self._cost(by, number, forms, choice) for choice in choices] for forms in held]
-            yield _edge(group, target, source, by, costs)
+            if is_join:
+                costs = [[self.read(by, number, forms, way.inputs[number])[1] for way in joins] for forms in held]
+            else:  # every form of a result is made by itself
+                costs = [
+                    [_sum(self.best_way(by, number, forms, f, ways[f])[1] for f in t.forms) for t in tilings]
+                    for forms in held
+                ]
+            yield GroupEdge(group, target, source, by, *_arrays(costs))
         if is_join:
-            result = self.group_of(by)
-            tilings = [t for t in self.groups[result].choices if isinstance(t, Tiling)]
-            ways = [w for w in choices if isinstance(w, Way)]
-            costs = [[self.stored(by, way.output, t.forms) for t in tilings] for way in ways]
-            yield _edge(target, result, by, by, costs)
-
-    def _cost(self, by: Expression, number: int, held: tuple[Form, ...], choice: Tiling | Way) -> Moved:
-        """Count what it takes to read input `number`, held in some forms; every form of a result is made by itself."""
-        source = by.inputs[number]
-        if isinstance(choice, Way):
-            return self.read(source, held, choice.inputs[number])[1]
-        if isinstance(by.operator, Map):
-            return sum((self.read(source, held, aligned(f, by, source))[1] for f in choice.forms), Moved())
-        if isinstance(by.operator, Region):
-            offset = by.operator.offsets[number]
-            return sum((self.read(source, held, f, by.shape, offset)[1] for f in choice.forms), Moved())
-        return sum((self.best_way(by, held, f)[1] for f in choice.forms), Moved())
+            costs = [[_sum(self.stored(by, way.output, f) for f in t.forms) for t in tilings] for way in joins]
+            yield GroupEdge(target, result, by, by, *_arrays(costs))
 
 
-def aligned(form: Form, result: Expression, source: Expression) -> Form:
+def _sum(moved: Iterable[Moved]) -> Moved:
+    return sum(moved, Moved())
+
+
+def _arrays(costs: Sequence[Sequence[Moved]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return logical bytes, and those on the wire."""
+    both = np.array([[(moved.logical, moved.wire) for moved in row] for row in costs], np.int64)
+    return both[..., 0], both[..., 1]
+
+
+def _aligned(form: Form, result: Expression, source: Expression) -> Form:
     """Return the form of a map's input that goes with a form of its result, by NumPy's broadcasting."""
     shift = len(result.shape) - len(source.shape)
     kept = {axis + shift: axis for axis, length in enumerate(source.shape) if length > 1}
@@ -305,12 +296,3 @@ def _output(operator: Fold | Scan, form: Form) -> Form | None:
         "partial" if axis in operator.axes else axis - shifts[axis] if isinstance(axis, int) else None
         for axis in form
     )
-
-
-def _edge(
-    source: int, target: int, reads: Expression, by: Expression, costs: Sequence[Sequence[Moved]]
-) -> GroupEdge:
-    logical, wire = (
-        np.array([[getattr(c, k) for c in row] for row in costs], np.int64) for k in ("logical", "wire")
-    )
-    return GroupEdge(source, target, reads, by, logical, wire)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,15 +92,11 @@ def greedy(graph: TilingGraph) -> Picks:
     FindCost sums the least cost of an edge to each adjacent group; its recursion into views is implicit here, as a
     view shares the group of its array. Duplication takes from the memory limit (section 2.3.4).
     """
-    costs, picks, left = _Costs(graph), dict[int, int](), graph.limit_bytes
-    for group in sorted(range(len(graph.groups)), key=lambda g: -len(costs.adjacent[g])):
-        total = costs.single[group].astype(np.float64)
-        for other, edge in costs.adjacent[group].items():
-            total += edge[:, picks[other]] if other in picks else edge.min(axis=1)
-        total[costs.extra[group] > left] = np.inf
-        picks[group] = int(total.argmin())
-        left -= int(costs.extra[group][picks[group]])
-    return [picks[group] for group in range(len(graph.groups))]
+    costs = _Costs(graph)
+    order = sorted(range(len(graph.groups)), key=lambda group: -len(costs.adjacent[group]))
+    return _one_by_one(
+        costs, order, [{other: edge.min(axis=1) for other, edge in a.items()} for a in costs.adjacent]
+    )
 
 
 def recursive(graph: TilingGraph) -> Picks:
@@ -109,30 +105,33 @@ def recursive(graph: TilingGraph) -> Picks:
     Spartan's earlier optimizer found the least cost of an expression recursively from those of its inputs; an array
     that is read twice was decided where it was met first.
     """
-    costs, picks, left = _Costs(graph), dict[int, int](), graph.limit_bytes
+    costs = _Costs(graph)
     parents: dict[int, int | None] = {}
-    order = []
-    stack: list[tuple[int, int | None]] = [(g, None) for g in range(len(graph.groups))]
+    stack: list[tuple[int, int | None]] = [(group, None) for group in range(len(graph.groups))]
     while stack:  # depth first from the last group, which is an output
         group, parent = stack.pop()
         if group not in parents:
             parents[group] = parent
-            order.append(group)
             stack += [(other, group) for other in costs.adjacent[group] if other not in parents]
-    best = [single.copy() for single in costs.single]
-    for group in reversed(order):
-        parent = parents[group]
+    subtrees: list[dict[int, np.ndarray]] = [{} for _ in graph.groups]
+    for group, parent in reversed(parents.items()):
         if parent is not None:
-            best[parent] += (best[group][:, None] + costs.adjacent[group][parent]).min(axis=0)
+            best = costs.single[group] + sum(subtrees[group].values())
+            subtrees[parent][group] = (best[:, None] + costs.adjacent[group][parent]).min(axis=0)
+    return _one_by_one(costs, list(parents), subtrees)
+
+
+def _one_by_one(costs: _Costs, order: Sequence[int], expected: Sequence[dict[int, np.ndarray]]) -> Picks:
+    """Choose in an order; `expected[group]` has what an adjacent group without a choice yet will cost per choice."""
+    picks, left = dict[int, int](), costs.limit
     for group in order:
-        total = best[group].astype(np.float64)
+        total = costs.single[group].astype(np.float64)
         for other, edge in costs.adjacent[group].items():
-            if other in picks:
-                total += edge[:, picks[other]]
+            total += edge[:, picks[other]] if other in picks else expected[group].get(other, 0)
         total[costs.extra[group] > left] = np.inf
         picks[group] = int(total.argmin())
         left -= int(costs.extra[group][picks[group]])
-    return [picks[group] for group in range(len(graph.groups))]
+    return [picks[group] for group in range(len(order))]
 
 
 def brute_force(graph: TilingGraph) -> Picks:

@@ -13,9 +13,9 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cohabit.planner.tiling.arrays import Expression, Fold, JoinUpdate, Map, NewArray, Region, View
+from cohabit.planner.tiling.arrays import Expression, Fold, JoinUpdate, NewArray, Region, View
 from cohabit.planner.tiling.costs import Exchange, Form, Moved, bounds, exchanged, flattened, intersection, whole
-from cohabit.planner.tiling.graph import aligned, in_view
+from cohabit.planner.tiling.graph import Way, in_view
 from cohabit.planner.tiling.search import TilingPlan
 from cohabit.runtime.tiling.counting import CountedCollectives
 from cohabit.runtime.tiling.kernels import compute, torch_dtype
@@ -90,38 +90,33 @@ class TiledRun:
         forms = self.plan.tiling(expression).forms
         if isinstance(expression.operator, JoinUpdate):
             way = self.plan.way(expression)
-            result = compute(expression, [self._read(s, f) for s, f in zip(sources, way.inputs, strict=True)])
+            result = self._computed(expression, way)
             return {form: self._stored(result, expression, way.output, form) for form in forms}
-        return {form: self._tile(expression, form) for form in forms}
+        tiles = {}
+        for form in forms:
+            held = self.held[id(sources[0])]
+            way, _ = self.graph.best_way(expression, 0, held, form, self.graph.ways(expression, form))
+            tiles[form] = self._stored(self._computed(expression, way), expression, way.output, form)
+        return tiles
 
-    def _tile(self, expression: Expression, form: Form) -> Tensor:
-        match expression.operator:
-            case Map():
-                return compute(expression, [self._read(s, aligned(form, expression, s)) for s in expression.inputs])
-            case Region(offsets):
-                tile = bounds(expression.shape, form, self.mesh)[self.worker.rank]
-                dtype = torch_dtype(expression.dtype)
-                result = torch.empty(tuple(tile[:, 1] - tile[:, 0]), dtype=dtype, device=self.worker.device)
-                for source, offset in zip(expression.inputs, offsets, strict=True):
-                    exchange = self.graph.read(
-                        source, tuple(self.held[id(source)]), form, expression.shape, offset
-                    )[0]
-                    place = exchange.wanted()[self.worker.rank] - np.array(offset)[:, None]
-                    _part(result, place, tile).copy_(self._exchanged(source, exchange))
-                return result
-            case _:
-                (source,) = expression.inputs
-                way, _ = self.graph.best_way(expression, tuple(self.held[id(source)]), form)
-                return self._stored(
-                    compute(expression, [self._read(source, way.inputs[0])]), expression, way.output, form
-                )
-
-    def _read(self, source: Expression, form: Form) -> Tensor:
-        exchange, _ = self.graph.read(source, tuple(self.held[id(source)]), form)
-        return self._exchanged(source, exchange)
-
-    def _exchanged(self, source: Expression, exchange: Exchange) -> Tensor:
-        return self.exchange(self.held[id(source)][exchange.source], exchange)
+    def _computed(self, expression: Expression, way: Way) -> Tensor:
+        """Read the inputs as a way wants them, and compute this worker's tile of the result."""
+        exchanges = [
+            self.graph.read(expression, number, self.held[id(source)], form)[0]
+            for number, (source, form) in enumerate(zip(expression.inputs, way.inputs, strict=True))
+        ]
+        inputs = [
+            self.exchange(self.held[id(source)][exchange.source], exchange)
+            for source, exchange in zip(expression.inputs, exchanges, strict=True)
+        ]
+        if not isinstance(expression.operator, Region):
+            return compute(expression, inputs)
+        tile = bounds(expression.shape, way.output, self.mesh)[self.worker.rank]
+        result = inputs[0].new_empty(tuple(tile[:, 1] - tile[:, 0]), dtype=torch_dtype(expression.dtype))
+        for part, exchange in zip(inputs, exchanges, strict=True):
+            place = exchange.wanted()[self.worker.rank] - np.array(exchange.offset)[:, None]
+            _part(result, place, tile).copy_(part)
+        return result
 
     def exchange(self, tile: Tensor, exchange: Exchange) -> Tensor:
         """Return what the target wants of the source: a view if all of it is here, else by an all-to-all."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohabit.planner.tiling.arrays import Expression, Fold, JoinUpdate, Map, Scan
+from cohabit.planner.tiling.arrays import Expression, Fold, Function, JoinUpdate, Map, Scan, UnsupportedExpression
 
 _MAPS: dict[str, Callable[..., Any]] = {
     "astype": lambda tile: tile,
@@ -40,9 +40,7 @@ def compute(expression: Expression, tiles: Sequence[Any]) -> Tensor:
                 tiles = [t if t.dtype == torch.bool else t.to(dtype) for t in tiles]
             given = iter(tiles)
             inputs = [next(given) if argument is None else argument for argument in arguments]
-            result = (_MAPS.get(function) or getattr(torch, function) if isinstance(function, str) else function)(
-                *inputs
-            )
+            result = _call(function, _MAPS)(*inputs)
         case Fold(function, axes, keepdims, _):
             if function in ("argmin", "argmax", "prod"):
                 result = getattr(torch, function)(tiles[0], dim=axes[0] if axes else None, keepdim=keepdims)
@@ -51,12 +49,20 @@ def compute(expression: Expression, tiles: Sequence[Any]) -> Tensor:
         case Scan(function, axis):
             result = getattr(torch, function)(tiles[0], dim=axis)
         case JoinUpdate(function, _, _):
-            call = _JOINS.get(function) or getattr(torch, function) if isinstance(function, str) else function
-            result = call(*[t.to(dtype) for t in tiles])
+            result = _call(function, _JOINS)(*[t.to(dtype) for t in tiles])
         case other:
             raise TypeError(f"{other} computes nothing")
     computed: Tensor = result.to(dtype)
     return computed
+
+
+def _call(function: Function, known: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    if callable(function):
+        return function
+    call: Callable[..., Any] | None = known.get(function) or getattr(torch, function, None)
+    if call is None:
+        raise UnsupportedExpression(f"np.{function}: torch has no function of that name; give map_tiles your own")
+    return call
 
 
 def _with_scalar(both: Callable[..., Any], one: Callable[..., Any], a: Any, b: Any) -> Any:

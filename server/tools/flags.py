@@ -58,7 +58,7 @@ searchers plan it as one budget.
 _TILE_EXAMPLES = """examples:
   cohabit tile examples/tiling_regression.py:program --workers 4
   cohabit tile examples/tiling_regression.py:program --workers 4 --run --svg tiling.svg
-  torchrun --nproc-per-node 4 --no-python cohabit tile script.py:program --workers 4 --run
+  torchrun --nproc-per-node 4 -m cohabit.server.cli tile script.py:program --workers 4
 
 FUNCTION takes nothing, makes its arrays with `cohabit.planner.tiling.newarray`, computes with NumPy's functions and
 returns arrays. The script is run.
@@ -184,7 +184,7 @@ def add_tile_flags(parser: argparse.ArgumentParser) -> None:
         "--run",
         dest="execute",
         action="store_true",
-        help="run the program, in processes of this machine or torchrun's",
+        help="run the program in processes of this machine; torchrun's run it always",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
 

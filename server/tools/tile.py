@@ -4,6 +4,7 @@ import argparse
 import functools
 import inspect
 import math
+import os
 import runpy
 import sys
 from html import escape
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     graph = _graph(options.program, options.workers, options.copies)
     plan = plan_tiling(graph, options.search)
     runs = None
-    if options.execute:
+    if options.execute or "TORCHELASTIC_RUN_ID" in os.environ:
         from cohabit.runtime.tiling.worker import start
 
         task = functools.partial(_run, options.program, options.workers, options.copies, plan.picks)

@@ -284,6 +284,8 @@ def test_control_flow_that_depends_on_values_is_refused() -> None:
     [
         (lambda x: np.linalg.svd(x), "np.svd: lazy arrays have ufuncs and"),
         (lambda x: np.add.outer(x, x), "np.add.outer"),
+        (lambda x: np.argmin(x), "np.argmin of a lazy array: .* 'axis'"),
+        (lambda x: np.sum(x, where=x > 0), "np.sum of a lazy array: .* 'where'"),
         (lambda x: x[:, None, :], "at most two axes"),
         (lambda x: x[::2], "slices with steps of 1"),
         (lambda x: np.dot(x, newarray((3, 3))), "dot of"),
