@@ -116,6 +116,7 @@ def applications(runs: dict[int, Runs]) -> tuple[str, str]:
         nbytes = [math.nan if isinstance(run, str) else run[0] for run in found]
         for run in found[:-1]:
             assert run[0] == run[1], f"{subject.name}: counted {run[0]} bytes, predicted {run[1]}"
+        assert all(not nbytes[1] > other for other in nbytes), f"{subject.name}: exact moves more than another"
         shares = [ratio(nbytes[1], nbytes[0]), ratio(nbytes[1], nbytes[-1])]
         rows.append([subject.name, *["-" if math.isnan(n) else format_bytes(n) for n in nbytes], *shares])
     moved = markdown_table(header, rows)

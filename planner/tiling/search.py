@@ -11,14 +11,23 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from cohabit.planner.errors import UnknownSearcher, UnsupportedProblem
-from cohabit.planner.tiling.arrays import Expression
-from cohabit.planner.tiling.costs import Moved
+from cohabit.planner.tiling.arrays import Expression, JoinUpdate
+from cohabit.planner.tiling.costs import Exchange, Form, Moved
 from cohabit.planner.tiling.graph import Tiling, TilingGraph, Way
 
 Picks = list[int]
 """A choice per group of a tiling graph."""
 
 BRUTE_FORCE_LIMIT = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One computation of an operator: what is read of its inputs, the form of its result, and those it is stored in."""
+
+    reads: tuple[Exchange, ...]
+    output: Form
+    forms: tuple[Form, ...]
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,26 @@ class TilingPlan:
         assert isinstance(tiling, Tiling)
         return tiling
 
-    def way(self, join: Expression) -> Way:
-        group = self.graph.group_of(join, placeholder=True)
-        way = self.graph.groups[group].choices[self.picks[group]]
-        assert isinstance(way, Way)
-        return way
+    def forms(self, expression: Expression) -> tuple[Form, ...]:
+        """Return the forms in which an array or a view is held, in its own axes."""
+        return self.graph.forms_of(expression, self.picks[self.graph.group_of(expression)])
+
+    def steps(self, by: Expression) -> list[Step]:
+        """Return how a map, fold, scan, join_update or region is computed: once for all forms, or once for each."""
+        forms = self.forms(by)
+        if isinstance(by.operator, JoinUpdate):
+            group = self.graph.group_of(by, placeholder=True)
+            way = self.graph.groups[group].choices[self.picks[group]]
+            assert isinstance(way, Way)
+            return [self._step(by, way, forms)]
+        held = self.forms(by.inputs[0])
+        ways = [self.graph.best_way(by, 0, held, form, self.graph.ways(by, form))[0] for form in forms]
+        return [self._step(by, way, (form,)) for way, form in zip(ways, forms, strict=True)]
+
+    def _step(self, by: Expression, way: Way, forms: tuple[Form, ...]) -> Step:
+        wanted = enumerate(zip(by.inputs, way.inputs, strict=True))
+        reads = tuple(self.graph.read(by, number, self.forms(source), form)[0] for number, (source, form) in wanted)
+        return Step(reads, way.output, forms)
 
 
 class _Costs:
@@ -218,7 +242,7 @@ def _solved(costs: _Costs, sign: int) -> Picks:
         integrality=np.arange(count) < first[-1],
         bounds=Bounds(0, 1),
         constraints=constraints,
-        options={"mip_rel_gap": 0},
+        options={"mip_rel_gap": 0, "presolve": False},  # which finds nothing here, and takes a while
     )
     if solved.x is None:  # pragma: no cover
         raise UnsupportedProblem(f"HiGHS found no tiling: {solved.message}; use greedy")

@@ -13,10 +13,10 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cohabit.planner.tiling.arrays import Expression, Fold, JoinUpdate, NewArray, Region, View
+from cohabit.planner.tiling.arrays import Expression, Fold, NewArray, Region, View
 from cohabit.planner.tiling.costs import Exchange, Form, Moved, bounds, exchanged, flattened, intersection, whole
-from cohabit.planner.tiling.graph import Way, in_view
-from cohabit.planner.tiling.search import TilingPlan
+from cohabit.planner.tiling.graph import in_view
+from cohabit.planner.tiling.search import Step, TilingPlan
 from cohabit.runtime.tiling.counting import CountedCollectives
 from cohabit.runtime.tiling.kernels import compute, torch_dtype
 from cohabit.runtime.tiling.worker import Worker
@@ -52,6 +52,8 @@ class TiledRun:
     def __init__(self, plan: TilingPlan, worker: Worker) -> None:
         self.plan, self.graph, self.worker, self.mesh = plan, plan.graph, worker, plan.graph.mesh
         self.held: dict[int, dict[Form, Tensor]] = {}
+        computed = (e for e in plan.graph.expressions if not isinstance(e.operator, NewArray | View))
+        self.steps = {id(e): plan.steps(e) for e in computed}
 
     def load(self) -> None:
         """Load this worker's tiles of the inputs. Raises ValueError for an input without data."""
@@ -82,44 +84,35 @@ class TiledRun:
 
     def _tiles(self, expression: Expression) -> dict[Form, Tensor]:
         """Compute an expression in every form in which it is kept."""
-        sources = expression.inputs
         if isinstance(expression.operator, View):
             axes = expression.operator.axes
-            tiles = self.held[id(sources[0])]
+            tiles = self.held[id(expression.inputs[0])]
             return {in_view(form, axes): viewed(tile, axes) for form, tile in tiles.items()}
-        forms = self.plan.tiling(expression).forms
-        if isinstance(expression.operator, JoinUpdate):
-            way = self.plan.way(expression)
-            result = self._computed(expression, way)
-            return {form: self._stored(result, expression, way.output, form) for form in forms}
         tiles = {}
-        for form in forms:
-            held = self.held[id(sources[0])]
-            way, _ = self.graph.best_way(expression, 0, held, form, self.graph.ways(expression, form))
-            tiles[form] = self._stored(self._computed(expression, way), expression, way.output, form)
+        for step in self.steps[id(expression)]:
+            result = self._computed(expression, step)
+            tiles |= {form: self._stored(result, expression, step.output, form) for form in step.forms}
         return tiles
 
-    def _computed(self, expression: Expression, way: Way) -> Tensor:
-        """Read the inputs as a way wants them, and compute this worker's tile of the result."""
-        exchanges = [
-            self.graph.read(expression, number, self.held[id(source)], form)[0]
-            for number, (source, form) in enumerate(zip(expression.inputs, way.inputs, strict=True))
-        ]
+    def _computed(self, expression: Expression, step: Step) -> Tensor:
+        """Read the inputs, and compute this worker's tile of the result."""
         inputs = [
             self.exchange(self.held[id(source)][exchange.source], exchange)
-            for source, exchange in zip(expression.inputs, exchanges, strict=True)
+            for source, exchange in zip(expression.inputs, step.reads, strict=True)
         ]
         if not isinstance(expression.operator, Region):
             return compute(expression, inputs)
-        tile = bounds(expression.shape, way.output, self.mesh)[self.worker.rank]
+        tile = bounds(expression.shape, step.output, self.mesh)[self.worker.rank]
         result = inputs[0].new_empty(tuple(tile[:, 1] - tile[:, 0]), dtype=torch_dtype(expression.dtype))
-        for part, exchange in zip(inputs, exchanges, strict=True):
+        for part, exchange in zip(inputs, step.reads, strict=True):
             place = exchange.wanted()[self.worker.rank] - np.array(exchange.offset)[:, None]
             _part(result, place, tile).copy_(part)
         return result
 
     def exchange(self, tile: Tensor, exchange: Exchange) -> Tensor:
         """Return what the target wants of the source: a view if all of it is here, else by an all-to-all."""
+        if exchange.source == exchange.target and exchange.shape == exchange.target_shape:
+            return tile
         rank, wanted = self.worker.rank, exchange.wanted()
         held = bounds(exchange.shape, exchange.source, self.mesh)
         if exchanged(exchange) == Moved():
@@ -151,6 +144,8 @@ class TiledRun:
         if "partial" in output:
             kind = expression.operator.partial if isinstance(expression.operator, Fold) else "sum"
             tile, output = self._reduced(tile, expression.shape, output, form, kind or "sum")
+        if output == form:
+            return tile
         offset, size = (0,) * len(expression.shape), expression.dtype.itemsize
         return self.exchange(
             tile, Exchange(expression.shape, output, expression.shape, form, offset, size, self.mesh)
