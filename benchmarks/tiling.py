@@ -154,7 +154,7 @@ def random_programs(count: int, *, thesis: bool) -> str:
     best = found["exact"]
     for search, nbytes in found.items():
         excess = [a / b if b else math.inf for a, b in zip(nbytes, best, strict=True) if a > b]
-        worst = f"{max(excess):.2f}" if excess and math.isfinite(max(excess)) else "-" if not excess else "from 0"
+        worst = "-" if not excess else f"{max(excess):,.2f}" if math.isfinite(max(excess)) else "exact moves none"
         equal = sum(a == b for a, b in zip(nbytes, best, strict=True))
         rows.append([search, f"{equal} of {count}", f"{sum(nbytes) / sum(best):.3f}", worst])
     rows[-1][0] = f"exact (equals brute force on all {forced} small enough)"
@@ -243,8 +243,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         " the work of one. Inputs are small: the number of collectives, about 1 ms each, counts more than bytes.\n",
         times,
         "## A hundred random programs (Figure 3.2)\n",
-        "Of 2 to 15 operators on square arrays of 128K to 512K rows, four workers, no copies. First the thesis' model:"
-        " rows and columns, one way to compute each dot, its count of bytes.\n",
+        "Of 2 to 15 operators on square arrays of 128K to 512K rows, four workers, no copies. The thesis found its"
+        " greedy search as good as the best in 95 of 100 programs of its own. A quarter of the operators here read"
+        " transposes, the pattern of Figure 3.3. First the thesis' model: rows and columns, one way to compute each"
+        " dot, its count of bytes.\n",
         random_programs(100, thesis=True),
         "All tilings and ways, bytes on the wire:\n",
         random_programs(100, thesis=False),

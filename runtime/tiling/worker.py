@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ def _work_and_tell(rank: int, task: Callable[[Worker], Any], workers: int, folde
     result = _work(task, rank, workers, place)
     if rank == 0:
         (Path(folder) / "result").write_bytes(pickle.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # torch's threads at times end a process that exits by itself with SIGABRT (torch 2.13)
 
 
 def _work(task: Callable[[Worker], Any], local_rank: int, workers: int, place: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ import math
 import os
 import runpy
 import sys
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.tiling.arrays import Expression, JoinUpdate, LazyArray, View
-from cohabit.planner.tiling.graph import TilingGraph
+from cohabit.planner.tiling.costs import bounds
+from cohabit.planner.tiling.graph import Tiling, TilingGraph
 from cohabit.planner.tiling.search import TilingPlan, plan_tiling
 from cohabit.server.errors import ConfigError
 from cohabit.server.tools.files import write_file
@@ -23,6 +25,8 @@ from cohabit.server.tools.format import make_table, milliseconds
 
 _GLYPHS = {"row": "▤", "column": "▥", "block": "▦", "transposed block": "▦", "duplicated": "▤▥", "replicated": "■"}
 _COLOURS = ("#4878a8", "#d1823d", "#5f9e62", "#a8585c", "#8671a8", "#8a7460", "#c27ba8", "#8c8c8c")
+_LEFT = 250
+"""Where the arcs of a picture end and its tiles begin."""
 _COMPARED = ("exact", "greedy", "recursive", "row", "column", "worst")
 
 
@@ -128,100 +132,86 @@ def _run(program: str, workers: int, copies: Any, picks: tuple[int, ...], worker
     return moved, seconds[-1]  # the first run loads parts of torch
 
 
-def _draw(plan: TilingPlan, out: Console) -> None:
-    """List the arrays with their tilings and the bytes that each input costs."""
-    graph = plan.graph
-    columns = ("array", "shape", "tiling", "moves")
-    table = make_table(*columns, left=columns, title=f"{len(graph.expressions)} arrays, {graph.workers} workers")
-    names = _names(graph)
-    moves: dict[int, list[str]] = {}
-    for edge, moved in zip(graph.edges, plan.edges, strict=True):
-        if moved.wire:
-            what = "its sum" if edge.reads is edge.by else names[id(edge.reads)]
-            moves.setdefault(id(edge.by), []).append(f"{what} {format_bytes(moved.wire)}")
-    for expression in graph.expressions:
-        if isinstance(expression.operator, View):
-            continue
-        tiling = plan.tiling(expression).name
-        shape = " x ".join(map(str, expression.shape)) or "scalar"
-        reads = ", ".join(moves.get(id(expression), ())) or "-"
-        table.add_row(names[id(expression)], shape, f"{_GLYPHS[tiling]:<2} {tiling}", reads)
-    out.print(table)
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What is shown of one array."""
+
+    expression: Expression
+    name: str
+    shape: str
+    tiling: Tiling
+    moves: str
+    """The bytes on the wire that each input costs, and the sum of partial results."""
 
 
-def _names(graph: TilingGraph) -> dict[int, str]:
-    names: dict[int, str] = {}
+def _lines(plan: TilingPlan) -> list[_Line]:
+    graph, names, lines = plan.graph, dict[int, str](), []
     for number, expression in enumerate(graph.expressions):
-        names[id(expression)] = expression.name or f"{_operator(expression)} {number}"
-    return names
+        operator = expression.operator
+        function = getattr(operator, "function", type(operator).__name__.lower())
+        function = "dot" if isinstance(operator, JoinUpdate) and operator.is_dot else function
+        names[id(expression)] = expression.name or f"{getattr(function, '__name__', function)} {number}"
+    for expression in (e for e in graph.expressions if not isinstance(e.operator, View)):
+        moves = [
+            f"{'sum' if edge.reads is expression else names[id(edge.reads)]} {format_bytes(moved.wire)}"
+            for edge, moved in zip(graph.edges, plan.edges, strict=True)
+            if edge.by is expression and moved.wire
+        ]
+        shape = " x ".join(map(str, expression.shape)) or "scalar"
+        name, tiling = names[id(expression)], plan.tiling(expression)
+        lines.append(_Line(expression, name, shape, tiling, ", ".join(moves)))
+    return lines
 
 
-def _operator(expression: Expression) -> str:
-    operator = expression.operator
-    function = getattr(operator, "function", type(operator).__name__.lower())
-    function = function if isinstance(function, str) else function.__name__
-    return "dot" if isinstance(operator, JoinUpdate) and function == "matmul" else function
+def _draw(plan: TilingPlan, out: Console) -> None:
+    columns = ("array", "shape", "tiling", "moves")
+    title = f"{len(plan.graph.expressions)} arrays, {plan.graph.workers} workers"
+    table = make_table(*columns, left=columns, title=title)
+    for line in _lines(plan):
+        tiling = line.tiling.name
+        table.add_row(line.name, line.shape, f"{_GLYPHS[tiling]:<2} {tiling}", line.moves or "-")
+    out.print(table)
 
 
 def drawing(plan: TilingPlan) -> str:
     """Draw a plan as SVG: a line per array with its tiles coloured by worker, and arcs as wide as their bytes."""
-    graph, names = plan.graph, _names(plan.graph)
-    shown = [e for e in graph.expressions if not isinstance(e.operator, View)]
-    places = {graph.group_of(e): 60 + 34 * line for line, e in enumerate(shown)}
-    for edge in graph.edges:
-        if edge.target not in places:
-            places[edge.target] = places[graph.group_of(edge.by)]
-    most = max((m.wire for m in plan.edges), default=0)
-    height = 34 * len(shown) + 70
-    arcs, lines, left = [], [], 250
-    for edge, moved in sorted(zip(graph.edges, plan.edges, strict=True), key=lambda pair: pair[1].wire):
-        top, bottom = places[edge.source], places[edge.target]
-        reach = left - min(left - 30, 24 + 0.45 * (bottom - top))
-        colour, width = (
-            ("#c8cdd2", 1.0) if not moved.wire else ("#d1572f", 1.5 + 6.5 * math.sqrt(moved.wire / most))
-        )
-        if top != bottom:
-            path = f"M{left},{top} C{reach:.0f},{top} {reach:.0f},{bottom} {left},{bottom}"
-            arcs.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:.1f}"/>')
-    for expression in shown:
-        group = graph.group_of(expression)
-        y, tiling = places[group], plan.tiling(expression)
-        incoming = sum(m.wire for e, m in zip(graph.edges, plan.edges, strict=True) if e.by is expression)
-        shape = " x ".join(map(str, expression.shape)) or "scalar"
-        lines += _tiles(graph, expression, tiling.forms, left + 14, y)
-        lines.append(f'<text x="{left + 96}" y="{y + 4}" font-weight="bold">{escape(names[id(expression)])}</text>')
-        lines.append(f'<text x="{left + 260}" y="{y + 4}" fill="#555">{shape}, {tiling.name}</text>')
-        if incoming:
-            lines.append(f'<text x="{left + 470}" y="{y + 4}" fill="#d1572f">{format_bytes(incoming)}</text>')
-    title = f"{format_bytes(plan.moved.wire)} between {graph.workers} workers; colours are workers, orange moves"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 570}" height="{height}"'
-            ' font-family="sans-serif" font-size="12">',
-            f'<rect width="100%" height="100%" fill="white"/><text x="20" y="28" font-size="15">{title}</text>',
-            *arcs,
-            *lines,
-            "</svg>",
-        ]
-    )
-
-
-def _tiles(graph: TilingGraph, expression: Expression, forms: Any, x: float, y: float) -> list[str]:
-    """Draw each form of an array as a small picture of its tiles."""
-    from cohabit.planner.tiling.costs import bounds
-
+    graph, lines = plan.graph, _lines(plan)
+    heights = {graph.group_of(line.expression): 60 + 34 * number for number, line in enumerate(lines)}
+    most = max((moved.wire for moved in plan.edges), default=0)
     drawn = []
-    for number, form in enumerate(forms):
-        scale = [n or 1 for n in (*expression.shape, 1, 1)[:2]]
-        width, height = 30, 24
-        for worker, tile in reversed(list(enumerate(bounds(expression.shape, form, graph.mesh)))):
+    for edge, moved in sorted(zip(graph.edges, plan.edges, strict=True), key=lambda pair: pair[1].wire):
+        top, bottom = heights.get(edge.source), heights[graph.group_of(edge.by)]
+        if top is None:  # from a placeholder to its result, which are one line
+            continue
+        reach = max(30, _LEFT - 24 - 0.45 * (bottom - top))
+        colour, width = ("#d1572f", 1.5 + 6.5 * math.sqrt(moved.wire / most)) if moved.wire else ("#c8cdd2", 1.0)
+        path = f"M{_LEFT},{top} C{reach:.0f},{top} {reach:.0f},{bottom} {_LEFT},{bottom}"
+        drawn.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:.1f}"/>')
+    for line, y in zip(lines, heights.values(), strict=True):
+        drawn += _tiles(graph, line, y)
+        for x, style, text in (
+            (96, 'font-weight="bold"', line.name),
+            (260, 'fill="#555"', f"{line.shape}, {line.tiling.name}"),
+            (470, 'fill="#d1572f"', line.moves),
+        ):
+            drawn.append(f'<text x="{_LEFT + x}" y="{y + 4}" {style}>{escape(text)}</text>')
+    title = f"{format_bytes(plan.moved.wire)} between {graph.workers} workers; colours are workers, orange moves"
+    size = f'width="{_LEFT + 750}" height="{34 * len(lines) + 70}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    ground = f'<rect width="100%" height="100%" fill="white"/><text x="20" y="28" font-size="15">{title}</text>'
+    return "\n".join([head, ground, *drawn, "</svg>"])
+
+
+def _tiles(graph: TilingGraph, line: _Line, y: float) -> list[str]:
+    """Draw each form of an array as a small picture of its tiles."""
+    drawn = []
+    rows, columns = [n or 1 for n in (*line.expression.shape, 1, 1)[:2]]
+    for number, form in enumerate(line.tiling.forms):
+        for worker, tile in reversed(list(enumerate(bounds(line.expression.shape, form, graph.mesh)))):
             (top, bottom), (first, end) = [*tile.tolist(), (0, 1), (0, 1)][:2]
-            place = (
-                f'x="{x + 38 * number + width * first / scale[1]:.1f}" y="{y - 12 + height * top / scale[0]:.1f}"'
-            )
-            size = (
-                f'width="{width * (end - first) / scale[1]:.1f}" height="{height * (bottom - top) / scale[0]:.1f}"'
-            )
+            x = _LEFT + 14 + 38 * number + 30 * first / columns
+            place = f'x="{x:.1f}" y="{y - 12 + 24 * top / rows:.1f}"'
+            size = f'width="{30 * (end - first) / columns:.1f}" height="{24 * (bottom - top) / rows:.1f}"'
             colour = "#555" if set(form) == {None} else _COLOURS[worker % len(_COLOURS)]
             drawn.append(f'<rect {place} {size} fill="{colour}" stroke="white" stroke-width="0.6"/>')
     return drawn

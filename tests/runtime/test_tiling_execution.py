@@ -6,19 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessRaisedException
 
 from benchmarks.tiling_programs import SUBJECTS, Subject, random_program
-from cohabit.planner.tiling.arrays import join_update, newarray
+from cohabit.planner.tiling.arrays import UnsupportedExpression, join_update, newarray
 from cohabit.planner.tiling.costs import Moved
 from cohabit.planner.tiling.graph import TilingGraph
 from cohabit.planner.tiling.search import TilingPlan, plan_tiling
-from cohabit.runtime.tiling.execute import measured
+from cohabit.runtime.tiling.execute import TiledRun, measured
+from cohabit.runtime.tiling.kernels import compute
 from cohabit.runtime.tiling.worker import Worker, start
 from tests.planner.test_tiling import BUILTINS, V, X
 
-SEARCHED = ("exact", "worst")
+SEARCHED = ("exact", "worst", "random")
 
 
 def builtins(x: Any, v: Any) -> Any:
@@ -46,11 +47,10 @@ CHECKED = (
 )
 
 
-def plan_of(subject: Subject, search: str, workers: int) -> TilingPlan:
+def graph_of(subject: Subject, workers: int) -> TilingGraph:
     inputs = subject.inputs(1)
-    outputs = subject.program(*map(newarray, inputs))
     extra = int(subject.copies * sum(i.nbytes for i in inputs) / workers)
-    return plan_tiling(TilingGraph.of(outputs, workers, extra), search)
+    return TilingGraph.of(subject.program(*map(newarray, inputs)), workers, extra)
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,36 @@ class Done:
     predicted: Moved
 
 
-def execute_all(worker: Worker) -> dict[tuple[str, str], Done]:
+def execute_all(picks: dict[tuple[str, str], tuple[int, ...]], worker: Worker) -> dict[tuple[str, str], Any]:
     done = {}
     for subject in CHECKED:
+        graph = graph_of(subject, worker.flat.size())
         for search in SEARCHED:
-            plan = plan_of(subject, search, worker.flat.size())
-            outputs, moved, _ = measured(plan, worker)
-            done[subject.name, search] = Done([o.full_tensor().numpy() for o in outputs], moved, plan.moved)
+            outputs, moved, _ = measured(TilingPlan(graph, picks[subject.name, search]), worker)
+            done[subject.name, search] = ([output.full_tensor().numpy() for output in outputs], moved)
     return done
+
+
+def plan_of(subject: Subject, search: str, workers: int) -> TilingPlan:
+    """Plan by a search, or choose at random: that executes moves that no search makes."""
+    graph = graph_of(subject, workers)
+    if search != "random":
+        return plan_tiling(graph, search)
+    rng = np.random.default_rng(1)
+    return TilingPlan(graph, tuple(int(rng.integers(len(group.choices))) for group in graph.groups))
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n} processes")
 def done(request: pytest.FixtureRequest) -> dict[tuple[str, str], Done]:
-    result: dict[tuple[str, str], Done] = start(execute_all, request.param)
-    return result
+    """All programs in three tilings each, planned here and executed in one start of processes."""
+    plans = {
+        (subject.name, search): plan_of(subject, search, request.param)
+        for subject in CHECKED
+        for search in SEARCHED
+    }
+    picks = {case: plan.picks for case, plan in plans.items()}
+    results = start(partial(execute_all, picks), request.param)
+    return {case: Done(*results[case], plan.moved) for case, plan in plans.items()}
 
 
 @pytest.mark.parametrize("search", SEARCHED)
@@ -103,13 +119,16 @@ def test_the_worst_tiling_moves_bytes_that_the_best_does_not(done: dict[tuple[st
         assert 0 < 100 * done[name, "exact"].moved.wire < done[name, "worst"].moved.wire
 
 
-def without_data(worker: Worker) -> None:
-    measured(plan_tiling(TilingGraph.of(newarray((8, 8), name="ratings") * 2, 1)), worker)
-
-
 def test_an_array_without_data_cannot_be_run() -> None:
-    with pytest.raises(ProcessRaisedException, match="array ratings has no data; pass an array to newarray"):
-        start(without_data, 1)
+    plan = plan_tiling(TilingGraph.of(newarray((8, 8), name="ratings") * 2, 1))
+    unused: Any = None
+    with pytest.raises(ValueError, match="array ratings has no data; pass an array to newarray"):
+        TiledRun(plan, Worker(0, torch.device("cpu"), unused, unused)).load()
+
+
+def test_a_function_that_torch_has_not_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedExpression, match=r"np\.cbrt: torch has no function of that name"):
+        compute(np.cbrt(newarray((2, 2))).expression, [torch.ones(2, 2)])
 
 
 def joined(expected: int, worker: Worker) -> int:
