@@ -19,6 +19,7 @@ from cohabit.planner.tiling.arrays import (
     NewArray,
     Region,
     Scan,
+    UnsupportedExpression,
     View,
 )
 from cohabit.planner.tiling.costs import Exchange, Form, Mesh, Moved, bounds, converted, exchanged, mesh_of, volumes
@@ -83,10 +84,16 @@ class TilingGraph:
 
     @staticmethod
     def of(outputs: object, workers: int, extra_bytes: int | None = None, **model: bool) -> "TilingGraph":
-        """Return the graph of one or several lazy arrays; `model` has `thesis` or `frees_results`."""
-        arrays = outputs if isinstance(outputs, Sequence) else (outputs,)
-        expressions = tuple(a.expression for a in arrays if isinstance(a, LazyArray))
-        return TilingGraph(expressions, workers, extra_bytes, **model)
+        """Return the graph of one or several lazy arrays; `model` has `thesis` or `frees_results`.
+
+        Raises UnsupportedExpression for anything else.
+        """
+        expressions = []
+        for array in outputs if isinstance(outputs, Sequence) else (outputs,):
+            if not isinstance(array, LazyArray):
+                raise UnsupportedExpression(f"{array!r:.60} is not a lazy array; make arrays with newarray")
+            expressions.append(array.expression)
+        return TilingGraph(tuple(expressions), workers, extra_bytes, **model)
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -182,7 +182,10 @@ def brute_force(graph: TilingGraph) -> Picks:
 
 
 def exact(graph: TilingGraph) -> Picks:
-    """Minimize the bytes by an integer linear program; among picks of equal bytes prefer less memory."""
+    """Minimize the bytes by an integer linear program; among picks of equal bytes prefer less memory.
+
+    HiGHS tells costs apart that differ by 1e-9 of the largest edge; for less, single picks are tried.
+    """
     costs = _Costs(graph)
     return _settled(costs, min((_solved(costs, 1), greedy(graph), by_row(graph), by_column(graph)), key=costs.of))
 

@@ -296,6 +296,11 @@ def test_what_cannot_be_captured_is_refused_by_name(call: Callable[[Any], Any], 
         call(newarray((4, 4)))
 
 
+def test_an_output_that_is_no_lazy_array_is_refused() -> None:
+    with pytest.raises(UnsupportedExpression, match="3 is not a lazy array; make arrays with newarray"):
+        TilingGraph.of([newarray((4, 4)), 3], 2)
+
+
 def test_an_unknown_search_is_refused_with_those_there_are() -> None:
     with pytest.raises(UnknownSearcher, match="no searcher is called magic; there are exact, greedy"):
         plan_tiling(TilingGraph.of(newarray((4, 4)), 2), "magic")
