@@ -277,6 +277,13 @@ _TOOLS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str, str
         "compare the searchers on one model, batch size and memory size",
         "Run every searcher on one model, batch size and memory size, one after the other.",
     ),
+    "tile": (
+        "tile",
+        flags.add_tile_flags,
+        "choose how the arrays of a NumPy program are tiled over workers, and run it",
+        "Choose how the arrays of a NumPy program are tiled over workers so that the fewest bytes move between them,\n"
+        "and run the program on torch.distributed.",
+    ),
     "profile": (
         "profile",
         flags.add_profile_flags,

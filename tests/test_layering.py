@@ -35,7 +35,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # The longest prefix of a module's name that is in this table says what of ours and which third parties it imports.
     **{word: (WORDS, {"msgspec"}) for word in WORDS},
     "planner": ({"planner"}, {"msgspec", "numpy", "numba", "scipy"}),
+    "planner.tiling": ({"planner.tiling", "planner.errors"}, {"numpy", "scipy"}),
     "runtime": ({"runtime"} | WORDS, {"msgspec", "numpy", "torch", "pynvml"}),
+    "runtime.tiling": ({"runtime", "planner.tiling", "planner.errors"}, {"numpy", "torch"}),
     "server": ({"server", "planner.errors"}, {"msgspec", "rich", "uvloop"}),
     "server.engine_process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),
     "server.config": ({"server", "planner.errors"}, {"msgspec"}),
@@ -57,6 +59,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.placement": ({"server", "runtime"} | WORDS | PREPARING, set()),
     "server.importing": ({"server", "runtime"}, {"numpy", "safetensors", "torch", "transformers"}),
     "server.tools": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
+    "server.tools.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
     "loadgen": (
         {"loadgen"},
         {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}
@@ -96,6 +99,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "papers/swapadvisor": {"layout", "problem", "schedule", "search", "streaming"},
         "papers/tensile": {"problem", "schedule", "search"},
         "sizing": {"layout", "offloading", "problem", "search", "streaming"},
+        "tiling": set(),
     },
     "runtime": {
         "lowering": set(),
@@ -104,6 +108,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "binding": {"lowering", "offload"},
         "shared_region": {"binding", "lowering"},
         "profiling": {"binding", "lowering"},
+        "tiling": {"lowering"},
         "cpu": {"binding", "host", "lowering", "profiling", "shared_region"},
         "cuda": {"binding", "host", "lowering", "offload", "profiling", "shared_region"},
     },

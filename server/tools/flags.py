@@ -15,6 +15,7 @@ from cohabit.server.resources import available_cpus
 from cohabit.server.tools.boards import BOARDS
 
 SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
+TILING_SEARCHES = ("exact", "greedy", "recursive", "row", "column", "worst", "brute-force")
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")
 """Settings of `serve` that say how a model is measured."""
 IMPORTING = ("cache", "threads")
@@ -33,6 +34,7 @@ _PLAN_EXAMPLES = """examples:
   cohabit plan models/resnet50 --memory 64MiB
   cohabit plan models/resnet50 --memory 25%,50%,75% --batch-sizes 1,16 --output plans
   cohabit plan models/bert --memory 32MiB --search genetic --time-limit 30s --workers 4
+  cohabit plan models/bert --devices 4
   cohabit plan --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
 
 Each batch size is planned on its own. When `cohabit serve` plans several batch sizes of a model, their plans keep
@@ -52,6 +54,14 @@ _COMPARE_EXAMPLES = """examples:
 
 `best`, `genetic` and `streaming` split the memory into a partition and a workspace, as serving does. The other
 searchers plan it as one budget.
+"""
+_TILE_EXAMPLES = """examples:
+  cohabit tile examples/tiling_regression.py:program --workers 4
+  cohabit tile examples/tiling_regression.py:program --workers 4 --run --svg tiling.svg
+  torchrun --nproc-per-node 4 -m cohabit.server.cli tile script.py:program --workers 4
+
+FUNCTION takes nothing, makes its arrays with `cohabit.planner.tiling.newarray`, computes with NumPy's functions and
+returns arrays. The script is run.
 """
 _BUNDLE_EXAMPLES = """examples:
   cohabit export-bundle models --memory 64MiB -o bundle && cohabit serve bundle
@@ -91,10 +101,17 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     _add_subject(parser, "N,N,...", _type(batches), "batch sizes to plan (default: 1, or the graph's)")
     parser.add_argument(
         "--memory",
-        required=True,
+        default=(),
         type=_type(_budgets),
         metavar="SIZE,...",
         help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its weights",
+    )
+    parser.add_argument(
+        "--devices",
+        type=_type(integer(2, 1024)),
+        metavar="N",
+        help="instead, say how the weights of a model of linear layers would be split over so many devices, each with"
+        " --memory for weights (default: an even share and a tenth)",
     )
     parser.add_argument(
         "--search",
@@ -144,6 +161,32 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="write the plans, the graph and the profile here"
     )
+
+
+def add_tile_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _TILE_EXAMPLES
+    parser.add_argument(
+        "program", metavar="SCRIPT:FUNCTION", help="a Python file and the function that builds the program"
+    )
+    parser.add_argument(
+        "--workers", type=_type(integer(1, 4096)), default=4, metavar="N", help="processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--search", default="exact", choices=TILING_SEARCHES, help="how to choose tilings (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--copies",
+        type=_type(parse_memory),
+        metavar="SIZE",
+        help="memory per worker for copies of arrays: 64MiB, or a share of its part of the inputs (default: 10%%)",
+    )
+    parser.add_argument(
+        "--run",
+        dest="execute",
+        action="store_true",
+        help="run the program in processes of this machine; torchrun's run it always",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
 
 
 def add_profile_flags(parser: argparse.ArgumentParser) -> None:

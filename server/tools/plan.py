@@ -7,11 +7,13 @@ from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.server.errors import ConfigError
 from cohabit.server.tools.files import write_graph, write_plan, write_profile
 from cohabit.server.tools.flags import MemoryBudget
 from cohabit.server.tools.format import gap, make_table, milliseconds
 from cohabit.server.tools.instances import SPLITTING, Instance, instances
 from cohabit.server.tools.progress import SearchProgress
+from cohabit.server.tools.tile import plan_devices
 
 EXIT_INFEASIBLE = 2
 
@@ -19,7 +21,14 @@ _COLUMNS = ("memory", "batch", "latency", "resident", "bound", "gap", "over link
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Plan every memory size and bucket. Returns 2 if one was infeasible; the others are planned all the same."""
+    """Plan every memory size and bucket. Returns 2 if one was infeasible; the others are planned all the same.
+
+    Raises ConfigError without a memory size or a number of devices.
+    """
+    if options.devices is not None:
+        return plan_devices(options, out)
+    if not options.memory:
+        raise ConfigError("plan: give --memory SIZE, or --devices N")
     rows: list[list[str]] = []
     files: list[Path] = []
     with SearchProgress(errors) as progress:

@@ -1,0 +1,135 @@
+"""Bytes that it takes to bring an array from one distribution over the workers to another.
+
+The workers are a mesh of one or two axes. A *form* says for each axis of the mesh which axis of the array it splits,
+`None` for copies, or "partial" for summands of the array: DTensor's Shard, Replicate and Partial. A form that is the
+same along all axes of the mesh is one of the mesh as a single axis. Tiles are those of DTensor, too:
+`ceil(n / workers)` long, the last ones shorter."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from cohabit.planner.tiling.arrays import Shape
+
+Mesh = tuple[int, ...]
+Form = tuple[int | Literal["partial"] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes of collectives, summed over the workers.
+
+    `logical` is what workers read or update, their own parts included, as the thesis counts: a retiled array counts
+    once, an array that all read whole p times. `wire` is what crosses between workers: (p - 1) / p of that.
+    """
+
+    logical: int = 0
+    wire: int = 0
+
+    def __add__(self, other: "Moved") -> "Moved":
+        return Moved(self.logical + other.logical, self.wire + other.wire)
+
+
+def mesh_of(workers: int) -> Mesh:
+    """Return the mesh closest to a square; one axis for a prime number of workers."""
+    rows = next(n for n in range(math.isqrt(workers), 0, -1) if workers % n == 0)
+    return (workers,) if rows == 1 else (rows, workers // rows)
+
+
+@cache
+def bounds(shape: Shape, form: Form, mesh: Mesh) -> np.ndarray:
+    """Return every worker's tile: first and one past the last index per axis, as [workers, axes, 2]."""
+    form, mesh = flattened(form, mesh)
+    tiles = np.empty((math.prod(mesh), len(shape), 2), np.int64)
+    for tile, place in zip(tiles, itertools.product(*map(range, mesh)), strict=True):
+        tile[:, 0], tile[:, 1] = 0, shape
+        for axis, count, index in zip(form, mesh, place, strict=True):
+            if isinstance(axis, int):
+                first, end = tile[axis]
+                length = -(-(end - first) // count)
+                tile[axis] = min(first + index * length, end), min(first + (index + 1) * length, end)
+    return tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Tiles of `source` become tiles of `target`, whose origin is at `offset` in the source."""
+
+    shape: Shape
+    source: Form
+    target_shape: Shape
+    target: Form
+    offset: Shape
+    itemsize: int
+    mesh: Mesh
+
+    def wanted(self) -> np.ndarray:
+        """Return the part of the source that every worker needs, as `bounds` does."""
+        offset = np.array(self.offset, np.int64).reshape(1, -1, 1)
+        ends = np.array(self.shape, np.int64).reshape(1, -1, 1)
+        return np.clip(bounds(self.target_shape, self.target, self.mesh) + offset, 0, ends)
+
+
+@cache
+def exchanged(exchange: Exchange) -> Moved:
+    """Count an exchange, in which every worker receives what it lacks; nothing if no worker lacks anything."""
+    wanted, held = exchange.wanted(), bounds(exchange.shape, exchange.source, exchange.mesh)
+    sizes, own = volumes(wanted), volumes(intersection(wanted, held))
+    if (sizes == own).all():
+        return Moved()
+    return Moved(int(sizes.sum()) * exchange.itemsize, int((sizes - own).sum()) * exchange.itemsize)
+
+
+@cache
+def reduced(shape: Shape, source: Form, target: Form, itemsize: int, mesh: Mesh) -> Moved:
+    """Count the sum of partial tiles: an all-reduce, or a reduce-scatter for each axis of the mesh.
+
+    Of a form with a partial and a split axis, the first is all-reduced, and the rest is an exchange.
+    """
+    if set(source) == {"partial"} and None not in target:
+        target, mesh = flattened(target, mesh)
+        total, moved = Moved(), bounds(shape, (None,) * len(mesh), mesh)
+        for step, (axis, count) in enumerate(zip(target, mesh, strict=True)):
+            assert isinstance(axis, int)
+            lengths = moved[..., 1] - moved[..., 0]
+            lengths[:, axis] = -(-lengths[:, axis] // count) * count  # reduce-scatter takes equal pieces
+            nbytes = int(lengths.prod(axis=1).sum()) * itemsize
+            total += Moved(nbytes, nbytes * (count - 1) // count)
+            moved = bounds(shape, (*target[: step + 1], *[None] * (len(mesh) - step - 1)), mesh)
+        return total
+    summed = whole(source)
+    count = math.prod(n for axis, n in zip(source, mesh, strict=True) if axis == "partial")
+    nbytes = 2 * int(volumes(bounds(shape, summed, mesh)).sum()) * itemsize
+    total = Moved(nbytes, nbytes * (count - 1) // count)
+    return total + exchanged(Exchange(shape, summed, shape, target, (0,) * len(shape), itemsize, mesh))
+
+
+def converted(shape: Shape, source: Form, target: Form, itemsize: int, mesh: Mesh) -> Moved:
+    """Count what it takes to store a result that is computed as `source` as `target`."""
+    if "partial" in source:
+        return reduced(shape, source, target, itemsize, mesh)
+    return exchanged(Exchange(shape, source, shape, target, (0,) * len(shape), itemsize, mesh))
+
+
+def flattened(form: Form, mesh: Mesh) -> tuple[Form, Mesh]:
+    """Return a form that is the same along all axes of the mesh as one of the mesh as a single axis."""
+    return (form[:1], (math.prod(mesh),)) if len(set(form)) == 1 else (form, mesh)
+
+
+def whole(form: Form) -> Form:
+    """Return the form after its partial axes are summed."""
+    return tuple(None if axis == "partial" else axis for axis in form)
+
+
+def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.stack([np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])], axis=-1)
+
+
+def volumes(tiles: np.ndarray) -> np.ndarray:
+    """Return the elements of tiles [..., axes, 2]; an empty intersection has none."""
+    sizes: np.ndarray = np.maximum(tiles[..., 1] - tiles[..., 0], 0).prod(axis=-1)
+    return sizes

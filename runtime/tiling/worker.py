@@ -1,0 +1,70 @@
+"""Starts the worker processes of a tiled program, or joins those that torchrun started."""
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+from cohabit.planner.tiling.costs import mesh_of
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One process, its device, and the mesh of all workers: as one axis, and as the planner's mesh."""
+
+    rank: int
+    device: torch.device
+    flat: DeviceMesh
+    grid: DeviceMesh
+
+
+def start(task: Callable[[Worker], Any], workers: int) -> Any:
+    """Run a task in every worker, and return the first worker's result; None in torchrun's other workers.
+
+    Under torchrun this process is a worker. Else `workers` processes of one thread are started here. The task and its
+    result are pickled. Raises torch's ProcessRaisedException if a worker fails.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        found = int(os.environ["WORLD_SIZE"])
+        if found != workers:
+            raise ValueError(f"torchrun started {found} processes for {workers} workers; make the numbers equal")
+        return _work(task, int(os.environ["LOCAL_RANK"]), workers, {})
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_work_and_tell, (task, workers, folder), nprocs=workers)  # type: ignore[no-untyped-call]
+        return pickle.loads((Path(folder) / "result").read_bytes())
+
+
+def _work_and_tell(rank: int, task: Callable[[Worker], Any], workers: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    place = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": workers}
+    result = _work(task, rank, workers, place)
+    if rank == 0:
+        (Path(folder) / "result").write_bytes(pickle.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # torch's threads at times end a process that exits by itself with SIGABRT (torch 2.13)
+
+
+def _work(task: Callable[[Worker], Any], local_rank: int, workers: int, place: dict[str, Any]) -> Any:
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
+    device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpus else "gloo", **place)
+    try:
+        flat = init_device_mesh(device.type, (workers,))
+        mesh = mesh_of(workers)
+        grid = init_device_mesh(device.type, mesh) if len(mesh) > 1 else flat
+        result = task(Worker(dist.get_rank(), device, flat, grid))
+        return result if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
