@@ -27,6 +27,7 @@ from cohabit.planner.tiling.graph import Tiling, TilingGraph, Way
 from cohabit.planner.tiling.search import TilingPlan
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import archive
+from cohabit.runtime.lowering.archive_file import ArchiveFile
 
 MOST_TOKENS = 128
 """Length of dynamic dimensions other than the batch, unless the model allows less."""
@@ -43,7 +44,8 @@ class ModelProgram:
 
 def read_model(path: Path, batch: int, devices: int) -> ModelProgram:
     """Read a .pt2 archive as a program. Raises ArchiveError, and UnsupportedModel for layers that are not known."""
-    program, _ = archive.read(path)
+    with ArchiveFile(path) as opened:
+        program, _ = archive.read(opened)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
     sizes = {symbol: int(min(r.upper, MOST_TOKENS)) for symbol, r in program.range_constraints.items()}
     arrays: dict[fx.Node, LazyArray] = {}
