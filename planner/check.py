@@ -177,6 +177,8 @@ class _Replay:
     given_up: tuple[list[tuple[int, Clock]], list[tuple[int, Clock]]] = field(default_factory=lambda: ([], []))
     """For the compute and the swap-in lane: counted bytes that were given up and, as far as the lane's steps so far
     know, may still be in use; with the clock that must have passed."""
+    left: dict[int, Clock] = field(default_factory=dict)
+    """Counted tensors that were dropped, with the clock at which all users of the last copy have ended."""
     on_host: dict[int, Clock] = field(default_factory=dict)
     """Inputs and activations that were swapped out, with the clock at which the last copy is complete."""
     residents: frozenset[int] = frozenset()
@@ -257,6 +259,8 @@ class _Replay:
                 self.found.append(f"{name}: the {tensor.kind} was never swapped out")
             elif not _passed(saved, before):
                 self.found.append(f"{name} does not wait for the swap-out of {tensor.name}")
+        if step.address is None and not _passed(self.left.get(step.tensor, _NEVER), before):
+            self.found.append(f"{name} does not wait for the users of {tensor.name}, to whose storage it returns")
         self._bring(name, step.tensor, step.address, before, ended)
         if step.tensor not in self.residents:
             self.passing.append((name, ended))
@@ -281,6 +285,7 @@ class _Replay:
             self.present.remove(copy.place)
             self._retire(replace(copy.place, accessed=copy.accessed))
         else:
+            self.left[tensor] = copy.accessed
             self._uncount(self.graph.tensors[tensor].aligned_bytes, copy.accessed)
             if tensor in self.unread:
                 self.found.append(

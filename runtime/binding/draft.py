@@ -143,7 +143,7 @@ class Drafter:
         self.computes: list[ComputeStep[PendingCall]] = []
         self.swap_ins: list[SwapStep] = []
         self.swap_outs: list[SwapStep] = []
-        self.spills = {s.tensor: s for s in spills_of(graph, trace, plan)}
+        self.spills = spills_of(graph, trace, plan)
         self.position: dict[int, int] = {}
         """By index in the plan: the step's position on its lane."""
 
@@ -161,7 +161,7 @@ class Drafter:
             computes=tuple(c.with_calls(self._calls(c.calls, next(frees))) for c in self.computes),
             swap_ins=tuple(self.swap_ins),
             swap_outs=tuple(self.swap_outs),
-            spills=tuple(self.spills.values()),
+            spills=self.spills,
             residents=tuple(
                 SwapStep("swap_in", -1, p.tensor, self._nbytes(p.tensor), 0, address=p.address)
                 for p in self.plan.residents
@@ -197,8 +197,6 @@ class Drafter:
     def _add_swap_in(self, index: int, step: SwapIn) -> None:
         computes, swap_outs = self._finished(step.after, Compute), self._finished(step.after, SwapOut)
         address: Address | None = None
-        if step.tensor in self.spills:  # it returns to the storage that it left, whose users must have finished
-            computes = max(computes, 1 + self.spills[step.tensor].last_use_before(len(self.computes)))
         if self.graph.tensors[step.tensor].is_weight:
             address = self.addresses[step.tensor] = step.address
         self.position[index] = len(self.swap_ins)

@@ -52,10 +52,6 @@ class Spill:
     def is_parameter(self) -> bool:
         return self.slot is None
 
-    def last_use_before(self, computes: int) -> int:
-        """Return the last compute step below `computes` that uses the tensor; -1 for none."""
-        return max((i.last_use for i in self.intervals if i.last_use < computes), default=-1)
-
 
 def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
     """Return the spills of a checked plan, by tensor. Raises UnsupportedPlan for what cannot leave memory."""

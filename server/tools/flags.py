@@ -14,7 +14,17 @@ from cohabit.server.importing.declared_input import parse_input
 from cohabit.server.resources import available_cpus
 from cohabit.server.tools.boards import BOARDS
 
-SEARCHERS = ("best", "streaming", "genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
+SEARCHERS = (
+    "best",
+    "streaming",
+    "offloading",
+    "genetic",
+    "particle_swarm",
+    "greedy",
+    "dynprog",
+    "interval",
+    "on_demand",
+)
 TILING_SEARCHES = ("exact", "greedy", "recursive", "row", "column", "worst", "brute-force")
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")
 """Settings of `serve` that say how a model is measured."""
@@ -52,8 +62,8 @@ _COMPARE_EXAMPLES = """examples:
   cohabit compare-plans models/resnet50 --memory 25% --searchers best,genetic,greedy --time-limit 30s
   cohabit compare-plans --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
 
-`best`, `genetic` and `streaming` split the memory into a partition and a workspace, as serving does. The other
-searchers plan it as one budget.
+`best`, `streaming`, `offloading` and `genetic` split the memory into a partition and a workspace, as serving does.
+The other searchers plan it as one budget.
 """
 _TILE_EXAMPLES = """examples:
   cohabit tile examples/tiling_regression.py:program --workers 4
@@ -117,8 +127,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--search",
         default="best",
         choices=SEARCHERS,
-        help="how to search; best, genetic and streaming plan for serving as well, the others for a single budget"
-        " (default: %(default)s)",
+        help="how to search; best, streaming, offloading and genetic plan a partition and a workspace, as serving does,"
+        " the others one budget (default: %(default)s)",
     )
     _add_effort(parser, None)
     parser.add_argument(
@@ -306,8 +316,8 @@ def _add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None
     parser.add_argument(
         "--single",
         action="store_true",
-        help="plan the memory as one budget with every searcher; by default `best`, `genetic` and `streaming` split"
-        " it into a partition and a workspace, as serving does",
+        help="plan the memory as one budget with `best` and `genetic`, too, which by default split it into a partition"
+        " and a workspace, as serving does",
     )
     group = parser.add_argument_group("search effort")
     default = "chosen by the searcher" if time_limit is None else f"{time_limit} for each searcher"

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import Memory
@@ -11,17 +10,14 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
+from cohabit.planner.search.registry import SERVING
 from cohabit.planner.sizing.fitting import split_budget
-from cohabit.server.config.config import Search
 from cohabit.server.config.sources import config_of
 from cohabit.server.errors import ConfigError
 from cohabit.server.tools.boards import Board
 from cohabit.server.tools.files import read_graph, read_profile
 from cohabit.server.tools.flags import MEASURING, MemoryBudget
 from cohabit.server.tools.progress import SearchProgress
-
-SPLITTING = get_args(Search)
-"""The searchers of serving, which plan a partition and a workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ class Instance:
         )
 
     def _problem(self, memory_bytes: int, searcher: str, single: bool) -> Problem:
-        if searcher not in SPLITTING or single:
+        if searcher not in SERVING or single:
             return Problem(self.graph, self.profile, Memory(memory_bytes, counted=True))
         bucket = self.graph.bucket
         memory = split_budget({bucket: self.graph}, {bucket: self.profile}, memory_bytes)

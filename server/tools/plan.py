@@ -7,11 +7,12 @@ from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.registry import SERVING
 from cohabit.server.errors import ConfigError
 from cohabit.server.tools.files import write_graph, write_plan, write_profile
 from cohabit.server.tools.flags import MemoryBudget
 from cohabit.server.tools.format import gap, make_table, milliseconds
-from cohabit.server.tools.instances import SPLITTING, Instance, instances
+from cohabit.server.tools.instances import Instance, instances
 from cohabit.server.tools.progress import SearchProgress
 from cohabit.server.tools.tile import plan_devices
 
@@ -68,7 +69,7 @@ def _plan(
     graph, searcher = instance.graph, options.search
     progress.doing(f"{graph.name} at batch {graph.bucket} in {memory.text}")
     plan = instance.search(searcher, memory, options, progress)
-    label = f"{searcher}-single" if options.single and searcher in SPLITTING else searcher
+    label = f"{searcher}-single" if options.single and searcher in SERVING else searcher
     path = write_plan(options.output, graph, plan, memory.text, label)
     about = plan.provenance
     assert about is not None

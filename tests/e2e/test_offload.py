@@ -11,7 +11,7 @@ from torch import nn
 
 from cohabit.loadgen.zoo.exporting import export_model, save_model
 from cohabit.planner.errors import InfeasibleBudget
-from cohabit.planner.layout.feasible import Footprint
+from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.plan import SwapIn, SwapOut
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.calls import Call
@@ -89,7 +89,7 @@ def test_a_budget_below_the_activations_peak_gives_the_resident_run_s_bits(
     small: Deployed, resident: list[torch.Tensor]
 ) -> None:
     graph, plan = small.lowered["skips"].graphs[BUCKET], small.entry("skips").plans[BUCKET]
-    assert small.deployment.memory_bytes < Footprint.of(graph).activations.peak_bytes
+    assert small.deployment.memory_bytes < peak_activation_bytes(graph)
     assert any(isinstance(step, SwapOut) for step in plan.steps)
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(small.run("skips", BUCKET), resident, strict=True))
@@ -126,7 +126,7 @@ def test_torch_allocates_no_more_than_the_plan_counts(small: Deployed) -> None:
     servable.executor.run(program, examples(BUCKET))
     allocated = allocated_peak_bytes(program, examples(BUCKET), servable)
     assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS) <= small.deployment.workspace_bytes
-    assert allocated < Footprint.of(graph).activations.peak_bytes
+    assert allocated < peak_activation_bytes(graph)
 
 
 def test_it_is_served_in_the_least_memory_and_a_page_less_is_refused(

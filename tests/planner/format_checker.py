@@ -108,6 +108,7 @@ class _Walk:
         self.ended = _ended(plan)
         self.here: dict[int, Copy] = {}
         self.gone: list[Copy] = []
+        self.left: dict[int, Copy] = {}  # the last copy of each tensor that was counted
         self.scratch: list[tuple[int, int]] = []  # bytes, and the step that uses them
         self.read_by_ops: set[int] = set()
         self.host: dict[int, int | None] = {}  # up-to-date host copies, and the swap-out that made each
@@ -171,6 +172,8 @@ class _Walk:
         _rule(12, t in self.host, f"step {i}")
         made_by = self.host[t]
         _rule(16, made_by is None or self.has_ended(made_by, i), f"step {i}")
+        for j in self.left[t].steps if step["address"] is None and t in self.left else ():
+            _rule(16, self.has_ended(j, i), f"step {i} returns to what {j} uses")
         self.bring(i, t, step["address"])
         if self.here[t].counted_bytes:
             self.fits(i, 0)
@@ -189,6 +192,8 @@ class _Walk:
         _rule(13, t not in self.unsaved, f"step {i}")
         is_resident = any(p["tensor"] == t for p in self.plan["residents"])
         _rule(9, self.here[t].region is not None or not is_resident or t in self.read_by_ops, f"step {i}")
+        if self.here[t].region is None:
+            self.left[t] = self.here[t]
         self.gone.append(self.here.pop(t))
 
     def read(self, i: int, t: int) -> None:

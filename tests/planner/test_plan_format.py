@@ -292,7 +292,7 @@ def test_changes_in_place_follow_the_written_rules(rule: int | None, steps: tupl
         (None, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, None, (2,)))),
         (9, (SwapOut(0), Drop(0), SwapIn(0, None, (0,)), replace(FORWARD, after=(2,)), UPDATE)),
         (None, (FORWARD, SwapOut(0), Drop(0), SwapIn(0, None, (0, 1)), replace(UPDATE, after=(3,)))),
-        (8, (FORWARD, SwapOut(0), Drop(0), SwapIn(0, None, (1,)), replace(UPDATE, after=(3,)))),
+        (16, (FORWARD, SwapOut(0), Drop(0), SwapIn(0, None, (1,)), replace(UPDATE, after=(3,)))),
         (2, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, HOME, (2,)))),
     ],
 )
@@ -311,7 +311,7 @@ def test_bytes_that_may_still_be_in_use_are_counted() -> None:
     tensors = (Tensor("w", 60, "parameter"), Tensor("x", 60, "input"), Tensor("y", 60, "activation"))
     ops = (Op("forward", "mm", (0, 1), (2,)), Op("use", "sum", (1,), ()))
     graph = Graph("saved", 1, "", tensors, ops, ())
-    for pool_bytes, after, rule in ((192, (0,), 8), (192, (0, 1), None), (192, (3,), None), (191, (3,), 8)):
+    for pool_bytes, after, rule in ((192, (0,), 16), (192, (0, 1), None), (192, (3,), None), (191, (3,), 8)):
         steps = (SwapOut(1), FORWARD, Drop(1), SwapOut(2, (1,)), Drop(2), SwapIn(1, None, after), Compute(1, (5,)))
         plan = Plan(graph.fingerprint, "", Memory(192, 0, True), pool_bytes, (Placement(0),), steps)
         both_say(rule, graph, plan)

@@ -118,7 +118,8 @@ def recomputing_plan(graph: Graph) -> Plan:
 
 
 def with_room(plan: Plan, nbytes: int) -> Plan:
-    """The plan with a larger pool, above which the parameters lie that were above it."""
+    """The plan with a pool larger by so much or a page more, above which the parameters lie that were above it."""
+    nbytes = _up(nbytes, 4096)
 
     def moved(step: Step) -> Step:
         if isinstance(step, SwapIn) and step.address is not None and step.address.region == "workspace":

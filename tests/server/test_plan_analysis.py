@@ -8,8 +8,6 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from cohabit.planner.schedule.plan_writer import PlanWriter
-from cohabit.planner.schedule.sequence import lay_out, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -17,10 +15,22 @@ from rich.console import Console
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.schedule.serial import least_bytes, serial
+from cohabit.planner.schedule.serial import least_bytes, serial_schedule
+from cohabit.planner.schedule.table import (
+    COMPUTE,
+    DROP,
+    NOTHING,
+    SWAP_IN,
+    SWAP_OUT,
+    WORKSPACE,
+    Row,
+    scheduled,
+)
+from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
 from cohabit.server.tools.analysis import PlanAnalysis, analyze, bytes_in_use
 from cohabit.server.tools.page import page
@@ -39,8 +49,8 @@ seeds = st.integers(0, 10**6)
 
 
 def serial_plan(graph: Graph, profile: Profile) -> Plan:
-    actions = serial(graph)
-    return write(Problem(graph, profile, least_bytes(graph)), actions, (), lay_out(graph, actions, ()))
+    problem = Problem(graph, profile, Memory(least_bytes(graph), counted=True))
+    return write(problem, serial_schedule(problem), problem.memory.nbytes)
 
 
 def random_analysis(seed: int) -> PlanAnalysis:
@@ -49,8 +59,8 @@ def random_analysis(seed: int) -> PlanAnalysis:
     profile = random_profile(rng, graph)
     if rng.random() < 0.5:
         return analyze(graph, profile, serial_plan(graph, profile))
-    memory = least_bytes(graph) + PAGE * rng.randint(0, 20)
-    return analyze(graph, profile, search(Problem(graph, profile, memory, overlay=True), "on_demand"))
+    memory = Memory(least_bytes(graph) + PAGE * rng.randint(0, 20), counted=True)
+    return analyze(graph, profile, search(Problem(graph, profile, memory), "on_demand"))
 
 
 def hand_written_analysis() -> PlanAnalysis:
@@ -92,12 +102,12 @@ def test_no_byte_is_drawn_twice_at_a_time(seed: int) -> None:
     shown = random_analysis(seed)
     for i, one in enumerate(shown.occupancies):
         assert 0 <= one.start_s <= one.end_s <= shown.end_s
-        start = shown.start_of(one)
-        assert 0 <= start <= start + one.nbytes <= shown.memory_bytes
+        start, end = one.drawn_at, one.drawn_at + one.drawn_bytes
+        assert 0 <= start <= end <= shown.memory_bytes
+        assert one.drawn_bytes == one.nbytes or not one.has_address
         for other in shown.occupancies[i + 1 :]:
             together_s = min(one.end_s, other.end_s) - max(one.start_s, other.start_s)
-            begin = shown.start_of(other)
-            shared = min(start + one.nbytes, begin + other.nbytes) - max(start, begin)
+            shared = min(end, other.drawn_at + other.drawn_bytes) - max(start, other.drawn_at)
             assert together_s <= 1e-9 or shared <= 0
     assert shown.peak_bytes <= shown.memory_bytes
 
@@ -194,7 +204,9 @@ def test_page_has_every_step_stall_and_occupancy() -> None:
             assert [[step[0], *step[-2:]] for step in steps] == [[s.step, *interval(s)] for s in spans]
         assert data["stalls"] == [[s.step, s.waits_for, *interval(s)] for s in shown.stalls]
         drawn = [o for o in shown.occupancies if o.nbytes]
-        assert data["occupancies"] == [[o.kind, o.what, shown.start_of(o), o.nbytes, *interval(o)] for o in drawn]
+        assert data["occupancies"] == [
+            [o.kind, o.what, o.drawn_at, o.drawn_bytes, o.nbytes, o.has_address, *interval(o)] for o in drawn
+        ]
 
 
 def test_names_from_a_model_are_no_markup() -> None:
@@ -217,16 +229,16 @@ def long_plan(count: int) -> tuple[Graph, Profile, Plan]:
     tensors += [Tensor(f"activation_{i}", 1000, "activation" if i else "input") for i in range(count + 1)]
     ops = [Op(f"linear_{i}", "aten.linear", (i, count + i), (count + i + 1,), 64) for i in range(count)]
     graph = Graph("long", 1, "", tuple(tensors), tuple(ops), (2 * count,))
-    writer = PlanWriter(graph, 4 * PAGE, 0, {count: 2 * PAGE}, {})
+    pool, rows = 2 * PAGE, list[Row]()
     for i in range(count):
-        writer.swap_in(i, i % 2 * PAGE)
-        writer.compute(i, (2 * PAGE + (i + 1) % 3 * 1024,), 3 * PAGE)
-        writer.drop(i)
-        writer.drop(count + i)
+        rows.append((SWAP_IN, i, WORKSPACE + pool + i % 2 * PAGE, max(i - 2, NOTHING)))
+        rows.append((COMPUTE, i, NOTHING, NOTHING))
+        rows += [(DROP, i, NOTHING, NOTHING), (DROP, count + i, NOTHING, NOTHING)]
         if i % 2:
-            writer.swap_out(count + i + 1)
-    profile = profile_of(graph)
-    return graph, profile, writer.plan(profile.fingerprint)
+            rows.append((SWAP_OUT, count + i + 1, NOTHING, NOTHING))
+    problem = Problem(graph, profile_of(graph), Memory(4 * PAGE))
+    schedule = scheduled(problem.arrays, rows, {}, pool)
+    return graph, problem.profile, write(problem, schedule, pool)
 
 
 def test_page_of_five_thousand_steps_stays_small() -> None:

@@ -14,6 +14,7 @@ import cohabit.planner.plan
 import cohabit.planner.profile
 from cohabit.planner.check import check
 from cohabit.planner.errors import UnsupportedProblem
+from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Problem
 from cohabit.planner.search import registry
 from cohabit.planner.search.searcher import AnySearcher
@@ -104,11 +105,11 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
     path = planned("--seed", "3")
     assert path.name == "chain-b1-28KiB-on_demand-seed3.plan.json"
     plan = cohabit.planner.plan.decode(path.read_bytes())
-    assert (plan.memory.partition_bytes, plan.memory.workspace_bytes) == (28 << 10, 0)
+    assert plan.memory == Memory(28 << 10, counted=True)
     path.unlink()
     path = planned("--search", "best", "--evaluations", "2", "--single")
     assert path.name == "chain-b1-28KiB-best-single.plan.json"
-    assert cohabit.planner.plan.decode(path.read_bytes()).workspace_bytes == 0
+    assert cohabit.planner.plan.decode(path.read_bytes()).memory.counted
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
         (["plan", "--graph", "no", "--profile", "no", "--memory", "1MiB"], "no cannot be read: No such file"),
         (["plan", *PAIR, "--memory", "1MiB", "--output", "chain.graph.json"], "cannot be written"),
         (["show", "no.plan.json"], "no.plan.json cannot be read"),
-        (["show", "chain.graph.json"], "chain.graph.json: plan file is damaged"),
+        (["show", "chain.graph.json"], "chain.graph.json: plan file has format version 1"),
         (["show", "x", "--html", "-", "--open"], "--open: a page on standard output"),
         (["compare-plans", *PAIR, "--memory", "1MiB", "--searchers", "best,magic"], "no searcher is called magic"),
         (["compare-plans", *PAIR, "--memory", "1MiB", "--batch-sizes", "1,2"], "'1,2' is not a whole number"),
@@ -179,7 +180,7 @@ def test_show_refuses_what_was_changed(capsys: pytest.CaptureFixture[str]) -> No
     status, message = says(cohabit.planner.plan.encode(replace(plan, steps=plan.steps[1:])))
     assert status == 1
     assert "plan refused" in message
-    status, message = says(cohabit.planner.plan.encode(replace(plan, format_version=2)))
+    status, message = says(cohabit.planner.plan.encode(replace(plan, format_version=3)))
     assert status == 1
     assert "upgrade Cohabit" in message
     status, message = says(cohabit.planner.plan.encode(plan)[:200])
@@ -219,7 +220,8 @@ def test_compare_shows_every_searcher_and_hides_no_failure(
 ) -> None:
     monkeypatch.setattr(flags, "SEARCHERS", (*registry.SEARCHERS, "missing"))
     searchers = ["--searchers", "best,on_demand,missing"]
-    monkeypatch.setattr(registry, "_SEARCHERS", registry._SEARCHERS | {"missing": "nowhere:Nothing"})
+    monkeypatch.setattr(registry, "_COUNTED", registry._COUNTED | {"missing": "nowhere:Nothing"})
+    monkeypatch.setattr(registry, "SEARCHERS", flags.SEARCHERS)
     assert (
         main(["compare-plans", *PAIR, "--memory", "48KiB", "--evaluations", "2", *searchers, "--output", "kept"])
         == 1
