@@ -43,6 +43,8 @@ WATCHDOG_S = 2.0
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "hang")
 PATIENCE_S = 300.0
 ANSWERED, DIFFERENT, NO_ANSWER = "answered", "different bits", "no answer"
+AFTER_S = 5.0
+"""Requests that are sent within this time after a fault count as its."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,17 @@ class Found:
     errors: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     restart_s: list[float] = field(default_factory=list)
+    fault_times: list[float] = field(default_factory=list)
+    answer_times: list[tuple[float, float]] = field(default_factory=list)
+    """When answered requests of the load were sent, and how long their answers took, in seconds."""
+
+    def latencies_ms(self) -> tuple[list[float], list[float]]:
+        """Return the latencies of requests that were sent soon after a fault, and those of all others."""
+        soon, others = [], []
+        for sent, seconds in self.answer_times:
+            is_soon = any(0 <= sent - fault < AFTER_S for fault in self.fault_times)
+            (soon if is_soon else others).append(1e3 * seconds)
+        return soon, others
 
 
 class Hanging(torch.nn.Module):
@@ -125,12 +138,14 @@ def questions(url: str, models: Sequence[str]) -> list[Question]:
 
 
 async def ask(session: aiohttp.ClientSession, question: Question, found: Found) -> None:
+    sent = time.monotonic()
     try:
         async with session.post(question.path, data=question.body, headers=question.headers) as response:
             body = await response.read()
             if response.status == 200:
                 length = int(response.headers.get("Inference-Header-Content-Length", len(body)))
                 found.outcomes[ANSWERED if body[length:] == question.answer else DIFFERENT] += 1
+                found.answer_times.append((sent, time.monotonic() - sent))
             else:
                 found.outcomes[f"error {response.status}"] += 1
                 found.errors[body.decode()[:320]] += 1
@@ -191,6 +206,7 @@ async def inject(
         await until_ok(session, "POST", f"{url}/v2/repository/models/{HANGING}/load")
     await until_ok(session, "GET", f"{url}/v2/health/ready")
     found.faults[kind] += 1
+    found.fault_times.append(start_s)
     found.restart_s.append(time.monotonic() - start_s)
 
 
@@ -222,11 +238,14 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             stop = asyncio.Event()
             sender = asyncio.create_task(load(session, asked, options.rate, found, stop))
-            kinds = [KINDS[number % len(KINDS)] for number in range(options.faults)]
+            kinds = [options.kinds[number % len(options.kinds)] for number in range(options.faults)]
             rng.shuffle(kinds)
             for kind in track(kinds, "faults", console=console):
-                await asyncio.sleep(rng.uniform(0.0, 1.0))
+                start_s = time.monotonic()
+                await asyncio.sleep(rng.uniform(0.0, 1.0) if options.every is None else options.every / 2)
                 await inject(session, url, metrics_url, front_end, kind, found)
+                if options.every is not None:
+                    await asyncio.sleep(start_s + options.every - time.monotonic())
             stop.set()
             await sender
         await asyncio.sleep(1.0)
@@ -239,6 +258,12 @@ def _sections(found: Found, before: Usage, after: Usage, left_bytes: float) -> l
     rows = [[kind, str(count)] for kind, count in sorted(found.faults.items())]
     outcomes = [[name, str(count)] for name, count in found.outcomes.most_common()]
     errors = [[f"`{text}`", str(count)] for text, count in found.errors.most_common(8)]
+    groups = zip((f"within {AFTER_S:g} s after a fault", "at other times"), found.latencies_ms(), strict=True)
+    latencies = [
+        [sent, str(len(ms)), *(f"{np.percentile(ms, q):.1f} ms" for q in (50, 99)), f"{max(ms):.1f} ms"]
+        for sent, ms in groups
+        if ms
+    ]
     names = (("file descriptors", "descriptors"), ("threads", "threads"), ("processes", "processes"))
     usage = [[name, str(getattr(before, key)), str(getattr(after, key))] for name, key in names]
     usage.append(["resident memory, MiB", f"{before.rss_mib:.1f}", f"{after.rss_mib:.1f}"])
@@ -249,6 +274,7 @@ def _sections(found: Found, before: Usage, after: Usage, left_bytes: float) -> l
         f"From a fault until the server was ready again: median {np.median(seconds):.2f} s, longest"
         f" {seconds.max():.2f} s (a hang takes two restarts and {2 * WATCHDOG_S:g} s of watchdog).\n",
         markdown_table(["outcome of a request", "times"], outcomes),
+        markdown_table(["request sent", "answers", "p50", "p99", "longest"], latencies),
         markdown_table(["error", "times"], errors) if errors else "No request got an error.\n",
         markdown_table(["front end", "after one fault, idle", "at the end, idle"], usage),
         f"Every request was answered, with equal bits or an error: {'yes' if holds else 'NO'}.\n",
@@ -266,12 +292,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.record:
         intro = (
             f"{MODELS} models ({' and '.join(ENTRIES)}) in {MEMORY}, and one that can be made to hang;"
-            f" {options.rate:g} requests/s arrive at random, over HTTP. Faults hit the engine's process at random"
-            f" moments, `--watchdog {WATCHDOG_S:g}`. Answers are compared with those before the first fault, bit by"
+            f" {options.rate:g} requests/s arrive at random, over HTTP. Faults hit the engine's process"
+            f" {'at random moments' if options.every is None else f'every {options.every:g} s'},"
+            f" `--watchdog {WATCHDOG_S:g}`. Answers are compared with those before the first fault, bit by"
             " bit. Server and clients share the CPUs.\n"
         )
         console.print(
-            f"wrote {record('faults', 'The engine dies under load', 'benchmarks.faults', [intro, *sections])}"
+            f"wrote {record(options.record_as, 'The engine dies under load', 'benchmarks.faults', [intro, *sections])}"
         )
     return 0 if sections[-1].endswith("yes.\n") else 1
 
@@ -281,6 +308,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=200, help="how many (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults' order and moments")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of faults (default: all)")
+    parser.add_argument("--every", type=float, help="seconds from one fault to the next (default: random moments)")
+    parser.add_argument("--record-as", default="faults", help="name of the results (default: %(default)s)")
     return parser
 
 
