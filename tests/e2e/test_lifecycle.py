@@ -137,9 +137,9 @@ def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives
         for name, array in inputs.items()
     ]
     body = {"inputs": tensors}
-    # A link so slow that an inference takes about two seconds, over which the metrics show the requests that wait:
+    # A link so slow that an inference takes about four seconds, over which the metrics show the requests that wait:
     # the text of the metrics is good for one. So requests are still in flight when the signal comes.
-    flags = ("--link-bandwidth", "1MB/s", "--batch-sizes", "1", "--exit-timeout-secs", "60")
+    flags = ("--link-bandwidth", "500KB/s", "--batch-sizes", "1", "--exit-timeout-secs", "60")
     with (
         process(archives.repository("ranker"), "50%", archives.cache, *flags) as server,
         ThreadPoolExecutor(3) as clients,
