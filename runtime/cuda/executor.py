@@ -92,7 +92,7 @@ class CudaExecutor:
             self._load_residents(program)
         if program.admission.pool is None:
             with self._shared.exclusive:
-                self._admit(program)
+                self._admit(program)  # runs it, so that counted residents are there
         elif is_counted:
             self._load_counted(program)
         return time.perf_counter() - start
