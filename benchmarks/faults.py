@@ -93,7 +93,8 @@ class Found:
 
     def latencies_ms(self) -> tuple[list[float], list[float]]:
         """Return the latencies of requests that were sent soon after a fault, and those of all others."""
-        soon, others = [], []
+        soon: list[float] = []
+        others: list[float] = []
         for sent, seconds in self.answer_times:
             is_soon = any(0 <= sent - fault < AFTER_S for fault in self.fault_times)
             (soon if is_soon else others).append(1e3 * seconds)
