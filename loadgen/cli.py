@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0 if every request was answered, 1 if not, 2 for a wrong command line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS.get(arguments[0]) if arguments else None
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     try:
         return command(arguments[1:]) if command else _run(arguments)
     except LoadgenError as error:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     options = _run_parser().parse_args(argv)
     load = _load_of(options)
-    repository = None if options.url else _repository(options, Console(stderr=True))
+    repository = None if options.url else _repository(options, Console(stderr=True, emoji=False))
     report = _async(lambda: _measure(options, load, repository))
 
     import msgspec
@@ -67,7 +67,7 @@ def _run(argv: Sequence[str]) -> int:
     from cohabit.loadgen.report import print_report
 
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    print_report(report, Console(width=None if is_sized else WIDTH))
+    print_report(report, Console(width=None if is_sized else WIDTH, emoji=False))
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return 0 if report.all_answered else EXIT_FAILED
@@ -95,7 +95,7 @@ async def _measure(options: argparse.Namespace, load: Load, repository: Path | N
     from cohabit.loadgen.server_process import running_server, server_command
 
     memory = options.memory or DEFAULT_MEMORY
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     console.print(f"serving {repository} with --memory {memory}", soft_wrap=True, highlight=False, markup=False)
     command = server_command(options.server, repository, memory, options.layout)
     with console.status("") as status:
@@ -125,13 +125,13 @@ def _prepare(argv: Sequence[str]) -> int:
     parser = _prepare_parser()
     options = parser.parse_args(argv)
     if options.list:
-        print_zoo(Console())
+        print_zoo(Console(emoji=False))
         return 0
     if options.repository is None:
         parser.error("give the folder to write, or --list")
     chosen = recipes(options.models or len(options.zoo) or DEFAULT_MODELS, options.zoo, options.seed)
-    prepared = prepare_visibly(options.repository, chosen, options.force, Console(stderr=True))
-    print_repository(options.repository, prepared, Console())
+    prepared = prepare_visibly(options.repository, chosen, options.force, Console(stderr=True, emoji=False))
+    print_repository(options.repository, prepared, Console(emoji=False))
     return 0
 
 
@@ -141,7 +141,7 @@ def _sentences(argv: Sequence[str]) -> int:
     options = _sentences_parser().parse_args(argv)
     sentences = options.sentence or EXAMPLES
     embeddings = _async(lambda: embed(options.url, options.model, sentences, options.timeout))
-    print_similarities(sentences, embeddings, Console())
+    print_similarities(sentences, embeddings, Console(emoji=False))
     return 0
 
 

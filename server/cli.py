@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
-    errors = Console(file=sys.stderr, highlight=False)
+    errors = Console(file=sys.stderr, highlight=False, emoji=False)
     try:
         return int(options.run(options, errors))
     except CohabitError as error:

@@ -132,6 +132,7 @@ def test_the_example_is_tiled_run_and_drawn(tmp_path: Path, capsys: pytest.Captu
     ("program", "message"),
     [
         ("missing.py:program", "there is no file 'missing.py'"),
+        ("missing.py:x", "missing.py:x: there is no file"),  # :x: is no emoji
         (f"{EXAMPLE}:other", "defines no function 'other'"),
         (f"{__file__}:nothing", "must return arrays made from `newarray`, and returned 1"),
     ],
