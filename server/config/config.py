@@ -51,9 +51,8 @@ class ServeConfig:
     process_memory_bytes: int | None = setting(
         None,
         "--process-memory",
-        "memory for the whole server instead of --memory: Python, torch, requests, the host store and the models. The"
-        " models get what the others leave, which is measured at the start. --queue-memory is then a sixteenth of it,"
-        " unless given",
+        "limit for all processes of the server, instead of --memory: Python, torch, requests, the host store and the"
+        " models, which get the rest. --queue-memory is then a sixteenth of it, unless given",
         parse_size,
         "SIZE",
         write_size,
@@ -68,8 +67,8 @@ class ServeConfig:
     model_rates: Mapping[str, float] = setting(
         dict,
         "--model-rate",
-        "expected requests per second of a model, so that busy models get more memory; a model without a rate"
-        " counts as the mean of the others",
+        "expected requests per second of a model, so that busy models get more memory (default: the mean of the given"
+        " rates)",
         model_rate,
         "NAME=RATE",
         repeatable=True,
@@ -77,8 +76,8 @@ class ServeConfig:
     search: Search = setting(
         "best",
         "--search",
-        "how plans are searched for. genetic and streaming keep activations in memory, and refuse memory in which"
-        " that is impossible; best runs both, and offloads activations where it must",
+        "how plans are searched for. best: streaming and genetic, with activation offloading if needed; streaming and"
+        " genetic alone keep activations in memory, and refuse memory in which that is impossible",
     )
     device: str = setting(
         "cpu", "--device", "device that runs the models: cpu, cuda, or cuda:N", metavar="NAME", group="device"
@@ -87,8 +86,7 @@ class ServeConfig:
     verify_reads: bool = setting(
         False,
         "--verify-reads",
-        "compare everything that is read from weights files with its checksum; with --store file, embedding tables are"
-        " then kept in memory",
+        "verify checksums on every read of weights; with --store file, embedding tables are then kept in memory",
     )
     link_bandwidth_bytes_per_s: float | None = setting(
         None,
@@ -129,9 +127,7 @@ class ServeConfig:
         seconds,
         "SECONDS",
     )
-    strict_readiness: bool = setting(
-        True, "--strict-readiness", "report ready only while every requested model is served"
-    )
+    strict_readiness: bool = setting(True, "--strict-readiness", "ready only while all requested models are loaded")
     exit_on_error: bool = setting(
         False, "--exit-on-error", "exit if a model cannot be loaded at start; otherwise skip it"
     )
@@ -164,8 +160,8 @@ class ServeConfig:
     watchdog_s: float = setting(
         10.0,
         "--watchdog",
-        "restart the engine if an execution takes longer than this and than 20 times its prediction, or if its event"
-        " loop does not run for this long; 0 switches that off",
+        "kill and restart the engine after this long without progress: an execution that also takes 20 times its"
+        " prediction, or an event loop that does not run; 0 switches that off",
         seconds_or_zero,
         "SECONDS",
     )
@@ -179,8 +175,8 @@ class ServeConfig:
     pack_weights: bool = setting(
         True,
         "--pack-weights",
-        "on a CPU, lay out weights as the fastest kernels of this very processor want them; plain weights are slower,"
-        " and serve on every processor",
+        "on a CPU, prepack weights for oneDNN and this processor; plain weights are slower, and run on every"
+        " processor",
     )
     compute_lanes: int = setting(
         1,
@@ -329,7 +325,7 @@ class ServeConfig:
     )
 
     frontend_bytes: int = 0
-    """No setting: the memory of the front end's process as the server started, which --process-memory counts."""
+    """Internal, no setting: resident memory of the front end at the start, which --process-memory counts."""
 
     @property
     def is_loopback(self) -> bool:
