@@ -31,7 +31,7 @@ _Layer = dict[str, tuple[Value, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Effective:
+class ResolvedConfig:
     """The settings that apply, and the origin of each value: a flag, a variable, a key in a file, or `default`."""
 
     config: ServeConfig
@@ -87,7 +87,7 @@ def config_of(values: Mapping[str, Value], origins: Mapping[str, str] | None = N
     return ServeConfig(**given)
 
 
-def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -> Effective:
+def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -> ResolvedConfig:
     """Read every source and check the outcome. Raises ConfigError, which names the setting and its origin."""
     path = options.config or (Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None)
     layers: list[_Layer] = [
@@ -113,7 +113,7 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
             )
     config = config_of(values, origins)
     check_consistent(config)
-    return Effective(config, values, origins)
+    return ResolvedConfig(config, values, origins)
 
 
 def _share_process_memory(values: dict[str, Value], origins: dict[str, str]) -> None:
@@ -144,7 +144,7 @@ def _overlaid(layers: Sequence[_Layer]) -> tuple[dict[str, Value], dict[str, str
     return values, origins
 
 
-def as_toml(effective: Effective) -> str:
+def as_toml(effective: ResolvedConfig) -> str:
     """Return a settings file that `--config` reads back, with the origin of each value as a comment."""
     lines = []
     for key, value in effective.values.items():

@@ -26,7 +26,7 @@ from cohabit.server.models.preparer import ModelPreparer
 from cohabit.server.models.repository import ModelSource, warn_of_ignored_config
 from cohabit.server.models.worker_process import MOST_AT_START, PLANNING, WorkerProcesses, call_here, failed_stage
 from cohabit.server.placement.device_memory import PartitionedMemory, PlacedModel, expected_load
-from cohabit.server.placement.lane_choice import assign_lanes
+from cohabit.server.placement.lane_assignment import assign_lanes
 from cohabit.server.placement.memory_map import draw
 from cohabit.server.placement.partitions import Extent
 from cohabit.server.placement.placement import ModelPlacement

@@ -20,7 +20,7 @@ from cohabit.server.ipc.model import Array, ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.models.prepared import threads_of
 from cohabit.server.observe.spans import header_events
-from cohabit.server.placement.lane_choice import assign_lanes
+from cohabit.server.placement.lane_assignment import assign_lanes
 
 
 def meeting(*names: str) -> list[FakeServable]:

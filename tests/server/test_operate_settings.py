@@ -10,13 +10,13 @@ import pytest
 from cohabit.server.cli import main
 from cohabit.server.config.config import SETTINGS, ServeConfig, decode_config, encode_config
 from cohabit.server.config.sizes import FixedSize, ShareOfWeights
-from cohabit.server.config.sources import Effective, add_flags, as_toml, read_settings
+from cohabit.server.config.sources import ResolvedConfig, add_flags, as_toml, read_settings
 from cohabit.server.errors import ConfigError
 
 NEEDED = ("models", "--memory", "1GiB")
 
 
-def effective(*flags: str, environment: Mapping[str, str] | None = None) -> Effective:
+def effective(*flags: str, environment: Mapping[str, str] | None = None) -> ResolvedConfig:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_flags(parser)
     return read_settings(parser.parse_args(flags), environment or {})
