@@ -1,5 +1,6 @@
 """The wheel holds one top-level name, and serves from a folder whose files have the names of ours and of libraries."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from tests.runtime import models
 ROOT = Path(__file__).parent.parent
 CLASHING = ("cohabit", "server", "planner", "runtime", "loadgen", "tests", "numpy", "torch", "logging", "models")
 START_S = 120.0
+OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+"""The environment without what may lead to a checkout."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     python = environment / "bin" / "python"
     install = ["--python", python, "install", "--no-deps", "--no-index", "--disable-pip-version-check", wheel]
-    subprocess.run([sys.executable, "-m", "pip", *map(str, install)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "pip", *map(str, install)], check=True, capture_output=True, env=OUTSIDE)
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     return python.parent
@@ -91,7 +94,16 @@ async def test_a_model_is_prepared_and_served_beside_clashing_names(commands: Pa
         "--http-port",
         "0",
     ]
-    command = ["env", f"--chdir={clashing}", *map(str, serve), "--grpc-port", "0", "--metrics-port", "0"]
+    command = [
+        "env",
+        "--unset=PYTHONPATH",
+        f"--chdir={clashing}",
+        *map(str, serve),
+        "--grpc-port",
+        "0",
+        "--metrics-port",
+        "0",
+    ]
     async with running_server(command, START_S) as url, InferenceServerClient(address_of(url)) as client:
         x = InferInput("x", [1, 384], "FP32")
         x.set_data_from_numpy(np.ones((1, 384), np.float32))
@@ -101,6 +113,6 @@ async def test_a_model_is_prepared_and_served_beside_clashing_names(commands: Pa
 
 def test_loadgen_is_found_beside_clashing_names(commands: Path, clashing: Path) -> None:
     done = subprocess.run(
-        [commands / "loadgen", "--help"], cwd=clashing, capture_output=True, text=True, check=True
+        [commands / "loadgen", "--help"], cwd=clashing, env=OUTSIDE, capture_output=True, text=True, check=True
     )
     assert "--rate" in done.stdout

@@ -1,5 +1,6 @@
 """A server's life: the same bits whatever the layout, the store, the link or the start, and an end that loses none."""
 
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -77,22 +78,27 @@ def test_layouts_and_stores_give_the_bits_of_resident_models(
 def test_a_second_start_lowers_and_measures_nothing_and_gives_the_same_bits(
     archives: Archives, tmp_path: Path
 ) -> None:
-    repository = archives.repository("ranker")
+    # A copy: a further hard link, for another test, would make the archive a file that has changed.
+    repository, cache = tmp_path / "repository", tmp_path / "cache"
+    shutil.copytree(archives.repository("ranker"), repository)
+    archive = repository / "ranker" / "1" / "model.pt2"
+    # One that has just changed may change again without a new time: it would be read again.
+    eventually(lambda: time.time_ns() - archive.stat().st_ctime_ns > 1e9)
     inputs = archives.inputs("ranker", 4)
 
     def start() -> tuple[set[str], Answer]:
-        with serving(repository, "50%", tmp_path, batch_sizes=PLANNED) as server:
+        with serving(repository, "50%", cache, batch_sizes=PLANNED) as server:
             stages = {stage for model, stage in server.stages if model == "ranker"}
             return stages, infer(server.address, "ranker", inputs)
 
     first_stages, first = start()
-    files = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in tmp_path.rglob("*") if path.is_file()}
+    files = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.rglob("*") if path.is_file()}
     second_stages, second = start()
     assert {"tracing batches, and comparing their rows", "measuring batch 1"} < first_stages
     assert second_stages == {"bringing residents in"}
-    assert {path.parent.relative_to(tmp_path).parts[0] for path in files} == {"weights", "profiles", "plans"}
+    assert {path.parent.relative_to(cache).parts[0] for path in files} == {"weights", "profiles", "plans"}
     assert files == {
-        path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in tmp_path.rglob("*") if path.is_file()
+        path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.rglob("*") if path.is_file()
     }
     assert_same_bits([second], [first])
 
