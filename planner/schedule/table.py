@@ -36,7 +36,8 @@ class Schedule(NamedTuple):
     offset: Ints
     """Where a swap-in goes, in the partition or from WORKSPACE on; NOTHING where the tensor is counted, [n]."""
     wait: Ints
-    """`wait[i, lane]`: the position on another lane that must have ended before, or NOTHING, [n, 3]."""
+    """`wait[i, lane]`: the number, counted on that lane from 0, of the last step that row i waits for, or NOTHING,
+    [n, 3]."""
     residents: Ints
     """Weights that are in memory at the start and at the end."""
     homes: Ints
@@ -80,11 +81,12 @@ def with_waits(
 ) -> Schedule:
     """Find out what every row waits for.
 
-    An op waits for the arrival of what it reads, and the last op for that of the outputs, and of all that is no
-    resident: the next inference counts its bytes as free. A copy waits for what made
-    its source, and for `after`, a position on the compute lane: the last user of the bytes that a swap-in with an
-    address takes. A row that takes counted bytes waits until so many that were given up before are certain to be free
-    that all fit in the pool: those that were given up first come first.
+    An op waits for the arrival of what it reads, and for swap-outs of what it changes in place. The last op waits for
+    the outputs, and for all swap-ins of what is no resident: the next inference counts their bytes as free. A copy
+    waits for what made its source, and for `after`, a number of a compute step: the last user of the bytes that a
+    swap-in with an address takes. A counted swap-in waits for the tensor's former users. A row that takes counted
+    bytes waits until so many that were given up before are certain to be free that all fit in the pool: those that
+    were given up first come first.
     """
     n, tensors = len(verb), len(g.nbytes)
     wait = np.full((n, 3), NOTHING)

@@ -1,4 +1,4 @@
-"""Writes a schedule as a plan: the only maker of plans. Waits that lane order or another wait implies are left out."""
+"""Writes every searcher's schedule as a plan. Waits that lane order or another wait implies are left out."""
 
 from collections.abc import Iterator
 from typing import Final

@@ -26,8 +26,8 @@ class SpillInterval:
     """The last compute step that uses it; -1 where none does."""
     swap_outs: int
     leaves: bool
-    """Whether its storage is emptied at the end, for a swap-in to fill it again. Otherwise the tensor stays, or its
-    storage goes with the last of its users."""
+    """Whether its last user empties its storage: after any drop of a parameter, and before a swap-in of another
+    tensor. Otherwise the tensor stays, or its storage goes with the last reference."""
 
     @property
     def users(self) -> int:
@@ -37,7 +37,8 @@ class SpillInterval:
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """One tensor that leaves memory: an activation or an input that is swapped out, or a counted parameter."""
+    """One tensor whose storage is resized: a swapped activation or input, or, where parameters are counted, any
+    parameter that the plan copies or has as a resident."""
 
     tensor: int
     nbytes: int
