@@ -58,10 +58,9 @@ TARGETS = {(64, 1): 0.10, (128, 1): 0.01, (192, 1): 0.0, (128, 16): 0.20}
 TEXT = """\
 *Paper* is what SwapAdvisor's authors measured on a V100; its percentages are over their resident times (17, 40, 67,
 121 ms). All other columns are simulated, by the same simulator with the same profile. `genetic` is our implementation
-of SwapAdvisor's search, `best` is ours. Both plan one budget for parameters and activations, in which parameters may
-use bytes that activations leave; neither runtime executes such plans. Plans *as served* have a partition and a
-workspace, as both runtimes execute them. A measured number must not be compared with a simulated one. *Bound* is the
-lower bound of any plan in a single budget. Each search has {seconds:g} s on one core.
+of SwapAdvisor's search, `best` is ours. Both plan one budget for parameters and activations, in which all bytes are
+counted. Plans *as served* have a partition and a workspace. A measured number must not be compared with a simulated
+one. *Bound* is the lower bound of any plan in a single budget. Each search has {seconds:g} s on one core.
 
 The profile's shape is assumed: `v100_pcie3` (`benchmarks/planner/profiles.py`) is a roofline scaled to the paper's
 resident times, 12 GB/s, 10 us per transfer; scratch is not known and counts as none. MB are 10^6 bytes. The second
