@@ -111,9 +111,9 @@ def _calls_after(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
     for tensor in offloaded:
         for n, interval in enumerate(tensor.spill.intervals):
             if interval.maker is not None:
-                after[interval.maker].append(partial(tensor.begin, n))
+                after[interval.maker].append(partial(tensor.adopt, n))
     for tensor in offloaded:
         for interval in tensor.spill.intervals:
             if interval.last_use >= 0:
-                after[interval.last_use].append(tensor.release if interval.leaves else tensor.forget)
+                after[interval.last_use].append(tensor.finish_use if interval.frees_storage else tensor.forget)
     return after

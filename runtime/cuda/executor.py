@@ -124,7 +124,7 @@ class CudaExecutor:
                 for tensor in program.offloaded:
                     driver.launch(tensor.reset)
                 for tensor in residents:
-                    driver.launch(tensor.refill)
+                    driver.launch(tensor.allocate)
                 driver.record(made)
             with driver.on(streams.swap_in):
                 driver.wait(made)

@@ -119,9 +119,9 @@ class CudaProgram(Program):
                 case Return(index):
                     driver.carry(_offloaded(self.swap_ins[index].offloaded).copy_back)
                 case Empty(index):
-                    driver.launch(self.offloaded[index].empty)
+                    driver.launch(self.offloaded[index].deallocate)
                 case Refill(index):
-                    driver.launch(self.offloaded[index].refill)
+                    driver.launch(self.offloaded[index].allocate)
 
         return perform
 

@@ -251,7 +251,7 @@ def _changes(program: Program) -> Iterator[_Placed]:
     """
     number = {t.spill.tensor: n for n, t in enumerate(program.offloaded)}
     saved = dict.fromkeys(number, 0)
-    leaves = {t.spill.tensor: iter([i.leaves for i in t.spill.intervals]) for t in program.offloaded}
+    frees = {t.spill.tensor: iter([i.frees_storage for i in t.spill.intervals]) for t in program.offloaded}
     outs = {s.step: n + 1 for n, s in enumerate(program.swap_outs)}
     ended: _Ended = _NOTHING
     for index, step in enumerate(program.plan.steps if number else ()):
@@ -262,7 +262,7 @@ def _changes(program: Program) -> Iterator[_Placed]:
         elif isinstance(step, SwapIn) and step.tensor in number:
             ended = (ended[0], ended[1] + 1)
             yield _Placed(index, "compute", Refill(number[step.tensor]), {}, ended)
-        elif isinstance(step, Drop) and step.tensor in number and next(leaves[step.tensor]):
+        elif isinstance(step, Drop) and step.tensor in number and next(frees[step.tensor]):
             ended = (ended[0], ended[1] + 1)
             needs: dict[Lane, _Ended] = {"swap_out": (saved[step.tensor], 0)}
             yield _Placed(index, "compute", Empty(number[step.tensor]), needs, ended)

@@ -25,7 +25,7 @@ class SpillInterval:
     last_use: int
     """The last compute step that uses it; -1 where none does."""
     swap_outs: int
-    leaves: bool
+    frees_storage: bool
     """Whether its last user empties its storage: after any drop of a parameter, and before a swap-in of another
     tensor. Otherwise the tensor stays, or its storage goes with the last reference."""
 
@@ -107,7 +107,7 @@ def _spill(
                 maker=number.get(live.start),
                 last_use=max(uses, default=-1),
                 swap_outs=swap_outs,
-                leaves=is_dropped and (slot is None or returns),
+                frees_storage=is_dropped and (slot is None or returns),
             )
         )
     return Spill(tensor, what.nbytes, slot, leaf, lives[0].start == START, tuple(intervals))

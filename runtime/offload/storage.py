@@ -42,7 +42,7 @@ class OffloadedTensor:
     def __init__(self, spill: Spill, buffer: SpillBuffer, device: torch.device) -> None:
         self.spill = spill
         self._buffer = buffer
-        self._users = [i.users if i.leaves else 0 for i in spill.intervals]
+        self._users = [i.users if i.frees_storage else 0 for i in spill.intervals]
         self._storage: torch.UntypedStorage | None = None
         self._nbytes = 0
         """Of the storage: less than the plan's, where an inference is smaller than the largest of its bucket."""
@@ -80,7 +80,7 @@ class OffloadedTensor:
             frame[self.spill.slot] = frame[self.spill.slot].clone()
             self._take(frame)
 
-    def begin(self, interval: int, frame: Frame) -> None:
+    def adopt(self, interval: int, frame: Frame) -> None:
         """Take the storage from the result of the op that makes the tensor. Compute lane, right after that op.
 
         An op whose result is never read may have freed it already: then nothing is copied.
@@ -99,9 +99,9 @@ class OffloadedTensor:
         """Copy the bytes out. Swap-out lane."""
         if self._storage is not None:
             self._buffer.save(self._bytes)
-            self.release()
+            self.finish_use()
 
-    def release(self, frame: Frame | None = None) -> None:
+    def finish_use(self, frame: Frame | None = None) -> None:
         """Count one user of the interval as finished; the last one empties the storage."""
         with self._lock:
             self._users_left -= 1
@@ -111,7 +111,7 @@ class OffloadedTensor:
     def restore(self) -> None:
         """Allocate the storage and fill it. Swap-in lane, after all users of the interval before."""
         if self._storage is not None:
-            self.refill()
+            self.allocate()
             self._buffer.load(self._bytes)
 
     def copy_out(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,12 +134,12 @@ class OffloadedTensor:
         flat = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
         return flat.set_(self._storage, 0, (self._storage.nbytes(),), (1,))
 
-    def empty(self) -> None:
+    def deallocate(self) -> None:
         """Release the bytes, in the order of the stream that uses them."""
         assert self._storage is not None
         self._storage.resize_(0)
 
-    def refill(self) -> None:
+    def allocate(self) -> None:
         """Allocate the bytes again; the caller fills them."""
         assert self._storage is not None
         self._storage.resize_(self._nbytes)
