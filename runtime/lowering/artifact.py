@@ -98,8 +98,16 @@ def encode(
 ) -> bytes:
     """The artifact's JSON. Raises UnsupportedModel for a program that has no plain form."""
     records = tuple(_trace_record(trace) for _, trace in sorted(traces.items()))
-    ports = _port_records(inputs), _port_records(outputs)
-    return msgspec.json.encode(Artifact(lowering, *ports, batched, interaction, records, dynamic=dynamic))
+    artifact = Artifact(
+        lowering,
+        _port_records(inputs),
+        _port_records(outputs),
+        batched,
+        interaction,
+        records,
+        dynamic=dynamic,
+    )
+    return msgspec.json.encode(artifact)
 
 
 def decode(

@@ -172,11 +172,29 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(entry.weights_path, manifest, own, model.tables, archive.refuse_change)
     batched = model.max_batch is not None
-    ports, rest = (model.inputs, model.outputs), (interaction, model.dynamic)
-    program = artifact.encode(entry.stamp, *ports, batched, traces, *rest)
+    program = artifact.encode(
+        entry.stamp,
+        model.inputs,
+        model.outputs,
+        batched,
+        traces,
+        interaction=interaction,
+        dynamic=model.dynamic,
+    )
     archive.refuse_change()
     cache_file.write(entry.program_path, program)
-    return Lowered(name, *ports, batched, traces, manifest, entry.weights_path, options, *rest)
+    return Lowered(
+        name=name,
+        inputs=model.inputs,
+        outputs=model.outputs,
+        batched=batched,
+        traces=traces,
+        manifest=manifest,
+        weights_path=entry.weights_path,
+        options=options,
+        interaction=interaction,
+        dynamic=model.dynamic,
+    )
 
 
 @dataclass(frozen=True)
