@@ -206,8 +206,10 @@ class Streaming(Searcher[StreamingCandidate]):
         if not candidate.steps:
             return start
         work, fixed = self.views[candidate.order].work, self.problem.residents is not None
-        walk = candidate.steps, candidate.heat, candidate.seed
-        return anneal(work.arrays, work.numbering, start, self._home(work, start), fixed, *walk)
+        home = self._home(work, start)
+        return anneal(
+            work.arrays, work.numbering, start, home, fixed, candidate.steps, candidate.heat, candidate.seed
+        )
 
     def _home(self, work: Workload, decisions: Decisions) -> Ints:
         given = self.problem.residents
