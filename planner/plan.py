@@ -84,6 +84,10 @@ def lane_of(step: Step) -> Lane | None:
             return None
 
 
+Objective = Literal["latency", "period"]
+"""What a search minimises."""
+
+
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a plan came about, and how good it is by the simulator."""
 
@@ -99,12 +103,18 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resident_s: float
     """Time with every parameter resident: the sum of the op times."""
     bound_s: float
-    """Lower bound of the latency of any plan in this memory."""
+    """Lower bound of the latency of any plan in this memory. A period is never less than the latency."""
+    objective: Objective = "latency"
+
+    @property
+    def objective_s(self) -> float:
+        """The predicted time that was minimised."""
+        return self.period_s if self.objective == "period" else self.latency_s
 
     @property
     def gap(self) -> float:
-        """Relative distance to the bound; 0.02 means within 2 %."""
-        return self.latency_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
+        """Relative distance of the objective to the bound; 0.02 means within 2 %."""
+        return self.objective_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):

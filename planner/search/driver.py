@@ -18,7 +18,8 @@ from cohabit.planner.search.portfolio import Best
 from cohabit.planner.search.registry import make
 
 Progress = Callable[[int, float, float], None]
-"""Called with the evaluations so far, the best latency and its lower bound (resident latency after the first plan)."""
+"""Called with the evaluations so far, the best latency or period, and its lower bound (resident latency after the first
+plan)."""
 
 
 def search(
@@ -33,6 +34,8 @@ def search(
 ) -> Plan:
     """Find the plan of least latency; among equals (within TIE) of least period, then of least link bytes.
 
+    Where the period is the problem's objective, it comes before the latency.
+
     Candidates are evaluated by so many `workers`, threads, where that is compiled code. Without a limit in seconds, the
     same problem, searcher and seed give the same plan with any number of them.
     Once `is_stopped` returns true, the best plan so far is returned.
@@ -46,7 +49,7 @@ def search(
     state = make(searcher, problem, seed)
     deadline_s = math.inf if limit.seconds is None else started + limit.seconds
     limited = limit.evaluations is not None or limit.seconds is not None
-    shortlist = Shortlist()
+    shortlist = Shortlist(problem)
 
     def is_over() -> bool:
         return is_stopped() or time.monotonic() >= deadline_s
@@ -97,6 +100,7 @@ def search(
             baseline_s=shortlist.first_s,
             resident_s=profile.compute_s,
             bound_s=problem.bound_s,
+            objective=problem.objective,
         ),
     )
     check(graph, profile, plan)
@@ -104,9 +108,10 @@ def search(
 
 
 class Shortlist:
-    """The candidates whose latency ties with the least so far."""
+    """The candidates that tie with the best so far, by the problem's objective."""
 
-    def __init__(self) -> None:
+    def __init__(self, problem: Problem) -> None:
+        self._seconds, self._other_s = problem.seconds, problem.other_seconds
         self.evaluations = 0
         self.first_s = 0.0
         self.least_s = float("inf")
@@ -115,9 +120,9 @@ class Shortlist:
     def add(self, candidates: Sequence[Any], costs: Sequence[Cost]) -> None:
         """Count evaluated candidates and keep those that tie."""
         if not self.evaluations and costs:
-            self.first_s = costs[0].latency_s
+            self.first_s = self._seconds(costs[0])
         self.evaluations += len(costs)
-        least_s = min((c.latency_s for c in costs), default=self.least_s)
+        least_s = min(map(self._seconds, costs), default=self.least_s)
         better = least_s < self.least_s
         self.least_s = min(least_s, self.least_s)
         self._kept += zip(candidates, costs, strict=False)
@@ -125,11 +130,11 @@ class Shortlist:
             self._kept = self._fast()
 
     def best(self) -> Any:
-        """Return the candidate of least latency; among ties of least period, then of least link bytes."""
+        """Return the best candidate; among ties the best by the other time, then that of least link bytes."""
         fast = self._fast()
-        shortest_s = min(cost.period_s for _, cost in fast)
-        short = [(candidate, cost) for candidate, cost in fast if cost.period_s <= shortest_s * TIE]
-        return min(short, key=lambda kept: (kept[1].link_bytes, kept[1].latency_s))[0]
+        least_s = min(self._other_s(cost) for _, cost in fast)
+        ties = [(candidate, cost) for candidate, cost in fast if self._other_s(cost) <= least_s * TIE]
+        return min(ties, key=lambda kept: (kept[1].link_bytes, self._seconds(kept[1])))[0]
 
     def _fast(self) -> list[tuple[Any, Cost]]:
-        return [kept for kept in self._kept if kept[1].latency_s <= self.least_s * TIE]
+        return [kept for kept in self._kept if self._seconds(kept[1]) <= self.least_s * TIE]

@@ -83,7 +83,7 @@ class Best(Searcher[MemberCandidate]):
         self._told = costs
         self._count += len(costs)
         for candidate, cost in zip(candidates, costs, strict=False):
-            self._least_s[candidate.member] = min(self._least_s[candidate.member], cost.latency_s)
+            self._least_s[candidate.member] = min(self._least_s[candidate.member], self.problem.seconds(cost))
 
     def evaluate(self, candidate: MemberCandidate, good_s: float) -> Cost:
         cost: Cost = self._member(candidate.member).evaluate(candidate.inner, good_s)

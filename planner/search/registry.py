@@ -39,6 +39,10 @@ def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
     known, other = (_COUNTED, "a partition and a workspace") if problem.memory.counted else (_SERVING, "one budget")
     if searcher not in known:
         raise UnsupportedProblem(f"{searcher} plans {other}; for this memory there are {', '.join(known)}")
+    if problem.objective == "period" and not problem.memory.counted:
+        raise UnsupportedProblem(
+            "a partition and a workspace are planned for the latency; for the period, give one counted budget"
+        )
     module, _, name = known[searcher].partition(":")
     made: AnySearcher = getattr(import_module(f"cohabit.planner.{module}"), name)(problem, seed)
     return made

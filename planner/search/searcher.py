@@ -1,5 +1,6 @@
 """The base class of every searcher: ask for candidates, evaluate them, tell their costs."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -44,8 +45,9 @@ class Searcher(Generic[C]):
         """
 
     def evaluate(self, candidate: C, good_s: float) -> Cost:
-        """Simulate a candidate. The period is only simulated if the latency is at most `good_s`."""
+        """Simulate a candidate. Where the latency is the objective, the period only if that is at most `good_s`."""
         schedule = self._schedule(candidate)
+        good_s = math.inf if self.problem.objective == "period" else good_s
         return UNFIT if schedule is None else evaluate(self.problem, schedule, good_s)
 
     def pool_bytes(self, candidate: C) -> int:

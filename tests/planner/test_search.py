@@ -1,5 +1,6 @@
 """Plans found by search: the paper's example, safety on random graphs, optimality where it is known."""
 
+import dataclasses
 import random
 
 import pytest
@@ -9,13 +10,14 @@ from msgspec.structs import replace
 
 from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.check import check
-from cohabit.planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan
+from cohabit.planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan, UnsupportedProblem
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.order import by_parameters, has_reuse, reordered
 from cohabit.planner.plan import Address, Compute, Drop, Placement, SwapIn
 from cohabit.planner.problem import TIE, Limit, Problem
+from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from tests.planner.graphs import PAGE, chain, parameter, profile_of, random_graph, random_profile
@@ -60,6 +62,29 @@ def test_every_plan_is_safe_and_no_faster_than_the_bound(seed: int) -> None:
     # Where copies slow ops down, a plan may be slower than its candidate was judged to be, because it copies earlier.
     slack = 1.02 if profile.compute_slowdown > 1 or profile.swap_slowdown > 1 else TIE
     assert timeline.latency_s <= plan.provenance.baseline_s * slack + 1e-12
+
+
+@pytest.mark.parametrize("seed", [11, 23, 24])
+def test_the_objective_decides_between_latency_and_period(seed: int) -> None:
+    """In these memories no plan has the least of both: what one inference need not wait for delays the next."""
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    profile = random_profile(rng, graph)
+    problem = Problem(graph, profile, Memory(int(least_bytes(graph) * 1.3), counted=True))
+    alone = search(problem).provenance
+    in_a_row = search(dataclasses.replace(problem, objective="period")).provenance
+    assert alone is not None
+    assert in_a_row is not None
+    assert alone.latency_s < in_a_row.latency_s
+    assert in_a_row.period_s < alone.period_s
+    assert in_a_row.gap == pytest.approx(in_a_row.period_s / in_a_row.bound_s - 1)
+
+
+def test_served_memory_is_planned_for_its_latency_only() -> None:
+    graph = chain([PAGE] * 3)
+    problem = Problem(graph, profile_of(graph), Memory(4 * PAGE, PAGE), objective="period")
+    with pytest.raises(UnsupportedProblem, match="give one counted budget"):
+        search(problem)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

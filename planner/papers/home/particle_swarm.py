@@ -44,8 +44,8 @@ TINY: Final = 0.01
 AT_ONCE: Final = 4_000_000
 """Evaluations times ops between candidates that are handed out: a second or so, so that a limit in seconds is kept."""
 
-PERIOD: Final = 0.01
-"""Weight of a second of the period relative to a second of latency when particles are compared."""
+OTHER: Final = 0.01
+"""Weight of a second of what is not the objective, period or latency, when particles are compared."""
 
 
 class ParticleSwarm(Searcher[bytes]):
@@ -64,7 +64,7 @@ class ParticleSwarm(Searcher[bytes]):
 
     def tell(self, candidates: Sequence[bytes], costs: Sequence[Cost]) -> None:
         for c, cost in zip(candidates, costs, strict=False):
-            self._score_s[c] = cost.latency_s + PERIOD * cost.period_s
+            self._score_s[c] = self.problem.seconds(cost) + OTHER * self.problem.other_seconds(cost)
 
     def _schedule(self, candidate: bytes) -> Schedule | None:
         """Where all is swapped, there always is one: at worst, the serial one."""

@@ -67,7 +67,7 @@ class Evolution(Searcher[C]):
 
     def seconds(self, cost: Cost) -> float:
         """What selection goes by; infinite for what does not fit."""
-        return cost.latency_s
+        return self.problem.seconds(cost)
 
 
 def select(
