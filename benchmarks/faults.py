@@ -80,7 +80,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Found:
+class Outcome:
     """What became of the requests and of the engine."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -138,7 +138,7 @@ def questions(url: str, models: Sequence[str]) -> list[Question]:
     return asked
 
 
-async def ask(session: aiohttp.ClientSession, question: Question, found: Found) -> None:
+async def ask(session: aiohttp.ClientSession, question: Question, found: Outcome) -> None:
     sent = time.monotonic()
     try:
         async with session.post(question.path, data=question.body, headers=question.headers) as response:
@@ -156,7 +156,7 @@ async def ask(session: aiohttp.ClientSession, question: Question, found: Found) 
 
 
 async def load(
-    session: aiohttp.ClientSession, asked: Sequence[Question], rate: float, found: Found, stop: asyncio.Event
+    session: aiohttp.ClientSession, asked: Sequence[Question], rate: float, found: Outcome, stop: asyncio.Event
 ) -> None:
     """Send requests at random times, whatever becomes of those before, until `stop`; wait for all answers."""
     rng, tasks = random.Random(1), set[asyncio.Task[None]]()
@@ -187,7 +187,7 @@ def engine_of(front_end: int) -> int | None:
 
 
 async def inject(
-    session: aiohttp.ClientSession, url: str, metrics_url: str, front_end: int, kind: str, found: Found
+    session: aiohttp.ClientSession, url: str, metrics_url: str, front_end: int, kind: str, found: Outcome
 ) -> None:
     """Do one thing to the engine, and wait until it serves again."""
     before, engine = restarts(metrics_url), engine_of(front_end)
@@ -221,7 +221,7 @@ def sample(metrics_url: str, name: str) -> float:
 
 
 async def measured(options: argparse.Namespace, console: Console, models: Sequence[str]) -> list[str]:
-    rng, found = random.Random(options.seed), Found()
+    rng, found = random.Random(options.seed), Outcome()
     command = server_command("cohabit", options.folder / "faults", MEMORY, None)
     command += ["--cache", str(options.folder / "faults-cache")]
     command += ["--model-control", "explicit", "--load-model", "*"]
@@ -254,7 +254,7 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
     return _sections(found, before, after, left_bytes)
 
 
-def _sections(found: Found, before: Usage, after: Usage, left_bytes: float) -> list[str]:
+def _sections(found: Outcome, before: Usage, after: Usage, left_bytes: float) -> list[str]:
     seconds = np.array(found.restart_s)
     rows = [[kind, str(count)] for kind, count in sorted(found.faults.items())]
     outcomes = [[name, str(count)] for name, count in found.outcomes.most_common()]

@@ -30,7 +30,7 @@ TURNS = 4
 
 
 @dataclass(slots=True)
-class Found:
+class Outcome:
     """What came out for one number of lanes."""
 
     resident_share: float
@@ -50,7 +50,7 @@ class Found:
 @asynccontextmanager
 async def served(
     prepared: Sequence[PreparedModel], folder: Path, lanes: int
-) -> AsyncIterator[tuple[Client, Found]]:
+) -> AsyncIterator[tuple[Client, Outcome]]:
     """A client of a server with so many lanes, whose cache is kept between runs; nothing found yet."""
     memory_bytes = int(SHARE_OF_WEIGHTS * sum(one.weight_bytes for one in prepared))
     command = server_command("cohabit", folder / "lanes", str(memory_bytes), None)
@@ -58,12 +58,12 @@ async def served(
     models = [one.recipe.name for one in prepared]
     async with serving(command) as running, client_of(running.url, models) as client:
         running.require_swaps()
-        yield client, Found(running.resident_share)
+        yield client, Outcome(running.resident_share)
 
 
 async def measured(
     prepared: Sequence[PreparedModel], folder: Path, turn_s: float
-) -> tuple[float, dict[int, Found]]:
+) -> tuple[float, dict[int, Outcome]]:
     """Saturation and latency by the number of lanes, and the rate at which latency was measured."""
     models = [one.recipe.name for one in prepared]
     async with AsyncExitStack() as stack:

@@ -56,7 +56,7 @@ class Section:
 
 
 @dataclass(slots=True)
-class Found:
+class Outcome:
     """What came of one server's turns."""
 
     statuses: Counter[int] = field(default_factory=Counter)
@@ -113,7 +113,7 @@ async def overload(bench: Bench) -> Section:
     Saturation and overload are measured in turns. The sender would have a machine of its own; here it takes CPU from
     the server.
     """
-    peak, loaded = Found(), Found()
+    peak, loaded = Outcome(), Outcome()
     turn_s = OVERLOADED * bench.duration_s / TURNS
     memory: list[int] = []
     async with bench.server() as server, client_of(server.url, bench.models) as client:
@@ -188,7 +188,7 @@ async def coming_and_going(bench: Bench) -> Section:
             await _control(client, guest, "load")
             await _planned(only_child())
         await _control(client, guest, "unload")
-        alone, beside = Found(), Found()
+        alone, beside = Outcome(), Outcome()
         rounds = 0
 
         async def come_and_go() -> None:
@@ -318,7 +318,7 @@ def _range(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.0f} ({min(values):.0f} - {max(values):.0f})"
 
 
-def _spread(traffic: Traffic | Found) -> str:
+def _spread(traffic: Traffic | Outcome) -> str:
     return f"{_ms(traffic.percentile_s(50))} / {_ms(traffic.percentile_s(99))}"
 
 

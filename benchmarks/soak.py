@@ -40,7 +40,7 @@ _METHOD = "/inference.GRPCInferenceService/ModelInfer"
 
 
 @dataclass(slots=True)
-class Found:
+class Outcome:
     """What became of the valid requests, without (False) and with (True) hostile ones, and the processes' memory."""
 
     outcomes: Counter[tuple[bool, str]] = field(default_factory=Counter)
@@ -81,7 +81,13 @@ class Clients:
 
 
 async def turn(
-    clients: Clients, asked: Sequence[Question], rate: float, seconds: float, seed: int, hostile: bool, found: Found
+    clients: Clients,
+    asked: Sequence[Question],
+    rate: float,
+    seconds: float,
+    seed: int,
+    hostile: bool,
+    found: Outcome,
 ) -> None:
     """Send valid requests at random times, whatever becomes of those before; wait for all answers."""
     rng, tasks, end_s = random.Random(seed), list[asyncio.Task[None]](), time.monotonic() + seconds
@@ -100,7 +106,7 @@ async def turn(
 
 
 @asynccontextmanager
-async def attackers(http: str, grpc_address: str, model: str, seed: int, found: Found) -> AsyncIterator[None]:
+async def attackers(http: str, grpc_address: str, model: str, seed: int, found: Outcome) -> AsyncIterator[None]:
     """Hostile clients, in a process of their own."""
     command = ["-m", "benchmarks.attacks", http, grpc_address, model, "--seed", str(seed)]
     pipe = asyncio.subprocess.PIPE
@@ -115,8 +121,8 @@ async def attackers(http: str, grpc_address: str, model: str, seed: int, found: 
         found.attacks[name] += int(times)
 
 
-async def measured(options: argparse.Namespace, console: Console, models: Sequence[str]) -> Found:
-    grpc_port, found = free_port(), Found()
+async def measured(options: argparse.Namespace, console: Console, models: Sequence[str]) -> Outcome:
+    grpc_port, found = free_port(), Outcome()
     command = server_command("cohabit", options.folder / "soak", MEMORY, None)
     command += ["--cache", str(options.folder / "soak-cache"), "--batch-sizes", "1", "--grpc-port", str(grpc_port)]
     grpc_address = f"127.0.0.1:{grpc_port}"
@@ -129,7 +135,7 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
             grpc.aio.insecure_channel(grpc_address) as channel,
         ):
             clients = Clients(session, channel)
-            await turn(clients, asked, options.rate, WARM_UP_S, 0, False, Found())
+            await turn(clients, asked, options.rate, WARM_UP_S, 0, False, Outcome())
             for seed in range(max(2, round(options.minutes * 60 / TURN_S / 2))):
                 await turn(clients, asked, options.rate, TURN_S, seed, False, found)
                 async with attackers(address_of(server.url), grpc_address, models[0], seed, found):
@@ -145,7 +151,7 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
     return found
 
 
-def _p99_ms(found: Found, hostile: bool, protocols: Sequence[str] = (HTTP, GRPC)) -> float:
+def _p99_ms(found: Outcome, hostile: bool, protocols: Sequence[str] = (HTTP, GRPC)) -> float:
     samples = [s for protocol in protocols for s in found.latencies_s.get((hostile, protocol), [])]
     return float(np.percentile(samples, 99)) * 1e3 if samples else float("nan")
 
@@ -156,7 +162,7 @@ def _growth(samples: Sequence[float]) -> float:
     return float(np.mean(samples[-quarter:]) / np.mean(samples[quarter : 2 * quarter])) - 1.0
 
 
-def judged(found: Found) -> tuple[list[str], bool]:
+def judged(found: Outcome) -> tuple[list[str], bool]:
     """Return sections for the result file, and whether all goals are met."""
     slower = _p99_ms(found, True) / _p99_ms(found, False)
     growth = {name: _growth(samples) for name, samples in found.memory.items()}

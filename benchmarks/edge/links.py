@@ -76,7 +76,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Outcome:
     """The rounds of one link."""
 
     link: str
@@ -122,7 +122,7 @@ def sizes(lowered: Lowered) -> list[int]:
 
 def _measure(
     lowered: Lowered, link: str, kind: StoreKind, bandwidth: float | None, rounds: int, console: Console
-) -> Found:
+) -> Outcome:
     """Profile, plan every size, and run resident and all sizes in turn."""
     console.print(f"{link}: profiling")
     graph, backend = lowered.graphs[Bucket(1)], CpuBackend(bandwidth)
@@ -156,7 +156,7 @@ def _measure(
             Case(memory, program, plan.provenance.latency_s if plan.provenance else 0.0)
             for memory, program, plan in zip(sizes(lowered), programs, plans, strict=False)
         ]
-        found = Found(link, cases, resident := [], bandwidths := [])
+        found = Outcome(link, cases, resident := [], bandwidths := [])
         for _ in range(rounds):
             bandwidths.append(bandwidth or disk_bytes_per_s(lowered.weights_path))
             resident.append(run(programs[-1]))
@@ -206,7 +206,7 @@ def _median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
 
-def _sections(lowered: Lowered, found: Sequence[Found], rounds: int) -> tuple[bool, list[str]]:
+def _sections(lowered: Lowered, found: Sequence[Outcome], rounds: int) -> tuple[bool, list[str]]:
     footprint = Footprint.of(lowered.graphs[Bucket(1)])
     held, rows = True, []
     for one in found:
@@ -244,12 +244,12 @@ def _sections(lowered: Lowered, found: Sequence[Found], rounds: int) -> tuple[bo
     ]
 
 
-def _bandwidth(found: Sequence[Found]) -> str:
+def _bandwidth(found: Sequence[Outcome]) -> str:
     disk = [one for one in found if one.link == LINKS[0][0]]
     return f"{statistics.median(disk[0].bytes_per_s) / 1e9:.2f} GB/s" if disk else "not measured"
 
 
-def _cells(one: Found, case: Case) -> list[str]:
+def _cells(one: Outcome, case: Case) -> list[str]:
     seconds = [one.resident_s, case.bound_s, [case.predicted_s], case.streamed_s]
     medians = [f"{statistics.median(column) * 1e3:.1f}" for column in seconds]
     return [*medians, f"{one.of_bound(case):.3f}", f"{one.of_resident(case) - 1:+.1%}"]

@@ -19,7 +19,7 @@ import aiohttp
 from rich.console import Console
 
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, bundle_of, cohabit
-from benchmarks.faults import ANSWERED, PATIENCE_S, Found, Question, load, questions
+from benchmarks.faults import ANSWERED, PATIENCE_S, Outcome, Question, load, questions
 from benchmarks.record import markdown_table, parser_of, record
 from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.server_process import running_server
@@ -116,7 +116,9 @@ def disk_of(bundle: Path, model: str, image: Path) -> Iterator[Medium]:
         subprocess.run(["umount", "-l", weights.parent], check=True)
 
 
-async def _measure(bundle: Path, medium: Medium, rate: float, seconds: float) -> list[tuple[str, dict[str, Found]]]:
+async def _measure(
+    bundle: Path, medium: Medium, rate: float, seconds: float
+) -> list[tuple[str, dict[str, Outcome]]]:
     """Serve the bundle, and let every phase last for some seconds."""
     ports = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
     command = [*cohabit(), "serve", str(bundle), "--engine", "in-process", *ports]
@@ -132,9 +134,9 @@ async def _measure(bundle: Path, medium: Medium, rate: float, seconds: float) ->
 
 async def _phase(
     session: aiohttp.ClientSession, asked: Mapping[str, Sequence[Question]], rate: float, seconds: float
-) -> dict[str, Found]:
+) -> dict[str, Outcome]:
     """Send requests at random times to both models; return what became of them."""
-    stop, found = asyncio.Event(), {model: Found() for model in asked}
+    stop, found = asyncio.Event(), {model: Outcome() for model in asked}
     senders = [asyncio.create_task(load(session, asked[model], rate, found[model], stop)) for model in asked]
     await asyncio.sleep(seconds)
     stop.set()
@@ -143,7 +145,7 @@ async def _phase(
 
 
 def _sections(
-    found: Sequence[tuple[str, Mapping[str, Found]]], options: argparse.Namespace
+    found: Sequence[tuple[str, Mapping[str, Outcome]]], options: argparse.Namespace
 ) -> tuple[bool, list[str]]:
     rows, reasons, held = [], set[str](), True
     for (title, by_model), (_, _, answers) in zip(found, PHASES, strict=True):
@@ -164,7 +166,7 @@ def _sections(
     ]
 
 
-def _shown(found: Found) -> str:
+def _shown(found: Outcome) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in found.outcomes.most_common())
 
 

@@ -57,7 +57,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """What one searcher made of a case; the refusal if it made nothing."""
 
     gap: float | None
@@ -69,7 +69,7 @@ class Found:
     """The member of `best` that found its plan."""
 
 
-def run(case: Case, searcher: str, seconds: float, cache: Path | None, seed: int = 0) -> Found:
+def run(case: Case, searcher: str, seconds: float, cache: Path | None, seed: int = 0) -> Outcome:
     first: list[float] = []
     started = time.monotonic()
 
@@ -83,13 +83,13 @@ def run(case: Case, searcher: str, seconds: float, cache: Path | None, seed: int
         limit = Limit(seconds=seconds, strict=True)
         plan = search(problem, searcher, seed=seed, limit=limit, on_progress=progress)
     except CohabitError:
-        return Found(None, time.monotonic() - started, 0.0, 0.0)
+        return Outcome(None, time.monotonic() - started, 0.0, 0.0)
     took = time.monotonic() - started
     assert plan.provenance is not None
     sizes = problem.graph.tensors
     copied = sum(sizes[s.tensor].nbytes for s in plan.steps if isinstance(s, SwapIn | SwapOut))
     winner = plan.provenance.searcher.partition(" (")[2].removesuffix(")")
-    return Found(plan.provenance.gap, took, first[0], copied / problem.graph.parameter_bytes, winner)
+    return Outcome(plan.provenance.gap, took, first[0], copied / problem.graph.parameter_bytes, winner)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _summary(cases: Sequence[Case], found: dict[tuple[Case, str], Found]) -> str:
+def _summary(cases: Sequence[Case], found: dict[tuple[Case, str], Outcome]) -> str:
     best = {c: found[c, "best"] for c in cases}
     wide = [(b.gap, c) for c, b in best.items() if b.gap is not None and c.share >= 0.25]
     worst_gap, worst = max(wide, key=lambda w: w[0])
@@ -160,7 +160,7 @@ def _summary(cases: Sequence[Case], found: dict[tuple[Case, str], Found]) -> str
     )
 
 
-def _tables(cases: Sequence[Case], searchers: Sequence[str], found: dict[tuple[Case, str], Found]) -> list[str]:
+def _tables(cases: Sequence[Case], searchers: Sequence[str], found: dict[tuple[Case, str], Outcome]) -> list[str]:
     header = ["network, share", *searchers, "found by", "best: copied", "best: s"]
     sections = []
     for device in DEVICES:
@@ -183,7 +183,7 @@ def _tables(cases: Sequence[Case], searchers: Sequence[str], found: dict[tuple[C
 
 
 def _served_tables(
-    cases: Sequence[Case], seeds: Sequence[int], found: dict[tuple[Case, str, int], Found]
+    cases: Sequence[Case], seeds: Sequence[int], found: dict[tuple[Case, str, int], Outcome]
 ) -> list[str]:
     """Gaps of each seed, who found `best`'s plans, and the mean ratio of the latencies to streaming's."""
     rows, ratios = [], {s: [1.0] for s in SERVING}

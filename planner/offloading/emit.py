@@ -17,12 +17,12 @@ class OffloadingEmitter:
     """Makes one schedule. With `strictly`, no copy overtakes another that is needed sooner but cannot start yet."""
 
     def __init__(
-        self, work: Workload, pool: ActivationPool, pool_bytes: int, home: Ints, swaps: Swaps, strictly: bool
+        self, work: Workload, pool: ActivationPool, pool_bytes: int, resident_at: Ints, swaps: Swaps, strictly: bool
     ) -> None:
         """`pool_bytes` are those that the pool has, `pool` what is done with activations in them."""
         self._work, self._pool, self._pool_bytes, self._strictly = work, pool, pool_bytes, strictly
         self._graph = work.footprint.graph
-        self._copies = ParameterRows(work, home, swaps)
+        self._copies = ParameterRows(work, resident_at, swaps)
         self._rows: list[Row] = []
         self._returning = deque[int]()
         """Activations that may return now."""
@@ -44,7 +44,7 @@ class OffloadingEmitter:
                 self._rows += self._copies.drops_after(last)
                 self._issue(last)
         assert not self._returning, "an activation returns without a use"
-        return scheduled(self._work.numbering.graph, self._rows, self._copies.homes, self._pool_bytes)
+        return scheduled(self._work.numbering.graph, self._rows, self._copies.resident_at, self._pool_bytes)
 
     def _issue(self, k: int) -> None:
         """Issue, after op k, every copy that may start by now, in order of need."""

@@ -77,9 +77,9 @@ class Offloading(Searcher[OffloadingCandidate]):
         pool = self._pool(candidate.size, candidate.rank)
         if pool is None:
             return None
-        work, home, swaps = self._past(candidate.size).played(candidate.parameters)
+        work, resident_at, swaps = self._past(candidate.size).played(candidate.parameters)
         pool_bytes = self._sizes[candidate.size]
-        return OffloadingEmitter(work, pool, pool_bytes, home, swaps, candidate.strictly).schedule()
+        return OffloadingEmitter(work, pool, pool_bytes, resident_at, swaps, candidate.strictly).schedule()
 
     def _search(self) -> Iterator[Sequence[OffloadingCandidate]]:
         middle = len(self._sizes) // 2

@@ -40,7 +40,7 @@ class Schedule(NamedTuple):
     [n, 3]."""
     residents: Ints
     """Weights that are in memory at the start and at the end."""
-    homes: Ints
+    resident_at: Ints
     """The offset of each resident, or NOTHING."""
 
 
@@ -51,12 +51,12 @@ Action = tuple[int, int]
 
 
 def scheduled(
-    arrays: GraphArrays, rows: Iterable[Row], homes: Mapping[int, int], pool_bytes: int = UNLIMITED
+    arrays: GraphArrays, rows: Iterable[Row], resident_at: Mapping[int, int], pool_bytes: int = UNLIMITED
 ) -> Schedule:
     """Make a schedule of rows and of the residents with their offsets. See `with_waits`."""
     table = np.array([*rows], np.int64).reshape(-1, 4)
     verb, what, offset, after = (np.ascontiguousarray(column) for column in table.T)
-    return with_waits(arrays, verb, what, offset, after, ints(homes), ints(homes.values()), pool_bytes)
+    return with_waits(arrays, verb, what, offset, after, ints(resident_at), ints(resident_at.values()), pool_bytes)
 
 
 def counted(
@@ -65,8 +65,8 @@ def counted(
     """Make a schedule in which everything is counted; None if it needs more than the memory."""
     if peak_bytes(arrays, verb, what, residents) > memory_bytes:
         return None
-    nothing, homes = np.full(len(verb), NOTHING), np.full(len(residents), NOTHING)
-    return with_waits(arrays, verb, what, nothing, nothing, ints(residents), homes, memory_bytes)
+    nothing, resident_at = np.full(len(verb), NOTHING), np.full(len(residents), NOTHING)
+    return with_waits(arrays, verb, what, nothing, nothing, ints(residents), resident_at, memory_bytes)
 
 
 def columns(actions: Sequence[Action]) -> tuple[Ints, Ints]:
@@ -77,7 +77,14 @@ def columns(actions: Sequence[Action]) -> tuple[Ints, Ints]:
 
 @compiled
 def with_waits(
-    g: GraphArrays, verb: Ints, what: Ints, offset: Ints, after: Ints, residents: Ints, homes: Ints, pool_bytes: int
+    g: GraphArrays,
+    verb: Ints,
+    what: Ints,
+    offset: Ints,
+    after: Ints,
+    residents: Ints,
+    resident_at: Ints,
+    pool_bytes: int,
 ) -> Schedule:
     """Find out what every row waits for.
 
@@ -103,8 +110,8 @@ def with_waits(
     head, tail = np.zeros(3, np.int64), 0
     held = g.nbytes[g.inputs].sum()
     for i in range(len(residents)):
-        counted[residents[i]], passes[residents[i]] = homes[i] < 0, False
-        held += g.nbytes[residents[i]] if homes[i] < 0 else 0
+        counted[residents[i]], passes[residents[i]] = resident_at[i] < 0, False
+        held += g.nbytes[residents[i]] if resident_at[i] < 0 else 0
     last = n - 1
     while last >= 0 and verb[last] != COMPUTE:
         last -= 1
@@ -170,7 +177,7 @@ def with_waits(
             passing = done[SWAP_IN] if passes[x] else passing
         else:
             used[x, SWAP_OUT], saved[x] = done[SWAP_OUT], done[SWAP_OUT]
-    return Schedule(verb, what, offset, wait, residents, homes)
+    return Schedule(verb, what, offset, wait, residents, resident_at)
 
 
 @compiled

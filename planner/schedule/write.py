@@ -17,7 +17,7 @@ def write(problem: Problem, schedule: Schedule, pool_bytes: int) -> Plan:
 
     The caller answers for the rows and offsets; the checker finds mistakes.
     """
-    residents = zip(schedule.residents.tolist(), schedule.homes.tolist(), strict=True)
+    residents = zip(schedule.residents.tolist(), schedule.resident_at.tolist(), strict=True)
     return Plan(
         graph=problem.graph.fingerprint,
         profile=problem.profile.fingerprint,

@@ -8,7 +8,16 @@ from cohabit.planner.arrays import Bools, Floats, Ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.schedule.table import NOTHING
 from cohabit.planner.streaming.page_map import NO_MORE
-from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, timed
+from cohabit.planner.streaming.stream import (
+    KEPT,
+    RELEASED,
+    STREAMED,
+    Decisions,
+    Swaps,
+    place_residents,
+    play,
+    timed,
+)
 from cohabit.planner.streaming.workload import Arrays, Numbering
 
 LINK_WEIGHT: Final = 0.002
@@ -58,7 +67,7 @@ def anneal(
     work: Arrays,
     numbering: Numbering,
     start: Decisions,
-    home: Ints,
+    resident_at: Ints,
     fixed: bool,
     steps: int,
     heat: float,
@@ -67,15 +76,15 @@ def anneal(
     """Walk from some decisions to better ones; return the best seen.
 
     A step that costs more by a share d of the cost is taken with probability exp(-d / heat); the heat falls to
-    nothing at the last step. With `fixed` residents their homes are `home`, and only whether they are kept is open.
+    nothing at the last step. With `fixed` residents, only whether they are kept is open.
     """
     np.random.seed(seed)
     now = best = start
-    now_cost, urgent = _judged(work, numbering, now, home, fixed)
+    now_cost, urgent = _judged(work, numbering, now, resident_at, fixed)
     best_cost = now_cost
     for step in range(steps):
         tried = changed(work, now, fixed, urgent)
-        cost, waited_for = _judged(work, numbering, tried, home, fixed)
+        cost, waited_for = _judged(work, numbering, tried, resident_at, fixed)
         left = heat * (1 - step / steps)
         if cost <= now_cost or np.random.random() < np.exp((now_cost - cost) / (left * best_cost + 1e-30)):
             now, now_cost, urgent = tried, cost, waited_for
@@ -86,10 +95,10 @@ def anneal(
 
 @compiled
 def _judged(
-    work: Arrays, numbering: Numbering, decisions: Decisions, home: Ints, fixed: bool
+    work: Arrays, numbering: Numbering, decisions: Decisions, resident_at: Ints, fixed: bool
 ) -> tuple[float, Critical]:
     """The cost of decisions, and the copies that matter."""
-    at = home if fixed else homes(work, decisions.choice)
+    at = resident_at if fixed else place_residents(work, decisions.choice)
     swaps, latency_s = play(work, at, decisions)
     latency_s, _, link_pages = timed(work, numbering, at, swaps, latency_s, 0.0)
     return latency_s + LINK_WEIGHT * link_pages * work.page_s, critical(work, swaps)

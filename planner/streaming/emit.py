@@ -15,18 +15,18 @@ from cohabit.planner.streaming.workload import Workload
 class ParameterRows:
     """The rows of parameters' copies and drops, to be taken in order; positions count the ops as they run."""
 
-    def __init__(self, work: Workload, home: Ints, swaps: Swaps) -> None:
+    def __init__(self, work: Workload, resident_at: Ints, swaps: Swaps) -> None:
         count = int(swaps.length[0])
         columns = (swaps.parameter, swaps.page, swaps.after_op, swaps.op)
         parameter, page, after_op, needed_by = (column[:count].tolist() for column in columns)
         tensor = [work.parameters[p] for p in parameter]
         resident = sorted(
-            np.flatnonzero(home != NOWHERE).tolist(), key=lambda p: (int(home[p]), work.parameters[p])
+            np.flatnonzero(resident_at != NOWHERE).tolist(), key=lambda p: (int(resident_at[p]), work.parameters[p])
         )
-        self.homes = {work.parameters[p]: work.offset(int(home[p])) for p in resident}
+        self.resident_at = {work.parameters[p]: work.offset(int(resident_at[p])) for p in resident}
         """Offsets of the residents."""
         self._work = work
-        self._drops = _parameter_drops(work, frozenset(self.homes), tensor, needed_by)
+        self._drops = _parameter_drops(work, frozenset(self.resident_at), tensor, needed_by)
         self._left = deque(zip(tensor, page, after_op, needed_by, strict=True))
 
     @property
@@ -48,9 +48,9 @@ class ParameterRows:
         return [(DROP, t, NOTHING, NOTHING) for t in self._drops.get(k, ())]
 
 
-def emit(work: Workload, home: Ints, swaps: Swaps) -> Schedule:
+def emit(work: Workload, resident_at: Ints, swaps: Swaps) -> Schedule:
     """Make the schedule in which the ops run in the order of `work`."""
-    copies, drops = ParameterRows(work, home, swaps), _activation_drops(work.footprint.graph)
+    copies, drops = ParameterRows(work, resident_at, swaps), _activation_drops(work.footprint.graph)
     rows: list[Row] = []
     for k in range(-1, len(work.numbering.op)):
         if k >= 0:
@@ -59,7 +59,7 @@ def emit(work: Workload, home: Ints, swaps: Swaps) -> Schedule:
         rows += copies.drops_after(k)
         while copies.may_start(k):
             rows.append(copies.swap_in())
-    return scheduled(work.numbering.graph, rows, copies.homes, work.footprint.activation_bytes)
+    return scheduled(work.numbering.graph, rows, copies.resident_at, work.footprint.activation_bytes)
 
 
 def _activation_drops(graph: Graph) -> dict[int, list[int]]:

@@ -25,7 +25,16 @@ from cohabit.planner.streaming.emit import emit
 from cohabit.planner.streaming.op_orders import OpOrders
 from cohabit.planner.streaming.page_map import NOWHERE
 from cohabit.planner.streaming.residents import by_share, guesses
-from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, Swaps, homes, play, uniform
+from cohabit.planner.streaming.stream import (
+    KEPT,
+    RELEASED,
+    STREAMED,
+    Decisions,
+    Swaps,
+    place_residents,
+    play,
+    uniform,
+)
 from cohabit.planner.streaming.workload import Workload
 
 WIDENED = 4
@@ -97,8 +106,8 @@ class Streaming(Searcher[StreamingCandidate]):
 
     def evaluate(self, candidate: StreamingCandidate, good_s: float) -> Cost:
         work, decisions = self.views[candidate.order].work, self._decisions(candidate)
-        home = self._home(work, decisions)
-        latency_s, period_s, pages = stream.evaluate(work.arrays, work.numbering, home, decisions, good_s)
+        resident_at = self._home(work, decisions)
+        latency_s, period_s, pages = stream.evaluate(work.arrays, work.numbering, resident_at, decisions, good_s)
         return Cost(latency_s, period_s, pages * PAGE_BYTES)
 
     def pool_bytes(self, candidate: StreamingCandidate) -> int:
@@ -106,15 +115,15 @@ class Streaming(Searcher[StreamingCandidate]):
 
     def _schedule(self, candidate: StreamingCandidate) -> Schedule:
         work, decisions = self.views[candidate.order].work, self._decisions(candidate)
-        home = self._home(work, decisions)
-        return emit(work, home, play(work.arrays, home, decisions)[0])
+        resident_at = self._home(work, decisions)
+        return emit(work, resident_at, play(work.arrays, resident_at, decisions)[0])
 
     def played(self, candidate: StreamingCandidate) -> tuple[Workload, Ints, Swaps]:
-        """Return a candidate's homes and the swap-ins of one inference, in the order of their ops."""
+        """Return a candidate's resident_at and the swap-ins of one inference, in the order of their ops."""
         work, decisions = self.views[candidate.order].work, self._decisions(candidate)
         decisions = decisions._replace(lead=np.zeros_like(decisions.lead))
-        home = self._home(work, decisions)
-        return work, home, play(work.arrays, home, decisions)[0]
+        resident_at = self._home(work, decisions)
+        return work, resident_at, play(work.arrays, resident_at, decisions)[0]
 
     def leading(self) -> list[tuple[tuple[int, ...], Decisions]]:
         """Return the best orders and decisions of the latest round."""
@@ -162,8 +171,8 @@ class Streaming(Searcher[StreamingCandidate]):
         """Quick guesses, each in the first way."""
         work = self.views[order].work
         if self.problem.residents is not None:
-            home = work.homes(self.problem.residents)
-            sets: list[tuple[int, ...]] = [tuple(np.flatnonzero(home != NOWHERE).tolist())]
+            resident_at = work.pages_of(self.problem.residents)
+            sets: list[tuple[int, ...]] = [tuple(np.flatnonzero(resident_at != NOWHERE).tolist())]
         else:
             sets = list(guesses(work))
         for residents in sets:
@@ -206,14 +215,14 @@ class Streaming(Searcher[StreamingCandidate]):
         if not candidate.steps:
             return start
         work, fixed = self.views[candidate.order].work, self.problem.residents is not None
-        home = self._home(work, start)
+        resident_at = self._home(work, start)
         return anneal(
-            work.arrays, work.numbering, start, home, fixed, candidate.steps, candidate.heat, candidate.seed
+            work.arrays, work.numbering, start, resident_at, fixed, candidate.steps, candidate.heat, candidate.seed
         )
 
     def _home(self, work: Workload, decisions: Decisions) -> Ints:
         given = self.problem.residents
-        return homes(work.arrays, decisions.choice) if given is None else work.homes(given)
+        return place_residents(work.arrays, decisions.choice) if given is None else work.pages_of(given)
 
 
 def is_perfect(work: Workload, cost: Cost) -> bool:
@@ -235,7 +244,7 @@ def first_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> f
         for fit in range(FITS):
             decisions = uniform(choice, hold, fit)
             latency_s, _, _ = stream.evaluate(
-                work.arrays, work.numbering, homes(work.arrays, choice), decisions, 0.0
+                work.arrays, work.numbering, place_residents(work.arrays, choice), decisions, 0.0
             )
             least_s = min(least_s, latency_s)
         if least_s <= profile.compute_s * (1 + 1e-6):

@@ -73,25 +73,25 @@ class Swaps(NamedTuple):
 
 
 @compiled
-def homes(work: Arrays, choice: Ints) -> Ints:
-    """Homes for residents, one after the other: per parameter a page, or NOWHERE.
+def place_residents(work: Arrays, choice: Ints) -> Ints:
+    """Lay out residents one after the other: per parameter its first page, or NOWHERE.
 
     The released ones lie together in the order of their use, so that what they leave is in one piece. Empty parameters
     take no room and are always resident.
     """
-    home = np.full(len(choice), NOWHERE)
+    resident_at = np.full(len(choice), NOWHERE)
     page = 0
     for chosen in (KEPT, RELEASED):
         for p in range(len(choice)):
             if choice[p] == chosen and work.size[p] > 0:
-                home[p] = page
+                resident_at[p] = page
                 page += work.size[p]
-    home[work.size == 0] = 0
-    return home
+    resident_at[work.size == 0] = 0
+    return resident_at
 
 
 @compiled
-def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
+def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     """Return the swap-ins, and the latency were there no slow-down of ops by transfers or the other way round.
 
     The latency is infinite if a copy that went first is in the way of an op: these decisions have no plan.
@@ -109,16 +109,16 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
     arrival_s = np.zeros(parameters)
     op_end_s = np.zeros(ops + 1)  # of op k in [k + 1]
     link_s, cursor = 0.0, 0
-    ahead = np.flatnonzero((decisions.lead > 0) & (home[work.use_parameter] < 0))
+    ahead = np.flatnonzero((decisions.lead > 0) & (resident_at[work.use_parameter] < 0))
     longest_lead = decisions.lead[ahead].max() if len(ahead) else 0
     early = np.full(parameters, NOTHING)  # of each parameter whose copy went first, the op that it is for
     for p in range(parameters):
-        if home[p] >= 0:
-            memory.where[p] = home[p]
+        if resident_at[p] >= 0:
+            memory.where[p] = resident_at[p]
             stays = work.keeps or decisions.choice[p] == KEPT or work.last_use[p] < 0
             locked[p] = ops if stays else work.last_use[p]
             if work.size[p] > 0:
-                put(memory, p, home[p], work.size[p])
+                put(memory, p, resident_at[p], work.size[p])
     for k in range(ops):
         first, last = work.use_start[k], work.use_start[k + 1]
         if last > first:
@@ -140,7 +140,7 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
                         remove(memory, swaps.parameter[i])
                     memory.where[swaps.parameter[i]] = NOWHERE
                 swaps.length[0] = begun
-                _make_room(work, memory, swaps, home, k, touched)
+                _make_room(work, memory, swaps, resident_at, k, touched)
             for i in range(begun, swaps.length[0]):
                 p = swaps.parameter[i]
                 link_s = max(link_s, op_end_s[swaps.after_op[i] + 1]) + work.swap_s[p]
@@ -169,31 +169,31 @@ def play(work: Arrays, home: Ints, decisions: Decisions) -> tuple[Swaps, float]:
             ready_s = max(ready_s, arrival_s[p])
             touched[p] = k
             upcoming[p] = work.use_next[j]
-            if home[p] < 0 or memory.where[p] != home[p]:
+            if resident_at[p] < 0 or memory.where[p] != resident_at[p]:
                 locked[p] = work.use_next[j] if decisions.hold[j] and work.use_next[j] < NO_MORE else k
-            if upcoming[p] == NO_MORE and home[p] >= 0:
+            if upcoming[p] == NO_MORE and resident_at[p] >= 0:
                 upcoming[p] = ops + work.first_use[p]
             if work.size[p] > 0:
                 use(memory, p, k)
         op_end_s[k + 1] = ready_s + work.op_s[k]
     for p in range(parameters):
-        if home[p] >= 0 and memory.where[p] != home[p]:
-            _move(work, memory, swaps, p, home[p], touched[p], ops)
+        if resident_at[p] >= 0 and memory.where[p] != resident_at[p]:
+            _move(work, memory, swaps, p, resident_at[p], touched[p], ops)
     return swaps, op_end_s[ops]
 
 
 @compiled
 def evaluate(
-    work: Arrays, numbering: Numbering, home: Ints, decisions: Decisions, good_s: float
+    work: Arrays, numbering: Numbering, resident_at: Ints, decisions: Decisions, good_s: float
 ) -> tuple[float, float, int]:
     """Play an inference; return its latency, period and the pages copied as `timed` does."""
-    swaps, latency_s = play(work, home, decisions)
-    return timed(work, numbering, home, swaps, latency_s, good_s)
+    swaps, latency_s = play(work, resident_at, decisions)
+    return timed(work, numbering, resident_at, swaps, latency_s, good_s)
 
 
 @compiled
 def timed(
-    work: Arrays, numbering: Numbering, home: Ints, swaps: Swaps, played_s: float, good_s: float
+    work: Arrays, numbering: Numbering, resident_at: Ints, swaps: Swaps, played_s: float, good_s: float
 ) -> tuple[float, float, int]:
     """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
     if played_s == np.inf:
@@ -204,13 +204,13 @@ def timed(
         return played_s, np.inf, link_pages
     if len(numbering.op) == 0:
         return 0.0, 0.0, link_pages
-    lanes = lanes_of(numbering.graph, _schedule(work, numbering, home, swaps))
+    lanes = lanes_of(numbering.graph, _schedule(work, numbering, resident_at, swaps))
     latency_s, period_s = latency_and_period(lanes, work.compute_slowdown, work.swap_slowdown, good_s)
     return latency_s, period_s, link_pages
 
 
 @compiled
-def _schedule(work: Arrays, numbering: Numbering, home: Ints, swaps: Swaps) -> Schedule:
+def _schedule(work: Arrays, numbering: Numbering, resident_at: Ints, swaps: Swaps) -> Schedule:
     """The ops and the swap-ins. Drops are left out: they take no time, and the copies know their bytes' last users."""
     ops, count = len(work.op_s), swaps.length[0]
     verb, what = np.empty(ops + count, np.int64), np.empty(ops + count, np.int64)
@@ -223,9 +223,9 @@ def _schedule(work: Arrays, numbering: Numbering, home: Ints, swaps: Swaps) -> S
             i, row = i + 1, row + 1
         if k < ops:
             verb[row], what[row], row = COMPUTE, numbering.op[k], row + 1
-    residents = np.flatnonzero(home >= 0)
+    residents = np.flatnonzero(resident_at >= 0)
     return with_waits(
-        numbering.graph, verb, what, page, after, numbering.tensor[residents], home[residents], UNLIMITED
+        numbering.graph, verb, what, page, after, numbering.tensor[residents], resident_at[residents], UNLIMITED
     )
 
 
@@ -264,19 +264,19 @@ def _bring(
 
 
 @compiled
-def _make_room(work: Arrays, memory: PageMap, swaps: Swaps, home: Ints, op: int, touched: Ints) -> None:
+def _make_room(work: Arrays, memory: PageMap, swaps: Swaps, resident_at: Ints, op: int, touched: Ints) -> None:
     """Give an op's parameters places that are certain to fit; those that lie elsewhere are brought anew.
 
-    Residents go home and the others to the front of the window. If the window is too small for that, all go where
-    an empty memory would take them.
+    Residents go to their places and the others to the front of the window. If the window is too small for that,
+    all go where an empty memory would take them.
     """
     uses = slice(work.use_start[op], work.use_start[op + 1])
     needed = work.use_parameter[uses]
     target = np.empty(len(needed), np.int64)
     front = work.partition_pages + 1
     for i, p in enumerate(needed):
-        target[i] = home[p] if home[p] >= 0 else front
-        front += 0 if home[p] >= 0 else work.size[p]
+        target[i] = resident_at[p] if resident_at[p] >= 0 else front
+        front += 0 if resident_at[p] >= 0 else work.size[p]
     if front > work.partition_pages + 1 + work.window_pages:
         target[:] = work.use_split[uses]
     for i, p in enumerate(needed):

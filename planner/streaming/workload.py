@@ -136,10 +136,10 @@ class Workload:
         in_window = (page - self.arrays.partition_pages - 1) * PAGE_BYTES
         return WORKSPACE + self.footprint.activation_bytes + in_window
 
-    def homes(self, placements: Sequence[Placement]) -> Ints:
-        """Homes for residents with given addresses. Raises InvalidPlan if these are no pages of the partition."""
+    def pages_of(self, placements: Sequence[Placement]) -> Ints:
+        """First pages of residents with given addresses. Raises InvalidPlan if these are no pages of the partition."""
         number = {i: n for n, i in enumerate(self.parameters)}
-        home = np.full(len(self.parameters), NOWHERE, dtype=np.int64)
+        resident_at = np.full(len(self.parameters), NOWHERE, dtype=np.int64)
         for placement in placements:
             address = placement.address
             assert address is not None, "a resident of a plan with a partition"
@@ -153,8 +153,8 @@ class Workload:
                         f" of the partition's {self.arrays.partition_pages} pages of {PAGE_BYTES} bytes"
                     ]
                 )
-            home[number[placement.tensor]] = page
-        return home
+            resident_at[number[placement.tensor]] = page
+        return resident_at
 
 
 def streams_in_cache(footprint: Footprint, profile: Profile) -> bool:

@@ -27,7 +27,7 @@ class Bases:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class CallGroup:
     """Compute steps in a row: only the first waits for other lanes, and they wait for none but the last."""
 
     first: ComputeStep[Call]
@@ -36,21 +36,21 @@ class Stretch:
     steps: int
 
 
-def stretches(computes: Sequence[ComputeStep[Call]], copies: Iterable[SwapStep]) -> Iterator[Stretch]:
+def call_groups(computes: Sequence[ComputeStep[Call]], copies: Iterable[SwapStep]) -> Iterator[CallGroup]:
     """Join compute steps between which no lane waits for another. What `copies` has is all that waits for them."""
     awaited, start, seen = {copy.computes_before for copy in copies}, 0, (0, 0)
     for n, step in enumerate(computes):
         waits_for = (step.swap_ins_before, step.swap_outs_before)
         if n > start and (n in awaited or waits_for != seen or step.first_reads):
-            yield _stretch(computes[start:n])
+            yield _call_group(computes[start:n])
             start = n
         seen = waits_for
     if computes:
-        yield _stretch(computes[start:])
+        yield _call_group(computes[start:])
 
 
-def _stretch(computes: Sequence[ComputeStep[Call]]) -> Stretch:
-    return Stretch(computes[0], tuple(call for step in computes for call in step.calls), len(computes))
+def _call_group(computes: Sequence[ComputeStep[Call]]) -> CallGroup:
+    return CallGroup(computes[0], tuple(call for step in computes for call in step.calls), len(computes))
 
 
 HAND_OVER_S, LEAST_BETWEEN_S = 50e-6, 250e-6
@@ -77,7 +77,7 @@ class Program:
     """Output slots that are parameters or views of them."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
-    stretches: tuple[Stretch, ...] = field(init=False)
+    call_groups: tuple[CallGroup, ...] = field(init=False)
     link_bytes: int = field(init=False)
     copies_inline: bool = field(init=False)
     """Whether the CPU's compute lane makes the copies itself, right before the op that reads them."""
@@ -85,8 +85,8 @@ class Program:
     def __post_init__(self) -> None:
         inline = bool(self.computes) and not self.offloaded and self._copies_are_short()
         object.__setattr__(self, "copies_inline", inline)
-        joined = stretches(self.computes, (*self.swap_ins, *self.swap_outs))
-        object.__setattr__(self, "stretches", tuple(joined))
+        joined = call_groups(self.computes, (*self.swap_ins, *self.swap_outs))
+        object.__setattr__(self, "call_groups", tuple(joined))
         link_bytes = sum(s.nbytes for s in self.swap_ins) + sum(s.nbytes for s in self.swap_outs)
         object.__setattr__(self, "link_bytes", link_bytes)
 

@@ -17,7 +17,7 @@ from cohabit.planner.timeline import Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep
-from cohabit.runtime.binding.program import Program, Stretch
+from cohabit.runtime.binding.program import CallGroup, Program
 from cohabit.runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
 from cohabit.runtime.errors import DeviceError, StoreChanged
 from cohabit.runtime.lowering.slots import Frame
@@ -217,9 +217,11 @@ class CpuExecutor:
         """Run the compute steps, each by itself if they are noted. Returns the seconds for which they waited."""
         stall_s = 0.0
         finished = run.compute_base
-        each = program.stretches if run.recording is None else (Stretch(c, c.calls, 1) for c in program.computes)
-        for stretch in each:
-            step = stretch.first
+        each = (
+            program.call_groups if run.recording is None else (CallGroup(c, c.calls, 1) for c in program.computes)
+        )
+        for group in each:
+            step = group.first
             ticket = run.swap_in_ticket(step.swap_ins_before)
             if program.copies_inline and self._swap_in.submitted < ticket:
                 copied = self._swap_in.submitted - run.swap_in_base
@@ -233,11 +235,11 @@ class CpuExecutor:
             if run.error is not None:
                 break
             start = time.perf_counter()
-            for call in stretch.calls:
+            for call in group.calls:
                 call(frame)
             if run.recording is not None:
                 run.recording.note(step, start, time.perf_counter())
-            finished += stretch.steps
+            finished += group.steps
             if finished < run.compute_base + len(program.computes):
                 # `run` counts the last step: outputs that are parameters are cloned before the epilogue starts.
                 self._computes.advance(finished)

@@ -10,7 +10,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.streaming.anneal import anneal
 from cohabit.planner.streaming.searcher import Streaming
-from cohabit.planner.streaming.stream import KEPT, STREAMED, homes, uniform
+from cohabit.planner.streaming.stream import KEPT, STREAMED, place_residents, uniform
 from cohabit.planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of
 
@@ -25,7 +25,7 @@ def test_a_large_parameter_is_exchanged_for_small_ones_that_are_a_little_larger_
     choice = np.full(5, STREAMED)
     choice[0] = KEPT
     start = uniform(choice, np.zeros(5, np.bool_), 0)
-    found = anneal(work.arrays, work.numbering, start, homes(work.arrays, choice), False, 200, 0.0, 0)
+    found = anneal(work.arrays, work.numbering, start, place_residents(work.arrays, choice), False, 200, 0.0, 0)
     assert (found.choice == STREAMED).tolist() == [True, False, False, False, False]
 
 

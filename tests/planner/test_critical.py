@@ -7,7 +7,7 @@ from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.streaming.anneal import critical
-from cohabit.planner.streaming.stream import RELEASED, STREAMED, homes, play, uniform
+from cohabit.planner.streaming.stream import RELEASED, STREAMED, place_residents, play, uniform
 from cohabit.planner.streaming.workload import Workload
 from tests.planner.graphs import PAGE, chain, profile_of
 
@@ -22,7 +22,7 @@ def waited_for(copy_s: float, residents: tuple[int, ...], memory_pages: int = 20
     choice = np.full(4, STREAMED)
     choice[list(residents)] = RELEASED
     decisions = uniform(choice, np.zeros(4, np.bool_), 0)
-    swaps, _ = play(work.arrays, homes(work.arrays, choice), decisions)
+    swaps, _ = play(work.arrays, place_residents(work.arrays, choice), decisions)
     return sorted(critical(work.arrays, swaps).parameter.tolist())
 
 

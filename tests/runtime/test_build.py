@@ -84,21 +84,21 @@ def test_a_plan_is_checked(tied: Lowered, plan: Plan, arena: CpuArena) -> None:
 def test_steps_are_joined_where_no_lane_waits_for_another(tied: Lowered, plan: Plan, arena: CpuArena) -> None:
     store = open_store("ram", tied.weights_path, tied.manifest)
     program = build(tied, plan, None, arena, Bases(0, 2 * tied.manifest.segment_bytes), store)
-    assert [c for s in program.stretches for c in s.calls] == [c for step in program.computes for c in step.calls]
+    assert [c for s in program.call_groups for c in s.calls] == [c for step in program.computes for c in step.calls]
     copies = (*program.swap_ins, *program.swap_outs)
     waiting = [n for n, step in enumerate(program.computes) if n and step.first_reads]
-    assert len(program.stretches) == 1 + len(waiting) or copies
+    assert len(program.call_groups) == 1 + len(waiting) or copies
     awaited = {copy.computes_before for copy in copies}
     start = 0
-    for stretch in program.stretches:
-        assert stretch.first is program.computes[start]
-        end = start + stretch.steps
+    for group in program.call_groups:
+        assert group.first is program.computes[start]
+        end = start + group.steps
         assert awaited.isdisjoint(range(start + 1, end)), "a copy waits for a step within"
         for step in program.computes[start + 1 : end]:
             assert not step.first_reads
             assert (step.swap_ins_before, step.swap_outs_before) == (
-                stretch.first.swap_ins_before,
-                stretch.first.swap_outs_before,
+                group.first.swap_ins_before,
+                group.first.swap_outs_before,
             )
         start = end
     assert start == len(program.computes)

@@ -32,8 +32,10 @@ def schedule_of_pool(
         return None
     verb, what, after = _rows(uses, log)
     residents = _residents(problem.graph, start)
-    homes, offset = np.full(len(residents), NOTHING), np.full(len(verb), NOTHING)
-    return with_waits(problem.arrays, verb, what, offset, after, residents, homes, problem.memory.workspace_bytes)
+    resident_at, offset = np.full(len(residents), NOTHING), np.full(len(verb), NOTHING)
+    return with_waits(
+        problem.arrays, verb, what, offset, after, residents, resident_at, problem.memory.workspace_bytes
+    )
 
 
 @compiled

@@ -46,7 +46,7 @@ TENSOR: Final = _records(
         ("out_s", np.float64),
         ("where", np.int64),  # its object, or NOWHERE
         ("start", np.int64),  # an input's first object, or NOWHERE
-        ("home", np.int64),  # an initial resident's object, or NOWHERE
+        ("resident_at", np.int64),  # an initial resident's object, or NOWHERE
         ("saved", np.bool_),  # whether the host copy is up to date
         ("touched", np.int64),  # the position that used it last, or UNUSED
         ("upcoming", np.int64),  # the position that uses it next, on into the next inference, or NEVER
@@ -79,7 +79,7 @@ class PoolState(NamedTuple):
 
 
 @compiled
-def empty_state(uses: OpUses, first_use: Ints, class_of_size: Ints, counts: Ints, home: Ints) -> PoolState:
+def empty_state(uses: OpUses, first_use: Ints, class_of_size: Ints, counts: Ints, resident_at: Ints) -> PoolState:
     """Nothing in memory, and nothing free."""
     tensors = np.zeros(len(uses.size), TENSOR)
     objects = np.zeros(counts.sum(), OBJECT)
@@ -93,7 +93,7 @@ def empty_state(uses: OpUses, first_use: Ints, class_of_size: Ints, counts: Ints
             tensor.size_class = class_of_size[uses.size[t]]
             room[tensor.size_class] += 1
         tensor.where = tensor.start = NOWHERE
-        tensor.home = home[t]
+        tensor.resident_at = resident_at[t]
         tensor.saved = uses.kind[t] != VALUE
         tensor.touched = tensor.needed_by = UNUSED
         tensor.upcoming = tensor.first_use = first_use[t]
@@ -184,5 +184,5 @@ def disown(state: PoolState, t: int) -> None:
     """Make a tensor that nothing has used no initial resident: its object has been free since the start."""
     tensor = state.tensors[t]
     state.objects[tensor.where].holder = FREE
-    tensor.home = tensor.where = NOWHERE
+    tensor.resident_at = tensor.where = NOWHERE
     tensor.saved = True

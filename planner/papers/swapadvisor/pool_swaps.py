@@ -76,26 +76,28 @@ def plan_swaps(
     which removes them again where it comes under pressure that the first did not know.
     """
     course = _course(uses, order)
-    home = np.full(len(uses.size), NOWHERE)
+    resident_at = np.full(len(uses.size), NOWHERE)
     pressed = np.zeros(len(uses.tensor) + len(uses.op_s) + len(uses.outputs), np.bool_)
-    state = empty_state(uses, course.first_use, class_of_size, counts, home)
+    state = empty_state(uses, course.first_use, class_of_size, counts, resident_at)
     fits = _scan(uses, course, class_of_size, state, _Rule(course.start_s, threshold, True, pressed))
     if fits and double_pass:
-        for t in range(len(home)):  # the parameters that the first pass leaves in memory, where it leaves them
+        for t in range(
+            len(resident_at)
+        ):  # the parameters that the first pass leaves in memory, where it leaves them
             if state.tensors[t].kind != VALUE:
-                home[t] = state.tensors[t].where
+                resident_at[t] = state.tensors[t].where
         for trial in range(_MOST_PASSES + 1):
             if trial == _MOST_PASSES:
-                home[:] = NOWHERE
-            state = empty_state(uses, course.first_use, class_of_size, counts, home)
+                resident_at[:] = NOWHERE
+            state = empty_state(uses, course.first_use, class_of_size, counts, resident_at)
             fits = _scan(uses, course, class_of_size, state, _Rule(course.start_s, threshold, False, pressed))
-            if not _bar(state, home):
+            if not _bar(state, resident_at):
                 break
     if fits:
         _restore(uses, course, state)
-    start = np.empty(len(home), np.int64)
-    for t in range(len(home)):
-        start[t] = max(state.tensors[t].start, state.tensors[t].home)
+    start = np.empty(len(resident_at), np.int64)
+    for t in range(len(resident_at)):
+        start[t] = max(state.tensors[t].start, state.tensors[t].resident_at)
     return fits, state.log, start
 
 
@@ -167,8 +169,8 @@ def _begin(uses: OpUses, state: PoolState) -> bool:
     """Put initial residents and inputs where they are at the start. A resident that is in an input's way is none."""
     tensors, objects = state.tensors, state.objects
     for t in range(len(tensors)):
-        if tensors[t].home >= 0:
-            fill(state, t, tensors[t].home)
+        if tensors[t].resident_at >= 0:
+            fill(state, t, tensors[t].resident_at)
             tensors[t].saved = tensors[t].kind != STATE  # the inference before this one changed it
     for t in uses.inputs:
         size_class = state.classes[tensors[t].size_class]
@@ -198,7 +200,7 @@ def _fetch(state: PoolState, rule: _Rule, t: int, k: int, demand: int) -> bool:
     tensor = state.tensors[t]
     if tensor.where >= 0:
         return True
-    o = tensor.home
+    o = tensor.resident_at
     if o >= 0 and state.objects[o].holder == FREE:
         state.objects[o].entry = NOWHERE
     else:
@@ -226,7 +228,7 @@ def _make_room(state: PoolState, rule: _Rule, c: int, k: int, copy_s: float, dem
         o = _victim(state, rule, c, k, -1.0)
     if o >= 0:
         t = state.objects[o].holder
-        if state.tensors[t].touched == UNUSED and state.tensors[t].home == o:
+        if state.tensors[t].touched == UNUSED and state.tensors[t].resident_at == o:
             disown(state, t)
         else:
             displace(state, t)
@@ -266,7 +268,7 @@ def _least_urgent(state: PoolState, c: int, k: int) -> int:
         if t < 0:
             continue
         tensor = state.tensors[t]
-        unused = tensor.home == o and tensor.touched == UNUSED and tensor.needed_by != k
+        unused = tensor.resident_at == o and tensor.touched == UNUSED and tensor.needed_by != k
         if unused and tensor.upcoming > furthest:
             chosen, furthest = o, tensor.upcoming
     return chosen
@@ -283,24 +285,24 @@ def _pass_by(state: PoolState, t: int, k: int, last: int, next_use: int, changed
     if next_use != NEVER:
         return
     if tensor.kind != VALUE:
-        if first or tensor.home >= 0:
+        if first or tensor.resident_at >= 0:
             tensor.upcoming = last + 1 + tensor.first_use
     elif k < last or not tensor.output:
         leave(state, t)
 
 
 @compiled
-def _bar(state: PoolState, home: Ints) -> bool:
+def _bar(state: PoolState, resident_at: Ints) -> bool:
     """Remove initial residents that cannot be brought back, because outputs end in their place; whether any were."""
     barred = False
-    for t in range(len(home)):
+    for t in range(len(resident_at)):
         tensor = state.tensors[t]
-        home[t] = tensor.home
-        if tensor.home < 0 or tensor.where == tensor.home:
+        resident_at[t] = tensor.resident_at
+        if tensor.resident_at < 0 or tensor.where == tensor.resident_at:
             continue
-        there = state.objects[tensor.home].holder
+        there = state.objects[tensor.resident_at].holder
         if _stays(state, t) or (there >= 0 and _stays(state, there)):
-            home[t] = NOWHERE
+            resident_at[t] = NOWHERE
             barred = True
     return barred
 
@@ -330,9 +332,9 @@ def _restore(uses: OpUses, course: _OpSchedule, state: PoolState) -> None:
 def _clear(state: PoolState, t: int) -> None:
     """Save a tensor's changes if it does not stay where it started; an initial resident is dropped there."""
     tensor = state.tensors[t]
-    if tensor.where >= 0 and tensor.where != tensor.home and tensor.kind != VALUE:
+    if tensor.where >= 0 and tensor.where != tensor.resident_at and tensor.kind != VALUE:
         save(state, t)
-        if tensor.home >= 0:
+        if tensor.resident_at >= 0:
             displace(state, t)
 
 
@@ -340,11 +342,11 @@ def _clear(state: PoolState, t: int) -> None:
 def _return(state: PoolState, t: int) -> None:
     """Bring an initial resident back. Whatever is in its place is not needed."""
     tensor = state.tensors[t]
-    if tensor.home >= 0 and tensor.where != tensor.home:
-        if state.objects[tensor.home].holder >= 0:
-            displace(state, state.objects[tensor.home].holder)
-        fill(state, t, tensor.home)
-        note(state.log, IN, t, tensor.home)
+    if tensor.resident_at >= 0 and tensor.where != tensor.resident_at:
+        if state.objects[tensor.resident_at].holder >= 0:
+            displace(state, state.objects[tensor.resident_at].holder)
+        fill(state, t, tensor.resident_at)
+        note(state.log, IN, t, tensor.resident_at)
 
 
 @compiled

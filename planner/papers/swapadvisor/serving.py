@@ -39,7 +39,7 @@ from cohabit.planner.streaming.emit import emit
 from cohabit.planner.streaming.op_orders import OpOrder, OpOrders, in_order
 from cohabit.planner.streaming.page_map import NOWHERE
 from cohabit.planner.streaming.searcher import is_perfect
-from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, homes, play, uniform
+from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, place_residents, play, uniform
 from cohabit.planner.streaming.workload import Arrays
 
 POPULATION: Final = 48
@@ -80,8 +80,8 @@ class _Numbered:
     use: Ints
     uses: int
     """Uses in the first order."""
-    home: Ints | None
-    """Homes of given residents."""
+    given: Ints | None
+    """First pages of the given residents, if there are any."""
 
     def local(self, found: Decisions) -> Decisions:
         use = self.use
@@ -95,8 +95,8 @@ class _Numbered:
             row[self.use] = column
         return found
 
-    def homes(self, local: Decisions) -> Ints:
-        return homes(self.view.work.arrays, local.choice) if self.home is None else self.home
+    def resident_at(self, local: Decisions) -> Ints:
+        return place_residents(self.view.work.arrays, local.choice) if self.given is None else self.given
 
 
 class ServingGenetic(Evolution[ServingChromosome]):
@@ -134,7 +134,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
         local = numbered.local(candidate.decisions)
         work = numbered.view.work
         latency_s, period_s, pages = stream.evaluate(
-            work.arrays, work.numbering, numbered.homes(local), local, good_s
+            work.arrays, work.numbering, numbered.resident_at(local), local, good_s
         )
         return Cost(latency_s, period_s, pages * PAGE_BYTES)
 
@@ -147,8 +147,8 @@ class ServingGenetic(Evolution[ServingChromosome]):
         numbered = self._numbered(candidate.order)
         assert numbered is not None
         local = numbered.local(candidate.decisions)
-        home = numbered.homes(local)
-        return emit(numbered.view.work, home, play(numbered.view.work.arrays, home, local)[0])
+        resident_at = numbered.resident_at(local)
+        return emit(numbered.view.work, resident_at, play(numbered.view.work.arrays, resident_at, local)[0])
 
     def seconds(self, cost: Cost) -> float:
         return cost.latency_s + LINK_WEIGHT * cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
@@ -210,7 +210,9 @@ class ServingGenetic(Evolution[ServingChromosome]):
         arrays = self._first.work.arrays
         cut = int(self._rng.integers(len(arrays.op_s) + 1))
         at = int(np.searchsorted(arrays.first_use, cut)), int(arrays.use_start[cut])
-        decisions = [_joined(a.decisions, b.decisions, *at) for a, b in ((second, first), (first, second))]
+        decisions = [
+            _one_point_crossover(a.decisions, b.decisions, *at) for a, b in ((second, first), (first, second))
+        ]
         orders = [first.order, second.order]
         if first.order != second.order and self._rng.random() < NEW_ORDERS:
             cut = int(self._rng.integers(len(first.order) + 1))
@@ -226,9 +228,9 @@ class ServingGenetic(Evolution[ServingChromosome]):
         if numbered is None:
             return ServingChromosome(order, child.decisions)
         work, local = numbered.view.work, numbered.local(child.decisions)
-        home = np.empty(0, np.int64) if numbered.home is None else numbered.home
+        resident_at = np.empty(0, np.int64) if numbered.given is None else numbered.given
         changes, draw = int(rng.geometric(1 - CHANGES)), int(rng.integers(2**31))
-        found = mutated(work.arrays, local, home, changes, draw)
+        found = mutated(work.arrays, local, resident_at, changes, draw)
         return ServingChromosome(order, numbered.numbered(found))
 
     @cached_property
@@ -242,8 +244,8 @@ class ServingGenetic(Evolution[ServingChromosome]):
         """Choices of given residents; None if they are open."""
         if self.problem.residents is None:
             return None
-        home = self._first.work.homes(self.problem.residents)
-        return np.where(home != NOWHERE, RELEASED, STREAMED)
+        resident_at = self._first.work.pages_of(self.problem.residents)
+        return np.where(resident_at != NOWHERE, RELEASED, STREAMED)
 
     def _number(self, order: tuple[int, ...]) -> _Numbered | None:
         """The problem in an order; None if activations do not fit."""
@@ -260,7 +262,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
             np.array([parameter[t] for t in view.work.parameters], np.int64),
             np.array([use.get(found, use[None, found[1]]) for found in _uses(view)], np.int64),
             len(self._first.work.arrays.use_op),
-            None if given is None else view.work.homes(given),
+            None if given is None else view.work.pages_of(given),
         )
 
 
@@ -270,17 +272,20 @@ def _uses(view: OpOrder) -> list[tuple[int | None, int]]:
     return [(op, t) for op, use in zip(ops, view.work.footprint.uses, strict=True) for t in use]
 
 
-def _joined(head: Decisions, tail: Decisions, parameters: int, uses: int) -> Decisions:
+def _one_point_crossover(head: Decisions, tail: Decisions, parameters: int, uses: int) -> Decisions:
     """Decisions that begin like one parent's and go on like another's."""
     cuts = parameters, uses, uses, uses
     return Decisions(*(np.concatenate([a[:n], b[n:]]) for a, b, n in zip(head, tail, cuts, strict=True)))
 
 
 @compiled
-def mutated(work: Arrays, decisions: Decisions, home: Ints, changes: int, seed: int) -> Decisions:
-    """Repair residents that do not fit, at random, then change some decisions. `home` is empty if they are open."""
+def mutated(work: Arrays, decisions: Decisions, resident_at: Ints, changes: int, seed: int) -> Decisions:
+    """Repair residents that do not fit, at random, then change some decisions.
+
+    `resident_at` is empty if the residents are open.
+    """
     np.random.seed(seed)
-    fixed = len(home) > 0
+    fixed = len(resident_at) > 0
     choice = decisions.choice.copy()
     pages = work.size[choice != STREAMED].sum()
     while not fixed and pages > work.partition_pages:
@@ -292,7 +297,7 @@ def mutated(work: Arrays, decisions: Decisions, home: Ints, changes: int, seed: 
     none = np.empty(0, np.int64)
     urgent = Critical(none, none, none)
     if np.random.random() < GUIDED:
-        urgent = critical(work, play(work, home if fixed else homes(work, choice), found)[0])
+        urgent = critical(work, play(work, resident_at if fixed else place_residents(work, choice), found)[0])
     for _ in range(changes):
         if np.random.random() < COPIES:
             j = np.random.randint(len(found.fit))
