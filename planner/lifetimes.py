@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+from msgspec.structs import replace
+
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 
@@ -105,3 +107,11 @@ def peak_activation_bytes(graph: Graph) -> int:
     scratch = [op.scratch_bytes for op in graph.ops] or [0]
     live = live_bytes(blocks, len(scratch))
     return max(n + s for n, s in zip(live, scratch, strict=True))
+
+
+def resident_bytes(graph: Graph) -> int:
+    """Return the most bytes that are alive at once where no parameter or state ever leaves memory."""
+    alike = replace(
+        graph, tensors=tuple(replace(t, kind="parameter") if t.kind == "state" else t for t in graph.tensors)
+    )
+    return graph.weight_bytes + peak_activation_bytes(alike)

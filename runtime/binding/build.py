@@ -1,7 +1,8 @@
 """Builds programs from plans: a plan is checked, drafted, and bound to addresses."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,12 +41,28 @@ def build(
 ) -> Program:
     """Check a plan and bind it. Raises what `draft` raises, and MemoryExceeded."""
     drafted = draft(lowered, plan, profile, arena.device)
-    of_tensor = _offloaded(drafted, arena, store)
+    return bind(drafted, _offloaded(drafted, arena, store), arena, bases, store)
+
+
+def bind(
+    drafted: Draft,
+    of_tensor: Mapping[int, OffloadedTensor],
+    arena: DeviceArena[Destination],
+    bases: Bases,
+    store: HostStore[Destination],
+) -> Program:
+    """Bind a draft to addresses. `of_tensor` has its spills, by tensor. Raises MemoryExceeded."""
     offloaded = tuple(of_tensor.values())
+    of_storage = {tensor.storage_key: tensor for tensor in offloaded if tensor.spill.is_weight}
     statics: list[Any] = []
     for static in drafted.statics:
         if not isinstance(static, StaticWeight):
-            statics.append(static_value(static.template, _values(static.statics, statics)))
+            values = _values(static.statics, statics)
+            with ExitStack() as sized:
+                for key in {v.untyped_storage()._cdata for v in values.values() if isinstance(v, torch.Tensor)}:
+                    if key in of_storage:
+                        sized.enter_context(of_storage[key].sized())
+                statics.append(static_value(static.template, values))
         elif static.address is None:
             statics.append(of_tensor[static.segment].view(static.piece))
         else:
@@ -91,11 +108,11 @@ def _offloaded(
     drafted: Draft, arena: DeviceArena[Destination], store: HostStore[Destination]
 ) -> dict[int, OffloadedTensor]:
     """Return the tensors that leave memory, with the buffers or the store's bytes that they are filled from."""
-    spilled = [s for s in drafted.spills if not s.is_parameter]
+    spilled = [s for s in drafted.spills if not s.is_weight]
     buffers = iter(store.spill_buffers([s.nbytes for s in spilled]) if spilled else [])
     return {
         s.tensor: OffloadedTensor(
-            s, ParameterSource(store, s.tensor, arena) if s.is_parameter else next(buffers), arena.device
+            s, ParameterSource(store, s.tensor, arena) if s.is_weight else next(buffers), arena.device
         )
         for s in drafted.spills
     }

@@ -41,7 +41,7 @@ def file_spill_buffers(folder: Path, sizes: Sequence[int]) -> list[SpillBuffer]:
     return [_FileSpillBuffer(file, at) for at in starts[:-1]]
 
 
-def _bytes_of(flat: torch.Tensor) -> Bytes:
+def bytes_of(flat: torch.Tensor) -> Bytes:
     """A tensor's bytes, for as long as it is there. Its own `numpy` would forbid its storage to be resized."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr()))
 
@@ -58,10 +58,10 @@ class _RamSpillBuffer:
         self._memory = memory
 
     def save(self, source: torch.Tensor) -> None:
-        np.copyto(self._memory[: source.nbytes], _bytes_of(source))
+        np.copyto(self._memory[: source.nbytes], bytes_of(source))
 
     def load(self, destination: torch.Tensor) -> None:
-        np.copyto(_bytes_of(destination), self._memory[: destination.nbytes])
+        np.copyto(bytes_of(destination), self._memory[: destination.nbytes])
 
     def close(self) -> None:
         release_pages(self._memory)
@@ -97,14 +97,14 @@ class _FileSpillBuffer:
         self._offset = offset
 
     def save(self, source: torch.Tensor) -> None:
-        bytes_, buffer = _bytes_of(source), self._file.outgoing
+        bytes_, buffer = bytes_of(source), self._file.outgoing
         for start in range(0, len(bytes_), BUFFER_BYTES):
             part = bytes_[start : start + BUFFER_BYTES]
             np.copyto(buffer[: len(part)], part)
             write_fully(self._file.fd, buffer[: aligned(len(part), BLOCK_BYTES)], self._offset + start)
 
     def load(self, destination: torch.Tensor) -> None:
-        bytes_, buffer = _bytes_of(destination), self._file.incoming
+        bytes_, buffer = bytes_of(destination), self._file.incoming
         for start in range(0, len(bytes_), BUFFER_BYTES):
             part = bytes_[start : start + BUFFER_BYTES]
             read_fully(self._file.fd, buffer[: aligned(len(part), BLOCK_BYTES)], self._offset + start)

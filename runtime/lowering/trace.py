@@ -125,7 +125,7 @@ def trace_model(
     `weights` have a storage each, shared only by tied ones. The model's own in-place operators may change the examples.
     Raises UnsupportedModel where sizes depend on values, weights are changed, or an operator is not allowed.
     """
-    tracer = _Tracer(model, weights, bucket, examples)
+    tracer = Tracer(model, weights, bucket, examples)
     with torch.inference_mode(), measuring_allocations() as peaks:
         trace = tracer.run()
     ops = tuple(
@@ -194,13 +194,15 @@ def run_model(
     model: FxModel, weights: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return a model's outputs. Its own in-place operators may change the inputs."""
-    tracer = _Tracer(model, weights, Bucket(0), inputs)
+    tracer = Tracer(model, weights, Bucket(0), inputs)
     with torch.inference_mode():
         tracer.run()
     return tracer.results
 
 
-class _Tracer:
+class Tracer:
+    """Runs a model's graph node by node and records calls and storages. Subclasses say what a program may do."""
+
     def __init__(
         self, model: FxModel, weights: dict[str, torch.Tensor], bucket: Bucket, examples: Sequence[torch.Tensor]
     ) -> None:
@@ -269,7 +271,7 @@ class _Tracer:
         self.frame[node] = tensor
 
     def _call(self, node: fx.Node) -> None:
-        _check_target(self.model.name, node.target)
+        self.require_allowed(node.target)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.frame[n])
         assert callable(node.target)
         table = table_of(node.target, args)
@@ -326,7 +328,7 @@ class _Tracer:
         return len(self.ops) - 1
 
     def _mutated(self, node: fx.Node, inputs: Any) -> list[Storage]:
-        """Storages that an in-place operator changes. Raises UnsupportedModel where one is a weight."""
+        """Storages that an in-place operator changes. Raises UnsupportedModel where one must not change."""
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return []
@@ -341,11 +343,22 @@ class _Tracer:
                     changed[storage_key(tensor)] = self.storages[storage_key(tensor)]
         for storage in changed.values():
             if storage.kind == "weight":
-                raise UnsupportedModel(
-                    f"{self.model.name}: op {node.name} changes the weight {storage.weight};"
-                    " a served model has no state, so return it as an output instead"
-                )
+                self.require_mutable(node, storage)
         return list(changed.values())
+
+    def require_allowed(self, target: Any) -> None:
+        """Raise UnsupportedModel for a target that a served model may not call."""
+        if not allows_lowered(target) and getattr(target, "__module__", "") not in _FUNCTION_MODULES:
+            raise UnsupportedModel(
+                f"{self.model.name}: the program calls {target}, which is not an operator that a model may use"
+            )
+
+    def require_mutable(self, node: fx.Node, storage: Storage) -> None:
+        """Raise UnsupportedModel for an op that changes a weight."""
+        raise UnsupportedModel(
+            f"{self.model.name}: op {node.name} changes the weight {storage.weight};"
+            " a served model has no state, so return it as an output instead"
+        )
 
     def _refuse_value_sizes(self, node: fx.Node) -> None:
         for value in pytree.tree_leaves(node.meta.get("val")):
@@ -401,15 +414,12 @@ def _target_name(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
-def _check_target(model: str, target: Any) -> None:
-    if not allows_lowered(target) and getattr(target, "__module__", "") not in _FUNCTION_MODULES:
-        raise UnsupportedModel(
-            f"{model}: the program calls {target}, which is not an operator that a model may use"
-        )
-
-
 def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
-    """The planner's graph of a trace: segments first, then inputs, then activations."""
+    """The planner's graph of a trace: segments first, then inputs, then activations.
+
+    A segment that an op changes is state, any other a parameter.
+    """
+    changed = {s.weight for op in trace.ops for s in op.mutates}
     segment_of = {p.name: i for i, s in enumerate(manifest.segments) for p in s.pieces}
     inputs = len(manifest.segments)
     activations = inputs + len(trace.input_bytes)
@@ -419,7 +429,10 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
             return segment_of[storage.weight]
         return storage.index + (inputs if storage.kind == "input" else activations)
 
-    tensors = [Tensor(s.name, s.nbytes, "parameter", 4096) for s in manifest.segments]
+    tensors = [
+        Tensor(s.name, s.nbytes, "parameter" if changed.isdisjoint(p.name for p in s.pieces) else "state", 4096)
+        for s in manifest.segments
+    ]
     tensors += [Tensor(f"input_{i}", n, "input") for i, n in enumerate(trace.input_bytes)]
     tensors += [
         Tensor(f"{op.name}.{i}", s.nbytes, "activation") for op in trace.ops for i, s in enumerate(op.writes)

@@ -26,7 +26,7 @@ class SpillInterval:
     """The last compute step that uses it; -1 where none does."""
     swap_outs: int
     frees_storage: bool
-    """Whether its last user empties its storage: after any drop of a parameter, and before a swap-in of another
+    """Whether its last user empties its storage: after any drop of a weight, and before a swap-in of another
     tensor. Otherwise the tensor stays, or its storage goes with the last reference."""
 
     @property
@@ -37,20 +37,21 @@ class SpillInterval:
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """One tensor whose storage is resized: a swapped activation or input, or, where parameters are counted, any
-    parameter that the plan copies or has as a resident."""
+    """One tensor whose storage is resized: a swapped activation or input, or, where weights are counted, any
+    parameter or state that the plan copies or has as a resident."""
 
     tensor: int
     nbytes: int
     slot: int | None
-    """The frame's slot for the result that has the tensor's storage, or for the input; None for a parameter."""
+    """The frame's slot for the result that has the tensor's storage, or for the input; None for a weight."""
     leaf: int
     """Which tensor of that result it is."""
     at_start: bool
     intervals: tuple[SpillInterval, ...]
 
     @property
-    def is_parameter(self) -> bool:
+    def is_weight(self) -> bool:
+        """Whether it is a parameter or state, whose storage lasts from run to run."""
         return self.slot is None
 
 
@@ -63,9 +64,10 @@ def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
         leaving = {t for t in leaving if graph.tensors[t].kind != "parameter"}
     for tensor in sorted(leaving):
         kind = graph.tensors[tensor].kind
-        if kind == "state":
+        if kind == "state" and not plan.memory.counted:
             raise UnsupportedPlan(
-                f"{graph.name}: the plan swaps {graph.tensors[tensor].name}, which is state; it cannot be executed"
+                f"{graph.name}: the plan swaps {graph.tensors[tensor].name}, which is state: only where everything is"
+                " counted does it have a storage of its own. Plan one budget"
             )
         if kind == "input" and not plan.memory.counted:
             raise UnsupportedPlan(
@@ -116,7 +118,7 @@ def _spill(
 def _place(graph: Graph, trace: Trace, tensor: int) -> tuple[int | None, int]:
     """Return the slot whose value has a tensor's storage, and which tensor of that value it is."""
     kind = graph.tensors[tensor].kind
-    if kind == "parameter":
+    if graph.tensors[tensor].is_weight:
         return None, 0
     if kind == "input":
         return trace.input_slots[graph.inputs.index(tensor)], 0

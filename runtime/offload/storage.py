@@ -5,6 +5,8 @@ filled when it comes back, so views see the new bytes and nothing has to be made
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +41,10 @@ class ParameterSource:
 class OffloadedTensor:
     """One tensor of the current run that leaves memory. The caller keeps the lanes' order."""
 
-    def __init__(self, spill: Spill, buffer: SpillBuffer, device: torch.device) -> None:
+    def __init__(
+        self, spill: Spill, buffer: SpillBuffer, device: torch.device, storage: torch.UntypedStorage | None = None
+    ) -> None:
+        """`storage` is a weight's, with its bytes in `buffer`, if it has one already; it is emptied."""
         self.spill = spill
         self._buffer = buffer
         self._users = [i.users if i.frees_storage else 0 for i in spill.intervals]
@@ -49,25 +54,37 @@ class OffloadedTensor:
         self._interval = 0
         self._users_left = 0
         self._lock = threading.Lock()
-        if spill.is_parameter:  # its storage lasts: the calls of the program have views of it
-            self._storage = torch.empty(spill.nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        if spill.is_weight:  # its storage lasts: the calls of the program have views of it
+            own = torch.empty(spill.nbytes, dtype=torch.uint8, device=device).untyped_storage()
+            self._storage = own if storage is None else storage
             self._nbytes = spill.nbytes
             self._storage.resize_(0)
 
     def view(self, piece: Piece) -> torch.Tensor:
-        """Return a parameter that lies in this storage, whether or not that has its bytes now."""
+        """Return a weight that lies in this storage, whether or not that has its bytes now."""
         assert self._storage is not None
         dtype = dtype_of(piece.dtype)
-        self._storage.resize_(self._nbytes)
         value = torch.empty(0, dtype=dtype, device=self._storage.device)
-        value.set_(self._storage, piece.offset // dtype.itemsize, piece.shape, piece.stride)
+        with self.sized():
+            return value.set_(self._storage, piece.offset // dtype.itemsize, piece.shape, piece.stride)
+
+    @contextmanager
+    def sized(self) -> Iterator[None]:
+        """Give a weight's storage its size for a while, without its bytes: torch makes no view of an empty one."""
+        assert self._storage is not None
+        self._storage.resize_(self._nbytes)
+        yield
         self._storage.resize_(0)
-        return value
+
+    @property
+    def storage_key(self) -> int | None:
+        """What tells its storage from others, once there is one."""
+        return None if self._storage is None else self._storage._cdata
 
     def reset(self) -> None:
-        """Begin outside of memory, a parameter with an empty storage. No copy may be in progress."""
+        """Begin outside of memory, a weight with an empty storage. No copy may be in progress."""
         self._interval = -1
-        if self.spill.is_parameter and self._storage is not None:
+        if self.spill.is_weight and self._storage is not None:
             self._storage.resize_(0)
 
     def start(self, frame: Frame) -> None:
@@ -148,7 +165,7 @@ class OffloadedTensor:
 
     def forget(self, frame: Frame | None = None) -> None:
         """Drop the reference to the storage of an activation. Compute lane, after the last op that uses it."""
-        if not self.spill.is_parameter:
+        if not self.spill.is_weight:
             self._storage = None
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ def most_held(bench: Bench, program: Program) -> int:
     def observe(step: int, frame: Frame) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves(frame) if isinstance(leaf, torch.Tensor)]
         storages = [leaf.untyped_storage() for leaf in leaves if leaf.data_ptr() not in arena]
-        storages += [t._storage for t in program.offloaded if t.spill.is_parameter and t._storage is not None]
+        storages += [t._storage for t in program.offloaded if t.spill.is_weight and t._storage is not None]
         held.append(sum({s._cdata: s.nbytes() for s in storages}.values()))
 
     bench.run(observed(program, observe))

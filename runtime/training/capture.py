@@ -1,0 +1,226 @@
+"""Captures a whole training step: forward, backward, and the user's own optimizer.
+
+The step is traced with `make_fx` on fake tensors, so that it takes no memory, and is not functionalised: updates in
+place stay as they are and become `Op.mutates` on state. Learning rates, which schedulers change, are inputs.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering.model import FxModel
+from cohabit.runtime.lowering.packing import storage_key
+from cohabit.runtime.lowering.trace import Storage, Trace, Tracer
+from cohabit.runtime.training.state import RNG, TrainingState
+from cohabit.runtime.training.updates import updates_early
+
+Loss = Callable[..., torch.Tensor]
+"""`loss(model, *batch)`, a 0-d tensor that is minimised."""
+
+BUCKET = Bucket(1)
+"""A step has one shape, whatever its batch is."""
+
+_DECOMPOSITIONS = {torch.ops.aten.native_batch_norm.default: torch.ops.aten._native_batch_norm_legit.default}
+"""Operators whose schema does not say what they change, and the same kernels under a schema that does."""
+_RANDOM = Storage("weight", 0, 8, RNG)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What surrounds the user's loss in a step."""
+
+    clip_norm: float | None = None
+    """The largest norm of all gradients together."""
+    micro_batches: int = 1
+    """Parts of a batch, along dimension 0 of each of its tensors, whose gradients are added."""
+    autocast: torch.dtype | None = None
+    """Operators that allow it run in this precision (`torch.autocast`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """An op's target and its arguments, with fake tensors: what its time and scratch are measured with."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def capture(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Sequence[torch.Tensor],
+    state: TrainingState,
+    options: StepOptions,
+) -> tuple[Trace, list[OpCall]]:
+    """Trace a step. Its inputs are the batch, then a learning rate per parameter group; its output is the loss.
+
+    Returns the call of each op beside the trace. Raises UnsupportedModel where the step depends on values of tensors.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    rates = [torch.zeros((), dtype=torch.float64) for _ in optimizer.param_groups]
+    with mode:
+        weights = {
+            name: torch.empty_strided(t.shape, t.stride, dtype=t.dtype)
+            for name, t in state.tensors.items()
+            if name != RNG
+        }
+        inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in (*batch, *rates)]
+    step = _Step(model, optimizer, loss, state, options)
+    try:
+        traced = make_fx(step, _DECOMPOSITIONS, tracing_mode="fake")(weights, *inputs)
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        raise UnsupportedModel(
+            f"the step depends on the values of tensors: {error}. It must be the same for every batch, so keep values"
+            " in tensors: no branches on .item(), no boolean indexing"
+        ) from error
+    graph = traced.graph
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    names = {n.name: name for n, name in zip(placeholders, weights, strict=False)}
+    fakes = {n.name: weights[name] for n, name in zip(placeholders, weights, strict=False)}
+    first_update = _remove_marks(graph)
+    with mode, torch.no_grad():
+        tracer = StepTracer(FxModel("step", traced, graph, fakes, (), (), None), names, inputs)
+        ordered = updates_early(graph, tracer.run().ops, first_update)
+        tracer = StepTracer(FxModel("step", traced, ordered, fakes, (), (), None), names, inputs)
+        return tracer.run(), tracer.calls
+
+
+class StepTracer(Tracer):
+    """Traces a step on fake tensors. Any operator is allowed, and weights may change."""
+
+    def __init__(self, model: FxModel, names: Mapping[str, str], inputs: Sequence[torch.Tensor]) -> None:
+        """`names` has the state's name of each placeholder."""
+        super().__init__(model, model.weights, BUCKET, inputs)
+        self._names = names
+        self.calls: list[OpCall] = []
+
+    def require_allowed(self, target: Any) -> None:
+        """Allow everything: the program is the user's own, in the user's own process."""
+
+    def require_mutable(self, node: fx.Node, storage: Storage) -> None:
+        """Allow it: what changes is state."""
+
+    def _enter(self, node: fx.Node) -> None:
+        super()._enter(node)
+        if node.name in self._names:
+            tensor = self.weights[node.name]
+            nbytes = tensor.untyped_storage().nbytes()
+            self.storages[storage_key(tensor)] = Storage("weight", 0, nbytes, self._names[node.name])
+
+    def _scalar(self, node: fx.Node, inputs: Any) -> None:
+        """Arithmetic on numbers that were read out of tensors costs nothing: it is issued like a view."""
+        if isinstance(node.target, torch._ops.OpOverload) or not node.all_input_nodes:
+            super()._scalar(node, inputs)
+        else:
+            self._issue(node, None)
+
+    def _op(self, node: fx.Node, inputs: Any, outputs: Sequence[torch.Tensor], mutated: Sequence[Storage]) -> int:
+        index = super()._op(node, inputs, outputs, mutated)
+        assert callable(node.target)
+        self.calls.append(OpCall(node.target, *inputs))
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            op = self.ops[index]
+            self.ops[index] = msgspec.structs.replace(
+                op, reads=(*op.reads, _RANDOM), mutates=(*op.mutates, _RANDOM)
+            )
+        return index
+
+
+class _Step:
+    """The function that is traced."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        state: TrainingState,
+        options: StepOptions,
+    ) -> None:
+        self._holder = _Holder(model, loss)
+        self._optimizer = optimizer
+        self._state = state
+        self._options = options
+
+    def __call__(self, weights: Mapping[str, torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
+        groups = len(self._optimizer.param_groups)
+        batch, rates = inputs[:-groups], [rate.item() for rate in inputs[-groups:]]
+        trained = {name: weights[name].requires_grad_() for name in self._state.trained}
+        module = {f"model.{name}": weights[name] for name in self._state.of_module}
+        count, precision = self._options.micro_batches, self._options.autocast
+        total: torch.Tensor | None = None
+        for part in zip(*(torch.tensor_split(t, count) for t in batch), strict=True):
+            with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+                loss = functional_call(self._holder, module, part)
+            loss = loss if count == 1 else loss / count
+            _add_gradients(loss, list(trained.values()))
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        with torch.no_grad():
+            if self._options.clip_norm is not None:
+                nn.utils.clip_grad_norm_(trained.values(), self._options.clip_norm, foreach=False)
+            self._update(trained, weights, rates)
+        return [total]
+
+    def _update(
+        self, trained: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], rates: Sequence[float]
+    ) -> None:
+        """Run the optimizer's own step on the traced parameters, with the traced state."""
+        optimizer = copy.copy(self._optimizer)
+        optimizer.param_groups = []
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            names = [self._state.name_of(p) for p in group["params"] if p.requires_grad]
+            one_by_one: dict[str, Any] = {key: False for key in ("foreach", "fused", "capturable") if key in group}
+            traced = {**group, **one_by_one, "params": [trained[n] for n in names], "lr": rate}
+            optimizer.param_groups.append(traced)
+        optimizer.state = self._state.optimizer_state(self._optimizer, trained, weights)
+        optimizer.step()
+
+
+class _Holder(nn.Module):
+    """Calls the user's loss with the model as it is, so that `functional_call` can put weights into it."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        return self._loss(self.model, *batch)
+
+
+def _add_gradients(loss: torch.Tensor, trained: Sequence[torch.Tensor]) -> None:
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _remove_marks(graph: fx.Graph) -> str:
+    """Remove what torch notes for its profiler, and calls without users; return the update's first node."""
+    first, marks = "", []
+    for node in graph.nodes:
+        if str(node.target).startswith("profiler."):
+            marks.append(node)
+            if not first and str(node.args[0]).startswith("Optimizer.step"):
+                first = node.next.name
+    for node in reversed(marks):
+        graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.target is torch.ops.aten.empty.memory_format and not node.users:
+            graph.erase_node(node)
+    return first

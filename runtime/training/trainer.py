@@ -1,0 +1,301 @@
+"""Trains a model whose step does not fit into memory: the plan decides what is in memory when."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import msgspec
+import torch
+from torch import nn
+
+from cohabit.planner.errors import FormatError
+from cohabit.planner.graph import Graph
+from cohabit.planner.lifetimes import resident_bytes
+from cohabit.planner.memory import Memory
+from cohabit.planner.plan import Compute, Plan, Provenance
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
+from cohabit.runtime.binding.build import bind, draft
+from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.memory import StoreKind
+from cohabit.runtime.offload.storage import OffloadedTensor
+from cohabit.runtime.recording import Recording
+from cohabit.runtime.training.capture import BUCKET, Loss, StepOptions, capture
+from cohabit.runtime.training.checkpoint import read_checkpoint, write_checkpoint
+from cohabit.runtime.training.measure import measure_calls, measure_link
+from cohabit.runtime.training.state import TrainingState
+from cohabit.runtime.training.store import StateStore
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is, or 0 where that is not known."""
+
+DRIFT: Final = 0.1
+"""Relative change of a step's compute time after which it is planned anew (TENSILE, section IV-E)."""
+SMOOTHING: Final = 0.3
+"""Weight of the latest measured step in the moving averages of op times."""
+MEASURED_FIRST: Final = 4
+"""So many steps of a plan are measured op by op, then one in `MEASURED_EVERY`."""
+MEASURED_EVERY: Final = 50
+_LINK_BYTES: Final = 8 << 20
+
+
+class TrainingLost(DeviceError):
+    """A step failed half-way, so that some parameters may be updated and others not."""
+
+
+class Trainer:
+    """Runs training steps of a model within a memory budget.
+
+    Model, loss and optimizer are the user's own and stay as they are. Between steps their tensors are empty; `sync`
+    fills them. A step that fails cannot be repeated: the trainer is lost, and training goes on from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        example_batch: Sequence[torch.Tensor],
+        memory: int | str = "60%",
+        *,
+        searcher: str = "best",
+        search_seconds: float = 20.0,
+        store: StoreKind = "ram",
+        folder: Path | None = None,
+        clip_norm: float | None = None,
+        micro_batches: int = 1,
+        autocast: torch.dtype | None = None,
+        on_progress: OnProgress = lambda what, done, total: None,
+    ) -> None:
+        """Capture, measure and plan a step. `loss(model, *batch)` returns a 0-d tensor.
+
+        `memory` is a number of bytes, or a share of the most that a step needs, such as "60%". `store` says where
+        tensors go that leave memory: to RAM, or to a file without a name in `folder`. Raises UnsupportedModel where the
+        step cannot be captured, and InfeasibleBudget, which names the least memory, where it does not fit.
+        """
+        self._optimizer = optimizer
+        self._searcher, self._search_seconds, self._on_progress = searcher, search_seconds, on_progress
+        self._store = StateStore(store, folder or Path(tempfile.gettempdir()))
+        self._state = TrainingState(model, optimizer)
+        self._forms = [(t.shape, t.dtype) for t in example_batch]
+        self._lowered, seconds = self._measured(
+            model, loss, example_batch, StepOptions(clip_norm, micro_batches, autocast)
+        )
+        self.graph: Graph = self._lowered.graphs[BUCKET]
+        """Of one step."""
+        (scratch,) = self._store.spill_buffers([_LINK_BYTES])
+        links = measure_link(scratch, _LINK_BYTES)
+        self.profile = Profile(self.graph.fingerprint, "cpu", tuple(seconds), *links)
+        """Times of its ops: measured one by one at first, then moving averages over steps."""
+        self.peak_bytes: int = resident_bytes(self.graph)
+        """The most that a step needs if nothing ever leaves memory."""
+        self.memory_bytes: int = memory_bytes(memory, self.peak_bytes)
+        self.plan: Plan = self._search()
+        """What is in memory when."""
+        sizes = [tensor.nbytes for tensor in self._state.tensors.values()]
+        self._buffers = dict(zip(self._state.tensors, self._store.spill_buffers(sizes), strict=True))
+        self.steps = 0
+        """Steps taken, with those before the checkpoint that training went on from."""
+        self._recording: Recording | None = None
+        """Of the last step that was measured, until it is read."""
+        self._steps_measured = 0
+        self._lost: str | None = None
+        self._is_synced = False
+        self._executor = CpuExecutor()
+        self._executor.start()
+        self._leave()
+        self._program = self._bound()
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def prediction(self) -> Provenance:
+        """What the plan promises: `period_s` per step, and `bound_s`, below which no plan can be."""
+        assert self.plan.provenance is not None
+        return self.plan.provenance
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes that each step copies, in both directions together."""
+        return self._program.link_bytes
+
+    def step(self, *batch: torch.Tensor) -> torch.Tensor:
+        """Take one step; return the loss before its update, a 0-d tensor.
+
+        Raises ValueError for a batch of other shapes or dtypes than the example's, and TrainingLost.
+        """
+        if self._lost is not None:
+            raise TrainingLost(self._lost)
+        forms = [(t.shape, t.dtype) for t in batch]
+        if forms != self._forms:
+            raise ValueError(f"the batch has {_written(forms)}; the step was captured for {_written(self._forms)}")
+        self._learn()
+        if self._is_synced:
+            self._leave()
+            self._executor.load(self._program)
+        measured = self._steps_measured < MEASURED_FIRST or self.steps % MEASURED_EVERY == 0
+        rates = [torch.tensor(float(group["lr"]), dtype=torch.float64) for group in self._optimizer.param_groups]
+        try:
+            result = self._executor.run(self._program, [*batch, *rates], follow=self._note if measured else None)
+        except DeviceError as error:
+            self._lost = f"step {self.steps + 1} failed: {error}; make a new trainer and resume from a checkpoint"
+            raise TrainingLost(self._lost) from error
+        self.steps += 1
+        return result.outputs[0]
+
+    def sync(self) -> None:
+        """Bring everything into memory, so that the model's and the optimizer's state are current.
+
+        The tensors are the user's until the next step, which takes what they then hold. Raises TrainingLost.
+        """
+        if self._lost is not None:
+            raise TrainingLost(self._lost)
+        if not self._is_synced:
+            self._executor.settle()
+            for name, tensor in self._state.tensors.items():
+                if not tensor.is_here:
+                    tensor.load(self._buffers[name])
+                tensor.show()
+            self._is_synced = True
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write all state to a `safetensors` file, whole or not at all. Raises OSError and TrainingLost."""
+        if self._lost is not None:
+            raise TrainingLost(self._lost)
+        self._executor.settle()
+        write_checkpoint(path, self.steps, self._state, self._buffers)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint of the same model and optimizer. Raises FormatError for another, or a damaged one."""
+        self._executor.settle()
+        self._leave()
+        try:
+            self.steps = read_checkpoint(path, self._state, self._buffers)
+        except FormatError as error:
+            self._lost = f"{error}; make a new trainer"
+            raise
+        self._executor.load(self._program)
+
+    def close(self) -> None:
+        """Sync, unless the training is lost, and release everything else."""
+        if self._lost is None:
+            self.sync()
+        self._executor.close()
+
+    def _measured(
+        self, model: nn.Module, loss: Loss, batch: Sequence[torch.Tensor], options: StepOptions
+    ) -> tuple[Lowered, list[float]]:
+        """Capture the step; return it with its ops' scratch, and what each op takes."""
+        self._on_progress("capturing the step", 0, 0)
+        trace, calls = capture(model, self._optimizer, loss, batch, self._state, options)
+        seconds, scratch = measure_calls(
+            calls, lambda done, total: self._on_progress("measuring its ops", done, total)
+        )
+        ops = (msgspec.structs.replace(op, scratch_bytes=n) for op, n in zip(trace.ops, scratch, strict=True))
+        traces = {BUCKET: replace(trace, ops=tuple(ops))}
+        return Lowered("training", (), (), False, traces, self._state.manifest(), Path()), seconds
+
+    def _search(self) -> Plan:
+        problem = Problem(self.graph, self.profile, Memory(self.memory_bytes, counted=True), objective="period")
+
+        def show(evaluations: int, best_s: float, bound_s: float) -> None:
+            self._on_progress(f"planning: {best_s:.3g} s per step, bound {bound_s:.3g} s", evaluations, 0)
+
+        return search(problem, self._searcher, limit=Limit(seconds=self._search_seconds), on_progress=show)
+
+    def _bound(self) -> Program:
+        """Bind the plan, and load what it begins with. All state has left memory."""
+        arena = CpuArena(0)
+        drafted = draft(self._lowered, self.plan, self.profile, arena.device)
+        names = list(self._state.tensors)
+        temporary = iter(self._store.spill_buffers([s.nbytes for s in drafted.spills if not s.is_weight]))
+        offloaded = {}
+        for spill in drafted.spills:
+            if spill.is_weight:
+                name = names[spill.tensor]
+                buffer, storage = self._buffers[name], self._state.tensors[name].storage
+                offloaded[spill.tensor] = OffloadedTensor(spill, buffer, arena.device, storage)
+            else:
+                offloaded[spill.tensor] = OffloadedTensor(spill, next(temporary), arena.device)
+        program = bind(drafted, offloaded, arena, Bases(0, 0), self._store)
+        self._executor.load(program)
+        return program
+
+    def _leave(self) -> None:
+        """Have everything leave memory for its buffer, with what the user may have changed."""
+        for name, tensor in self._state.tensors.items():
+            tensor.save(self._buffers[name])
+            tensor.hide()
+        self._is_synced = False
+
+    def _note(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def _learn(self) -> None:
+        """Take the last measured step into the averages, and plan anew where they have drifted."""
+        recording, self._recording = self._recording, None
+        if recording is None or self._is_synced:
+            return
+        self._steps_measured += 1
+        weight = max(1 / self._steps_measured, SMOOTHING)
+        seconds = list(self.profile.op_seconds)
+        for span in recording.measured(0.0):
+            step = recording.program.plan.steps[span.step]
+            if isinstance(step, Compute):
+                seconds[step.op] += weight * (span.end_s - span.start_s - seconds[step.op])
+        self.profile = msgspec.structs.replace(self.profile, op_seconds=tuple(seconds))
+        planned_s = self.prediction.resident_s
+        if self._steps_measured >= MEASURED_FIRST and abs(self.profile.compute_s / planned_s - 1) > DRIFT:
+            self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        """Search with what the steps have taken; the plan in use stays if it is as good by the same times."""
+        kept = msgspec.structs.replace(self.plan, profile=self.profile.fingerprint)
+        timeline = simulate(self.graph, kept, self.profile)
+        assert timeline.period_s is not None
+        found = self._search()
+        assert found.provenance is not None
+        if found.provenance.period_s < timeline.period_s:
+            self._executor.settle()
+            self._leave()
+            self.plan = found
+            self._program = self._bound()
+        else:
+            promise = msgspec.structs.replace(
+                found.provenance, latency_s=timeline.latency_s, period_s=timeline.period_s
+            )
+            self.plan = msgspec.structs.replace(kept, provenance=promise)
+
+
+def memory_bytes(memory: int | str, peak_bytes: int) -> int:
+    """Return the bytes that `memory` means: a number of bytes, or a share of `peak_bytes` such as "60%".
+
+    Raises ValueError.
+    """
+    if isinstance(memory, int):
+        return memory
+    share = float(memory.removesuffix("%")) / 100 if memory.endswith("%") else 0.0
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"memory {memory!r} is not a number of bytes, nor a share of the step's peak such as '60%'"
+        )
+    return int(share * peak_bytes)
+
+
+def _written(forms: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in forms)
