@@ -13,7 +13,7 @@ from cohabit.planner.check import check
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.calls import Call, bind_with_store, static_value, weight_at
-from cohabit.runtime.binding.draft import Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
+from cohabit.runtime.binding.draft import ComputeStep, Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
@@ -67,10 +67,15 @@ def bind(
             statics.append(of_tensor[static.segment].view(static.piece))
         else:
             statics.append(weight_at(arena, bases.offset(static.address), static.piece))
-    after = _calls_after(offloaded)
+    adopting, finishing = _adopting(offloaded), _finishing(offloaded)
 
     def bound(calls: Sequence[DraftCall]) -> tuple[Call, ...]:
         return tuple(bind_with_store(c.template, _values(c.statics, statics), c.frees, store) for c in calls)
+
+    def compute(n: int, step: ComputeStep[DraftCall]) -> ComputeStep[Call]:
+        calls = bound(step.calls)
+        op = len(calls) - step.unpacking
+        return step.with_calls((*calls[:op], *adopting.get(n, ()), *calls[op:], *finishing.get(n, ())))
 
     def swap(step: SwapStep) -> SwapStep:
         tensor = of_tensor.get(step.tensor)
@@ -83,7 +88,7 @@ def bind(
     return Program(
         name=drafted.graph.name,
         draft=drafted,
-        computes=tuple(c.with_calls((*bound(c.calls), *after.get(n, ()))) for n, c in enumerate(drafted.computes)),
+        computes=tuple(compute(n, step) for n, step in enumerate(drafted.computes)),
         swap_ins=tuple(map(swap, drafted.swap_ins)),
         swap_outs=tuple(map(swap, drafted.swap_outs)),
         offloaded=offloaded,
@@ -122,15 +127,21 @@ def _values(static_slots: Statics, statics: Sequence[Any]) -> dict[int, Any]:
     return {slot: statics[index] for slot, index in static_slots}
 
 
-def _calls_after(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
-    """Return what is done with offloaded tensors after each compute step: those that it makes first."""
-    after: dict[int, list[Call]] = defaultdict(list)
+def _adopting(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
+    """Return, per compute step, the calls by which offloaded tensors take the storages of its results."""
+    calls: dict[int, list[Call]] = defaultdict(list)
     for tensor in offloaded:
         for n, interval in enumerate(tensor.spill.intervals):
             if interval.maker is not None:
-                after[interval.maker].append(partial(tensor.adopt, n))
+                calls[interval.maker].append(partial(tensor.adopt, n))
+    return calls
+
+
+def _finishing(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
+    """Return, per compute step, the calls after it that end its use of offloaded tensors."""
+    calls: dict[int, list[Call]] = defaultdict(list)
     for tensor in offloaded:
         for interval in tensor.spill.intervals:
             if interval.last_use >= 0:
-                after[interval.last_use].append(tensor.finish_use if interval.frees_storage else tensor.forget)
-    return after
+                calls[interval.last_use].append(tensor.finish_use if interval.frees_storage else tensor.forget)
+    return calls

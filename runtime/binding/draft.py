@@ -3,6 +3,8 @@
 Drafting walks the plan once. A model that moves, or is loaded again, is bound to the arena from the same draft.
 """
 
+import operator
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
@@ -60,10 +62,14 @@ class ComputeStep(Generic[C]):
     swap_outs_before: int = 0
     first_reads: tuple[int, ...] = ()
     """Initial residents that this step is the first to read: the last run's epilogue may still be copying them."""
+    unpacking: int = 0
+    """So many of the last calls take the op's results apart. Each then lasts as long as itself is read."""
 
     def with_calls(self, calls: tuple[D, ...]) -> "ComputeStep[D]":
         """Return the same step with its calls in another form."""
-        return ComputeStep(self.step, calls, self.swap_ins_before, self.swap_outs_before, self.first_reads)
+        return ComputeStep(
+            self.step, calls, self.swap_ins_before, self.swap_outs_before, self.first_reads, self.unpacking
+        )
 
 
 def _not_bound() -> None:
@@ -132,6 +138,11 @@ class Drafter:
         self.graph, self.trace, self.plan, self.device = graph, trace, plan, device
         self.op_instructions = {i.op: i for i in trace.instructions if i.op is not None}
         self.views = {i.out: i for i in trace.instructions if i.op is None}
+        self.parts: dict[int, list[Instruction]] = defaultdict(list)
+        """By slot, the calls that take its results apart."""
+        for i in self.views.values():
+            if i.target is operator.getitem:
+                self.parts[i.reads[0]].append(i)
         self.numbers = [i for i in trace.instructions if i.out in trace.numbers]
         self.statics = _StaticValues(trace, manifest, device)
         self.made: set[int] = set()
@@ -216,13 +227,15 @@ class Drafter:
         numbers = [] if self.computes else self.numbers
         self.made.update(i.out for i in numbers)
         instruction = self.op_instructions[step.op]
-        calls = self._pending([*numbers, *self._needed_by(instruction)])
+        parts = self.parts[instruction.out]
+        calls = self._pending([*numbers, *self._needed_by(instruction), *parts])
         if step.op in self.computed:  # its result is a new one, of which views have to be made anew
             self.made -= self._views_of(instruction.out)
+        self.made.update(part.out for part in parts)
         self.computed.add(step.op)
         first = self.unread.intersection(self.graph.ops[step.op].reads)
         self.unread -= first
-        self.computes.append(ComputeStep(index, calls, swap_ins, swap_outs, tuple(sorted(first))))
+        self.computes.append(ComputeStep(index, calls, swap_ins, swap_outs, tuple(sorted(first)), len(parts)))
 
     def _pending(self, instructions: Iterable[Instruction]) -> tuple[PendingCall, ...]:
         return tuple((i, self.statics.of(i.reads, self.addresses)) for i in instructions)
