@@ -3,26 +3,24 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.errors import Overloaded
 from cohabit.server.frontend.engine_client import EngineClient
-from cohabit.server.ipc.execution import DeviceSpan
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.view.document import LiveDocument
 from cohabit.server.view.live_document import WINDOW_S, Reading, latencies_of, live_document
+from cohabit.server.view.live_lanes import LiveLanes
 
 _PERIOD_S = 1.0
 _MOST_WATCHERS = 16
 """Each keeps a connection with a request under way."""
 _MOST_LATENCIES = 2048
 """Of each model, newest first, from which its p50 and p99 are taken."""
-_MOST_EXECUTIONS = 500
-"""Traced executions that are drawn."""
 
 
 class LiveFeed:
@@ -50,8 +48,7 @@ class LiveFeed:
         self._readings: deque[Reading] = deque()
         self._latencies: dict[ModelKey, deque[tuple[float, float]]] = {}
         """When requests were answered, and their latencies in seconds."""
-        self._executions: deque[Sequence[DeviceSpan]] = deque(maxlen=_MOST_EXECUTIONS)
-        """Spans of traced executions. Any thread appends."""
+        self._lanes = LiveLanes(config.compute_lanes)
 
     def answered(self, model: ModelKey, latency_s: float) -> None:
         """Note a request that was answered, if anyone watches."""
@@ -69,7 +66,7 @@ class LiveFeed:
         self._watchers += 1
         if self._making is None:
             self._next = asyncio.get_running_loop().create_future()
-            self._tracer.watch(self._executions.append)
+            self._tracer.watch(self._lanes.add)
             self._making = asyncio.create_task(self._make())
             self._making.add_done_callback(self._made)
         try:
@@ -106,7 +103,7 @@ class LiveFeed:
         self._tracer.watch(None)
         self._readings.clear()
         self._latencies.clear()
-        self._executions.clear()
+        self._lanes.clear()
 
     async def _document(self) -> LiveDocument:
         report = await self._client.report()
@@ -115,6 +112,5 @@ class LiveFeed:
         while len(self._readings) > 1 and self._readings[1].at_s <= now_s - WINDOW_S:
             self._readings.popleft()
         latencies = {key: latencies_of(latest, now_s) for key, latest in self._latencies.items()}
-        return live_document(
-            self._config, self._client, self._tracer, report, self._readings, latencies, list(self._executions)
-        )
+        chart = self._lanes.chart(now_s) if self._tracer.traces_all else None
+        return live_document(self._config, self._client, self._tracer, report, self._readings, latencies, chart)

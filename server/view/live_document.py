@@ -8,23 +8,18 @@ from cohabit.planner.errors import format_bytes
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
-from cohabit.server.ipc.execution import DeviceSpan
-from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey, lane_name
+from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol.descriptions import product_version
 from cohabit.server.view.document import (
     ArenaPart,
-    Box,
     Figure,
     LaneChart,
-    LaneRow,
     LiveDocument,
-    Mark,
     ModelRow,
     Phrase,
     State,
-    Words,
     quantity,
     seconds,
     size,
@@ -32,10 +27,6 @@ from cohabit.server.view.document import (
 
 WINDOW_S = 10.0
 """How far back rates and latencies reach."""
-_LANES_S = 4.0
-"""How much of the lanes is drawn."""
-_ONE_COPY_S = 0.5e-3
-"""Copies with a shorter pause between them are drawn as one."""
 _STATES: dict[ModelState, State] = {
     ModelState.ABSENT: "not loaded",
     ModelState.LOADING: "loading",
@@ -43,13 +34,6 @@ _STATES: dict[ModelState, State] = {
     ModelState.UNLOADING: "unloading",
     ModelState.UNAVAILABLE: "unavailable",
 }
-_MARKS = [
-    Mark("compute", "execution of a model"),
-    Mark("stall", "it waits for parameters"),
-    Mark("swap_in", "copies into device memory"),
-    Mark("swap_out", "copies out of it"),
-]
-_LANES = ("compute", "swap_in", "swap_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +85,7 @@ def live_document(
     report: EngineReport,
     readings: Sequence[Reading],
     latencies: Mapping[ModelKey, Sequence[float]],
-    executions: Sequence[Sequence[DeviceSpan]],
+    chart: LaneChart | None,
 ) -> LiveDocument:
     """Describe a server now. `readings` are of the window, the newest last; `latencies` ascend."""
     first, last = readings[0], readings[-1]
@@ -124,7 +108,7 @@ def live_document(
         models=rows,
         control=config.model_control == "explicit",
         tracing=_tracing(tracer),
-        chart=_chart(executions, last.at_s, config.compute_lanes) if tracer.traces_all else None,
+        chart=chart,
     )
 
 
@@ -267,58 +251,3 @@ def _tracing(tracer: Tracer) -> str:
     rate = tracer.control.settings().trace_rate
     which = "every request" if rate == 1 else f"one of {rate} requests of each model"
     return f"{which[0].upper()}{which[1:]} is traced (--trace-rate); the others are not drawn."
-
-
-def _chart(executions: Sequence[Sequence[DeviceSpan]], now_s: float, lanes: int) -> LaneChart:
-    """Draw the executions of the last seconds. Ops are drawn as one step, and copies that follow each other as one."""
-    words = Words()
-    start_s = now_s - _LANES_S
-    rows: dict[tuple[int, str], list[Box]] = {(n, lane): [] for n in range(lanes) for lane in _LANES}
-    for spans in executions:
-        for (number, lane), boxes in rows.items():
-            own = [s for s in spans if s.compute_lane == number and s.lane == lane and s.end_s > start_s]
-            boxes += _computed(own, start_s, words) if lane == "compute" else _copied(own, start_s, words)
-    names = {"compute": "compute", "swap_in": "swap in", "swap_out": "swap out"}
-    drawn = [
-        LaneRow(lane_name(names[lane], number, lanes).replace("_", " "), None, boxes)
-        for (number, lane), boxes in rows.items()
-        if boxes or lane == "compute"
-    ]
-    kinds = {box.kind for row in drawn for box in row.boxes}
-    return LaneChart(-_LANES_S, 0.0, None, [mark for mark in _MARKS if mark.kind in kinds], drawn, words.all)
-
-
-def _computed(spans: Sequence[DeviceSpan], start_s: float, words: Words) -> Iterator[Box]:
-    """Yield an execution from its first op to its last, then its stalls on top."""
-    if not spans:
-        return
-    stalls = [span for span in spans if span.stalled]
-    from_s, to_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
-    stall_s = sum(stall.end_s - stall.start_s for stall in stalls)
-    told = (f"{len(spans) - len(stalls)} ops, stalled for ", seconds(stall_s))
-    yield _box(from_s, to_s, start_s, "compute", words(spans[0].model, told))
-    for stall in stalls:
-        yield _box(stall.start_s, stall.end_s, start_s, "stall", words(stall.model, f"op {stall.name} waits"))
-
-
-def _copied(spans: Sequence[DeviceSpan], start_s: float, words: Words) -> Iterator[Box]:
-    """Yield runs of copies."""
-    run: list[DeviceSpan] = []
-    for span in sorted(spans, key=lambda span: span.start_s):
-        if run and span.start_s - run[-1].end_s > _ONE_COPY_S:
-            yield _run(run, start_s, words)
-            run = []
-        run.append(span)
-    if run:
-        yield _run(run, start_s, words)
-
-
-def _run(run: Sequence[DeviceSpan], start_s: float, words: Words) -> Box:
-    told = (size(sum(span.nbytes for span in run)), f" in {len(run)} copies")
-    return _box(run[0].start_s, run[-1].end_s, start_s, run[0].lane, words(run[0].model, told))
-
-
-def _box(from_s: float, to_s: float, start_s: float, kind: str, words: tuple[int, ...]) -> Box:
-    """Return a box in seconds from now, which is the end of the last seconds."""
-    end_s = start_s + _LANES_S
-    return Box(round(max(from_s, start_s) - end_s, 6), round(min(to_s, end_s) - end_s, 6), kind, words)
