@@ -1,5 +1,6 @@
 """A running server as the document that the page draws: what the engine reports, and what changed within seconds."""
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,8 @@ def _row(
     counters = report.models.get(entry.key) if entry.is_ready else None
     footprint = entry.footprint
     predicted = footprint.predicted_s
+    is_missed = entry.wanted or entry.state is not ModelState.UNAVAILABLE  # and was not unloaded on request
+    state = _STATES[entry.state] if is_missed else "not loaded"
 
     def rate(count: float) -> float | None:
         return count / span_s if counters is not None and span_s > 0 else None
@@ -140,8 +143,8 @@ def _row(
     return ModelRow(
         name=entry.name,
         version=entry.version,
-        state=_STATES[entry.state],
-        reason="" if entry.is_ready else entry.reason,
+        state=state,
+        reason="" if state in ("ready", "not loaded") else entry.reason,
         answered=quantity(rate(grown.answered), "1/s"),
         waiting=quantity(None if counters is None else counters.pending, "count"),
         refused=quantity(rate(grown.refused), "1/s"),
@@ -158,8 +161,8 @@ def _row(
 
 
 def _percentile(ascending: Sequence[float], share: float) -> float | None:
-    """Return the smallest value that this share of all does not exceed; None without values."""
-    return ascending[min(len(ascending) - 1, int(share * len(ascending)))] if ascending else None
+    """Return the smallest value that at least this share of all does not exceed; None without values."""
+    return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
 
 
 def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterator[Figure]:

@@ -430,7 +430,7 @@
           const why = await reason(answer);
           token = null;
           clearTimeout(still);
-          trouble("This server shows its state to those who have a token.", false);
+          trouble("This server shows its state to those who have a token. Reload the page to give one.", false);
           if (!(await askToken(why))) await new Promise(() => {});
           return;
         }
@@ -481,6 +481,11 @@
     ];
     const node = section("Device memory", "The whole arena, to scale. Each model has a partition that no other model can touch; the workspace is used by one inference at a time.", legend(marks), strip, scale);
     let drawn = "";
+    const fit = () => parts.forEach((part) => {
+      part.classList.toggle("narrow", part.clientWidth < 84);
+      part.classList.toggle("tiny", part.clientWidth < 14);
+    });
+    addEventListener("resize", fit);
     const update = (all) => {
       if (JSON.stringify(all) === drawn) return; // it changes when a model is loaded, moved or unloaded
       drawn = JSON.stringify(all);
@@ -501,8 +506,7 @@
         return element;
       });
       strip.replaceChildren(...parts);
-      parts.forEach((part) => part.classList.toggle("narrow", part.clientWidth < 74));
-      parts.forEach((part) => part.classList.toggle("tiny", part.clientWidth < 14));
+      fit();
       const sum = (use) => bytes(all.filter((part) => part.use === use).reduce((n, part) => n + part.nbytes, 0));
       const count = all.filter((part) => part.use === "partition").length;
       strip.setAttribute("aria-label", `${bytes(total)}: workspaces ${sum("workspace")}, ${count} partitions ${sum("partition")}, free ${sum("free")}. Arrow keys go through them.`);
@@ -600,7 +604,7 @@
         say(parts.version, versions.get(model.name) > 1 ? `version ${model.version}` : "");
         say(parts.state, STATES[model.state]);
         parts.state.className = `state ${model.state.replace(" ", "-")}`;
-        say(parts.reason, model.reason === model.state || model.state === "not loaded" ? "" : model.reason);
+        say(parts.reason, model.reason);
         say(cells.answered, write(model.answered));
         say(cells.waiting, write(model.waiting));
         say(cells.latency, model.p50[0] === null ? "\u2013" : `${write(model.p50)} / ${write(model.p99)}`);

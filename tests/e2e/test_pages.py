@@ -74,7 +74,7 @@ async def test_the_live_page_follows_a_server_through_an_unload_and_a_death(
         await page.value(f"{row_of('b')}.querySelector('button').click()")
         assert "Unload b?" in await page.text()
         await page.value("document.querySelector('dialog button.strong').click()")
-        await page.until(f"{state_of('b')} === 'not served'")
+        await page.until(f"{state_of('b')} === 'not loaded'")
         assert await page.value(f"{row_of('b')}.querySelector('button').textContent") == "Load"
         await page.until(f"!{parts}.includes('b') && document.querySelector('.part.free') !== null")
 
@@ -121,7 +121,7 @@ async def test_the_live_page_asks_for_the_token_where_one_is_needed(
         assert await page.value(state_of("a")) == "ready"
         await page.value(f"document.querySelector('dialog input').value = '{TOKEN}'")
         await page.press("Enter")
-        await page.until(f"{state_of('a')} === 'not served'")
+        await page.until(f"{state_of('a')} === 'not loaded'")
         page.complaints.clear()  # the browser notes the answer 401
 
 

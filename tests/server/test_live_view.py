@@ -139,7 +139,7 @@ async def test_latencies_are_those_of_the_last_seconds() -> None:
             feed.feed.answered(A, n * 1e-3)
 
     document = await feed.after(1.0, answered)
-    assert (row(document)["p50"], row(document)["p99"]) == ([0.051, "s"], [0.1, "s"])
+    assert (row(document)["p50"], row(document)["p99"]) == ([0.05, "s"], [0.099, "s"])
     assert row(document, "b")["p50"] == [None, "s"]
 
 
@@ -172,6 +172,7 @@ async def test_a_model_that_is_not_served_has_its_state_and_the_reason() -> None
         ready(A),
         ModelEntry(evil, 2, ModelState.UNAVAILABLE, "model.pt2 is truncated"),
         ModelEntry("new", None, ModelState.ABSENT, wanted=False),
+        ModelEntry("old", 1, ModelState.UNAVAILABLE, "unloaded", wanted=False),
     )
     document = await Feed(client, model_control="explicit").after(1.0, lambda: None)
     states = {model["name"]: (model["state"], model["reason"]) for model in document["models"]}
@@ -179,6 +180,7 @@ async def test_a_model_that_is_not_served_has_its_state_and_the_reason() -> None
         "a": ("ready", ""),
         evil: ("unavailable", "model.pt2 is truncated"),
         "new": ("not loaded", ""),
+        "old": ("not loaded", ""),
     }
     assert row(document, "new")["answered"] == [None, "1/s"]
     assert document["control"] is True
