@@ -11,8 +11,6 @@ LANES_S = 4.0
 """How much is drawn."""
 _ONE_COPY_S = 0.5e-3
 """Copies with a shorter pause between them are drawn as one."""
-_MOST_EXECUTIONS = 1000
-"""Between two charts; at more, the oldest are left out."""
 _MOST_BOXES = 2000
 _MARKS = [
     Mark("compute", "execution of a model"),
@@ -32,28 +30,24 @@ class LiveLanes:
 
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes
-        self._added: deque[Sequence[DeviceSpan]] = deque(maxlen=_MOST_EXECUTIONS)
         self._parts: deque[_Part] = deque(maxlen=_MOST_BOXES)
-        """Each execution's, which is one that is looked through once."""
 
     def add(self, spans: Sequence[DeviceSpan]) -> None:
         """Note the spans of an execution."""
-        self._added.append(spans)
+        self._parts.extend(list(_parts(spans)))
 
     def clear(self) -> None:
-        self._added.clear()
         self._parts.clear()
 
     def chart(self, now_s: float) -> LaneChart:
         """Draw the last seconds. An execution's ops are one box, and so are copies that follow each other."""
-        while self._added:
-            self._parts.extend(_parts(self._added.popleft()))
         start_s = now_s - LANES_S
         while self._parts and self._parts[0][1] < start_s:
             self._parts.popleft()
+        parts = list(self._parts)  # other threads go on to add
         words = Words()
         rows: dict[tuple[int, str], list[Box]] = {(n, lane): [] for n in range(self._lanes) for lane in _NAMES}
-        for from_s, to_s, kind, number, lane, told in self._parts:
+        for from_s, to_s, kind, number, lane, told in parts:
             if to_s >= start_s:
                 times = round(max(from_s, start_s) - now_s, 6), round(min(to_s, now_s) - now_s, 6)
                 rows[number, lane].append(Box(*times, kind, words(*told)))
@@ -62,7 +56,7 @@ class LiveLanes:
             for (number, lane), boxes in rows.items()
             if boxes or lane == "compute"
         ]
-        kinds = {part[2] for part in self._parts}
+        kinds = {part[2] for part in parts}
         return LaneChart(-LANES_S, 0.0, None, [mark for mark in _MARKS if mark.kind in kinds], drawn, words.all)
 
 

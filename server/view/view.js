@@ -146,7 +146,7 @@
   const WIDE = 100000; // the coordinates of every drawing over time, and their height
 
   /** Lanes over time, and for a plan its memory: all zoom together. `update` draws another chart with the same zoom. */
-  const laneChart = (about) => {
+  const laneChart = () => {
     let chart = null;
     let view = [0, WIDE];
     let plots = [];
@@ -332,7 +332,7 @@
       place();
     };
     addEventListener("resize", () => { if (chart && body.isConnected) place(); });
-    return { node: make("div", { class: "chart" }, tools, body), update, about };
+    return { node: make("div", { class: "chart" }, tools, body), update };
   };
 
   // ---- A plan.
@@ -474,12 +474,16 @@
     let parts = [];
     explore(strip, () => [parts]);
     const marks = [
-      { kind: "resident", name: "resident parameters: they stay between requests" },
-      { kind: "streamed", name: "rest of a partition: streamed parameters come and go here" },
-      { kind: "workspace", name: "workspace: activations, and parameters in flight" },
-      { kind: "free", name: "free" },
+      { use: "partition", kind: "resident", name: "resident parameters: they stay between requests" },
+      { use: "partition", kind: "streamed", name: "rest of a partition: streamed parameters come and go here" },
+      { use: "shared", kind: "resident", name: "parameters of all models: what others need is evicted" },
+      { use: "workspace", kind: "workspace", name: "workspace: activations, and parameters in flight" },
+      { use: "free", kind: "free", name: "free" },
     ];
-    const node = section("Device memory", "The whole arena, to scale. Each model has a partition that no other model can touch; the workspace is used by one inference at a time.", legend(marks), strip, scale);
+    const partitioned = "The whole arena, to scale. Each model has a partition that no other model can touch; the workspace is used by one inference at a time.";
+    const shared = "The whole arena, to scale. All models share one region, as --layout says; the workspace is used by one inference at a time.";
+    const key = make("div");
+    const node = section("Device memory", partitioned, key, strip, scale);
     let drawn = "";
     const fit = () => parts.forEach((part) => {
       part.classList.toggle("narrow", part.clientWidth < 84);
@@ -491,6 +495,9 @@
       drawn = JSON.stringify(all);
       const total = Math.max(1, ...all.map((part) => part.offset + part.nbytes));
       unmark();
+      const uses = new Set(all.map((part) => part.use));
+      say(node.querySelector(".about"), uses.has("shared") ? shared : partitioned);
+      key.replaceChildren(legend(marks.filter(({ use }) => uses.has(use))));
       parts = all.map((part) => {
         const label = make("span", {}, part.name);
         const element = make("div", { class: `part ${part.use}`, "data-part": "" }, label);
