@@ -1,5 +1,6 @@
 """The pages in a real browser: a running server's, and a plan's."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 from cohabit.server.view.page import plan_page
 from cohabit.server.view.plan_document import plan_document
 from tests.browser import Page, browser
-from tests.e2e.serving import Process, process
-from tests.e2e.stacks import Stacks
+from tests.e2e.serving import Process, infer, process
+from tests.e2e.stacks import Stacks, X
 from tests.server.test_plan_analysis import hand_written_analysis
 
 BROKEN = "<i>broken"
@@ -42,6 +43,13 @@ def engine_of(server: Process) -> psutil.Process:
     return engine
 
 
+async def ask_on(server: Process) -> None:
+    """Send requests one after the other until cancelled: the page shows those of the last seconds."""
+    while True:
+        await asyncio.to_thread(infer, server.address, "a", {"x": X})
+        await asyncio.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def repository(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
@@ -58,7 +66,8 @@ FLAGS = ("--model-control", "explicit", "--load-model", "*", "--batch-sizes", "1
 async def test_the_live_page_follows_a_server_through_an_unload_and_a_death(
     page: Page, repository: Path, plans: Path, tmp_path: Path
 ) -> None:
-    with process(repository, "24MiB", plans, *FLAGS, "--trace-file", str(tmp_path / "t.json")) as server:
+    tracing = ("--trace-file", str(tmp_path / "t.json"), "--trace-rate", "1")
+    with process(repository, "24MiB", plans, *FLAGS, *tracing) as server:
         server.until_ready()
         await page.open(f"http://{server.address}/")
         await page.until(f"{state_of('a')} === 'ready' && {state_of('b')} === 'ready'")
@@ -70,6 +79,11 @@ async def test_the_live_page_follows_a_server_through_an_unload_and_a_death(
             "[...document.querySelectorAll('.part')].reduce((n, p) => n + parseFloat(p.style.width), 0)"
         )
         assert widths == pytest.approx(100, abs=0.01), "the parts fill the arena"
+
+        asking = asyncio.create_task(ask_on(server))
+        await page.until("document.querySelectorAll('svg.lanes rect.compute').length > 0")
+        await page.until(f"{row_of('a')}.querySelector('.latency').textContent.includes(' / ')")
+        asking.cancel()
 
         await page.value(f"{row_of('b')}.querySelector('button').click()")
         assert "Unload b?" in await page.text()
