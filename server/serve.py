@@ -31,6 +31,7 @@ from cohabit.server.observe.trace_file import TraceFile
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol.shared_memory import Regions, no_system, open_region
 from cohabit.server.resources import resident_bytes
+from cohabit.server.view.live import LiveFeed
 
 if TYPE_CHECKING:
     from cohabit.server.engine_host import Engine, Load, OnProgress
@@ -99,6 +100,10 @@ class Server:
         tracer = Tracer(control, self._trace_file)
         machine = Machine(self._access)
         self.plane = DataPlane(config, self.client, self._memory, regions, tracer, machine, self._clock)
+        self._feed: LiveFeed | None = None
+        if config.ui == "on":
+            self._feed = LiveFeed(config, self.client, tracer, self.plane.is_draining)
+            self.plane.on_answer = self._feed.answered
 
     async def start(self) -> None:
         """Listen on every port. Raises ConfigError if a port or a file cannot be opened."""
@@ -115,7 +120,7 @@ class Server:
             "tls": tls,
         }
         shared = {**every, "reuse_port": config.frontends > 1}
-        http = HttpServer(make_app(self.plane, config.max_body_bytes, access), **shared)
+        http = HttpServer(make_app(self.plane, config.max_body_bytes, access, self._feed), **shared)
         self._ports.append(http)
         self.http_url = await http.start(
             config.hosts, config.http_port, config.http_unix if is_first else None, "--http-port"

@@ -58,6 +58,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.models": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.placement": ({"server", "runtime"} | WORDS | PREPARING, set()),
     "server.importing": ({"server", "runtime"}, {"numpy", "safetensors", "torch", "transformers"}),
+    "server.view": ({"server", "planner.errors"}, {"msgspec"}),
+    "server.view.analysis": ({"server", "planner"}, set()),
+    "server.view.plan_document": ({"server", "planner"}, set()),
     "server.tools": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "server.tools.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
     "loadgen": (
@@ -80,10 +83,11 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "models": {"config", "engine", "ipc", "protocol", "scheduling"},
         "placement": {"config", "engine", "ipc", "models", "protocol"},
         "frontend": {"config", "ipc", "observe", "protocol"},
-        "http": {"frontend", "ipc", "observe", "protocol"},
+        "view": {"config", "frontend", "ipc", "observe", "protocol"},
+        "http": {"frontend", "ipc", "observe", "protocol", "view"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
         "importing": {"config", "engine", "ipc", "models", "placement", "protocol"},
-        "tools": {"config", "importing", "ipc", "models"},
+        "tools": {"config", "importing", "ipc", "models", "view"},
     },
     "planner": {
         "bounds": set(),

@@ -22,6 +22,7 @@ Store = Literal["ram", "file"]
 LogFormat = Literal["text", "json"]
 ClientShm = Literal["auto", "on", "off", "any-user"]
 ModelControl = Literal["none", "explicit", "poll"]
+OnOff = Literal["on", "off"]
 PortAccess = Literal["open", "token"]
 EngineMode = Literal["process", "in-process"]
 Search = Literal["best", "genetic", "streaming"]
@@ -312,7 +313,13 @@ class ServeConfig:
         "FILE",
     )
 
-    log_format: LogFormat = setting("text", "--log-format", "format of log lines", group="diagnostics")
+    ui: OnOff = setting(
+        "on",
+        "--ui",
+        "show a live page of the models and their memory at / of the HTTP port",
+        group="diagnostics",
+    )
+    log_format: LogFormat = setting("text", "--log-format", "format of log lines")
     trace_file: Path | None = setting(
         None,
         "--trace-file",

@@ -77,6 +77,8 @@ class DataPlane:
         self._clock = clock
         self._latencies: dict[ModelKey, Histogram] = {}
         """Seconds from the arrival of a request's last byte to its answer, of requests that were answered."""
+        self.on_answer: Callable[[ModelKey, float], None] = lambda model, latency_s: None
+        """Receives the latency of every request that was answered."""
         self._metrics = b""
         self._metrics_s = -math.inf
         """When `_metrics` was written."""
@@ -193,8 +195,9 @@ class DataPlane:
         """Measure the latency of a request, which has arrived, to the end of this block, where it is answered."""
         arrived_s = self._clock()
         yield
-        latency = self._latencies.setdefault(model, Histogram.of(REQUEST_SECONDS))
-        latency.add(self._clock() - arrived_s)
+        latency_s = self._clock() - arrived_s
+        self._latencies.setdefault(model, Histogram.of(REQUEST_SECONDS)).add(latency_s)
+        self.on_answer(model, latency_s)
 
     @contextmanager
     def fitting(self, model: ModelKey) -> Iterator[None]:
@@ -317,6 +320,10 @@ class DataPlane:
             return self._client.catalog.find(model).name
         except ModelNotFound as error:
             raise InvalidRequest(f"trace settings: {error}") from error
+
+    def is_draining(self) -> bool:
+        """Whether new requests are refused, because the server ends."""
+        return self._draining
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait until the others are answered; False after a timeout."""

@@ -12,6 +12,7 @@ from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.answers import JSON, json_response
 from cohabit.server.http.endpoints import Endpoint, endpoints
 from cohabit.server.http.errors import error_response, response_of
+from cohabit.server.http.live_page import live_events, live_page_file
 from cohabit.server.http.openapi import document
 from cohabit.server.log import log_internal_error
 from cohabit.server.observe.access import OPEN, Access, Permission
@@ -19,12 +20,15 @@ from cohabit.server.observe.prometheus import CONTENT_TYPE
 from cohabit.server.observe.request_trace import HEADER
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol.descriptions import product_version
+from cohabit.server.view.live import LiveFeed
 
 _log = logging.getLogger("cohabit.http")
 
 
-def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> web.Application:
-    """Make the application of the HTTP port; a body may take `max_body_bytes`."""
+def make_app(
+    plane: DataPlane, max_body_bytes: int, access: Access = OPEN, feed: LiveFeed | None = None
+) -> web.Application:
+    """Make the application of the HTTP port; a body may take `max_body_bytes`. With a feed, it has the live page."""
     served = list(endpoints(plane, max_body_bytes))
     described = json_response(document(product_version(), served, access)).body
 
@@ -38,6 +42,9 @@ def make_app(plane: DataPlane, max_body_bytes: int, access: Access = OPEN) -> we
         access,
         [*served, Endpoint("GET", ("/v2/openapi.json",), openapi), _metrics(plane, Permission.INFERENCE)],
     )
+    if feed is not None:
+        _add(app, access, [live_events(feed)])
+        app.router.add_get("/", live_page_file)  # anyone may have it: it has no data, and asks for the token
     return app
 
 

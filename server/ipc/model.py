@@ -1,7 +1,7 @@
 """The description of a model for the front end: tensors, footprint, captured graphs. Plain data for IPC."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -99,6 +99,16 @@ class GraphCapture(msgspec.Struct, frozen=True):
     refused: str | None
 
 
+class ArenaExtent(msgspec.Struct, frozen=True, array_like=True):
+    """A range of the device's memory, and what it is for."""
+
+    use: Literal["workspace", "partition", "shared", "free"]
+    offset: int
+    nbytes: int
+    model: ModelKey | None = None
+    """Whose partition it is; None while it is being loaded or unloaded, too."""
+
+
 class DeviceUse(msgspec.Struct, frozen=True):
     """The use of the device's memory, and the busy seconds of its lanes since the start."""
 
@@ -109,6 +119,8 @@ class DeviceUse(msgspec.Struct, frozen=True):
     pinned_total_bytes: int | None = None
     """Limit of pinned host memory; None on devices that pin none."""
     pinned_used_bytes: int = 0
+    extents: tuple[ArenaExtent, ...] = ()
+    """The arena's address map."""
 
 
 def lane_name(kind: str, lane: int, lanes: int) -> str:

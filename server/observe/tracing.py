@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming
+from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming, OnSpans
 from cohabit.server.observe.request_trace import CURRENT, RequestTrace, new_context
 from cohabit.server.observe.settings import TraceControl
 from cohabit.server.observe.spans import events_of, lane_events
@@ -23,6 +23,11 @@ class Tracer:
     def __init__(self, control: TraceControl, file: TraceFile | None = None) -> None:
         self.control = control
         self._file = file
+        self._watcher: OnSpans | None = None
+
+    def watch(self, watcher: OnSpans | None) -> None:
+        """Pass the spans of traced executions to a watcher as well; None ends that."""
+        self._watcher = watcher
 
     @property
     def traces_all(self) -> bool:
@@ -54,6 +59,8 @@ class Tracer:
 
         def write(spans: Sequence[DeviceSpan]) -> None:
             file.write(lane_events(spans, trace.context.trace_id), frequency, late=True)
+            if (watcher := self._watcher) is not None:
+                watcher(spans)
 
         return msgspec.structs.replace(request, on_spans=write)
 

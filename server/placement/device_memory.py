@@ -2,8 +2,9 @@
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cohabit.planner.memory import Memory
 from cohabit.planner.shapes import Bucket
@@ -13,7 +14,7 @@ from cohabit.runtime.memory import DeviceArena
 from cohabit.runtime.shared_region.sharing import SharedRegion, Sharing
 from cohabit.server.engine.device_thread import BackgroundWork
 from cohabit.server.engine.servable import ProgramServable, describe
-from cohabit.server.ipc.model import DeviceUse, ModelFootprint, ModelKey, lane_name
+from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelFootprint, ModelKey, lane_name
 from cohabit.server.models.known_models import Plans
 from cohabit.server.models.prepared import Prepared, warn_of_interaction, warn_of_noise, warn_of_random_ops
 from cohabit.server.placement.partitions import Extent, Partitions
@@ -184,7 +185,20 @@ class PartitionedMemory:
             },
             pinned_total_bytes=None if pinned is None else pinned.limit_bytes,
             pinned_used_bytes=0 if pinned is None else pinned.used_bytes,
+            extents=tuple(self._extents()),
         )
+
+    def _extents(self) -> Iterator[ArenaExtent]:
+        """Yield the arena's address map: each lane's workspace, the partitions, and what is free."""
+        partitions = self.partitions
+        for lane in range(partitions.lanes):
+            yield ArenaExtent("workspace", lane * partitions.workspace_bytes, partitions.workspace_bytes)
+        for owner, extent in partitions.held.items():
+            placed = self.placed_models.get(owner)
+            use: Literal["partition", "shared"] = "partition" if self.shared is None else "shared"
+            yield ArenaExtent(use, extent.offset, extent.nbytes, None if placed is None else placed.key)
+        for gap in partitions.gaps():
+            yield ArenaExtent("free", gap.offset, gap.nbytes)
 
     def close(self) -> None:
         """Release everything. The engine must have stopped."""

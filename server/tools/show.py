@@ -13,11 +13,12 @@ import cohabit.planner.profile
 from cohabit.planner.check import check
 from cohabit.planner.errors import CohabitError, FormatError, format_bytes
 from cohabit.server.errors import ConfigError
-from cohabit.server.tools.analysis import PlanAnalysis, analyze
 from cohabit.server.tools.files import find, read_graph, read_plan, read_profile, write_file
 from cohabit.server.tools.format import milliseconds
-from cohabit.server.tools.page import page
 from cohabit.server.tools.terminal import draw
+from cohabit.server.view.analysis import PlanAnalysis, analyze
+from cohabit.server.view.page import plan_page
+from cohabit.server.view.plan_document import plan_document
 
 _SAME = 1e-6
 """Relative difference of predicted latencies that rounding explains."""
@@ -37,14 +38,14 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             soft_wrap=True,
         )
     if options.html == Path("-"):
-        sys.stdout.write(page(analysis))
+        sys.stdout.write(plan_page(plan_document(analysis)))
         return 0
     draw(analysis, out)
     target = options.html
     if target is None and options.open:
         target = Path(tempfile.mkdtemp(prefix="cohabit-")) / f"{options.plan.stem}.html"
     if target is not None:
-        write_file(target, page(analysis).encode())
+        write_file(target, plan_page(plan_document(analysis)).encode())
         size = format_bytes(target.stat().st_size)
         errors.print(f"{target}: {size}", markup=False, soft_wrap=True, highlight=False)
         if options.open and not webbrowser.open(target.resolve().as_uri()):

@@ -1,15 +1,14 @@
-"""Draws a plan in the terminal: lanes and memory over time, the longest stalls, the most copied tensors."""
+"""Draws a plan in the terminal: what it comes to, its lanes, and its memory over time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.tools.analysis import LANES, PlanAnalysis, bytes_in_use
-from cohabit.server.tools.format import gap, make_table, milliseconds, nice_ticks, percent, round_time, shortened
+from cohabit.server.tools.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
+from cohabit.server.view.analysis import LANES, PlanAnalysis, bytes_in_use
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"compute": "cyan", "swap_in": "yellow", "swap_out": "magenta"}
@@ -17,8 +16,6 @@ _LABEL_CELLS = 11
 _NOTE_CELLS = 18
 _MOST_CELLS = 120
 _MEMORY_ROWS = 4
-_MOST_TENSORS = 8
-_MOST_STALLS = 5
 _NAME_CELLS = 54
 
 
@@ -29,9 +26,7 @@ def draw(analysis: PlanAnalysis, console: Console) -> None:
     if analysis.end_s > 0:
         console.print(_chart(analysis, cells), end="\n\n")
     if analysis.stalls:
-        console.print(_stall_table(analysis))
-    if analysis.traffic:
-        console.print(_traffic_table(analysis))
+        console.print(_longest_stall(analysis))
 
 
 def _header(analysis: PlanAnalysis) -> Text:
@@ -135,42 +130,11 @@ def _covered(intervals: Sequence[tuple[float, float]], total_s: float, cells: in
     return covered
 
 
-def _stall_table(analysis: PlanAnalysis) -> Table:
-    title = _counted("longest stalls", len(analysis.stalls), _MOST_STALLS)
-    table = make_table("waits", "at", "op", "for", left=("op", "for"), title=title)
-    for stall in analysis.longest_stalls[:_MOST_STALLS]:
-        op = analysis.name_of(stall.step).removeprefix("op ")
-        cause = "" if stall.waits_for is None else analysis.name_of(stall.waits_for)
-        verb, separator, name = cause.rpartition(" ")
-        table.add_row(
-            milliseconds(stall.seconds),
-            milliseconds(stall.start_s),
-            Text(shortened(op, _NAME_CELLS // 2)),
-            Text(verb + separator + shortened(name, _NAME_CELLS)),
-        )
-    return table
-
-
-def _traffic_table(analysis: PlanAnalysis) -> Table:
-    title = _counted("most copied tensors", len(analysis.traffic), _MOST_TENSORS)
-    table = make_table(
-        "tensor", "kind", "size", "in", "out", "bytes", "share", left=("tensor", "kind", "share"), title=title
-    )
-    link_bytes = max(analysis.timeline.link_bytes, 1)
-    for row in analysis.traffic[:_MOST_TENSORS]:
-        tensor = analysis.graph.tensors[row.tensor]
-        share = row.nbytes / link_bytes
-        table.add_row(
-            Text(shortened(tensor.name, _NAME_CELLS)),
-            tensor.kind,
-            format_bytes(tensor.nbytes),
-            f"{row.swapped_in}x" if row.swapped_in else "",
-            f"{row.swapped_out}x" if row.swapped_out else "",
-            format_bytes(row.nbytes),
-            f"{'█' * round(share * 10):<10} {percent(share)}",
-        )
-    return table
-
-
-def _counted(what: str, count: int, shown: int) -> str:
-    return f"{what} ({shown} of {count})" if count > shown else what
+def _longest_stall(analysis: PlanAnalysis) -> Text:
+    stall = analysis.longest_stalls[0]
+    text = Text(f"longest stall: {milliseconds(stall.seconds)} at {milliseconds(stall.start_s)}, ")
+    text.append(shortened(analysis.name_of(stall.step), _NAME_CELLS))
+    if stall.waits_for is not None:
+        verb, separator, name = analysis.name_of(stall.waits_for).rpartition(" ")
+        text.append(f" waits for the {verb}{separator}{shortened(name, _NAME_CELLS)}")
+    return text

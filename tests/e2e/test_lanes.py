@@ -87,6 +87,12 @@ def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answe
         assert use.lane_busy_s.keys() == {"swap_in_0", "swap_in_1"}
         assert all(seconds > 0 for seconds in use.lane_busy_s.values())
         assert use.workspace_bytes + use.partition_bytes + use.free_bytes == memory.partitions.arena_bytes
+        extents = sorted((extent for extent in use.extents if extent.nbytes), key=lambda extent: extent.offset)
+        assert [extent.use for extent in extents[:LANES]] == ["workspace"] * LANES
+        assert {extent.model.name for extent in extents if extent.model} == SEEDS.keys()
+        ends = [extent.offset + extent.nbytes for extent in extents]
+        assert [0, *ends[:-1]] == [extent.offset for extent in extents], "the map has every byte once"
+        assert ends[-1] == memory.partitions.arena_bytes
         assert "lane" in server.loaded.memory_map.splitlines()[1]
         lanes = lanes_of(server)
     events = [e for e in json.loads(trace.read_text()) if e["ph"] == "X"]

@@ -1,5 +1,7 @@
 """The analysis of a plan and its drawings: bytes never shared, stalls that add up, a self-contained page."""
 
+import base64
+import hashlib
 import io
 import json
 import random
@@ -32,9 +34,10 @@ from cohabit.planner.schedule.table import (
 )
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
-from cohabit.server.tools.analysis import PlanAnalysis, analyze, bytes_in_use
-from cohabit.server.tools.page import page
 from cohabit.server.tools.terminal import draw
+from cohabit.server.view.analysis import LANES, PlanAnalysis, analyze, bytes_in_use
+from cohabit.server.view.page import plan_page
+from cohabit.server.view.plan_document import plan_document
 from tests.planner.graphs import (
     PAGE,
     chain,
@@ -73,6 +76,10 @@ def drawn(shown: PlanAnalysis, width: int = 100) -> str:
     text = io.StringIO()
     draw(shown, Console(file=text, width=width, highlight=False))
     return text.getvalue()
+
+
+def page(shown: PlanAnalysis) -> str:
+    return plan_page(plan_document(shown))
 
 
 def test_picture_of_the_hand_written_plan() -> None:
@@ -140,7 +147,7 @@ def test_terminal_shows_lanes_stalls_and_memory() -> None:
     assert compute.count("█") == pytest.approx(71 * 3 / 4, abs=2)
     assert swap_in[:17] == "█" * 17
     assert "not used" in next(line for line in lines if line.startswith("swap out"))
-    assert any("op2" in line and "swap-in of W2" in line for line in lines)
+    assert lines[-1] == "longest stall: 1000 ms at 2000 ms, op op2 waits for the swap-in of W2"
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -152,7 +159,7 @@ def test_terminal_drawing_keeps_to_the_width(width: int) -> None:
 class Tags(HTMLParser):
     """Which tags are open, which attributes there are."""
 
-    VOID = frozenset(("meta", "rect", "line", "path", "br"))
+    VOID = frozenset(("meta", "link", "br"))
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -183,30 +190,66 @@ def test_page_is_well_formed_and_needs_nothing_from_outside() -> None:
     text = page(random_analysis(3))
     tags = Tags(text)
     assert tags.open == []
-    assert not {name for name, _ in tags.attributes} & {"src", "href", "srcset", "action"}
+    assert not {name for name, _ in tags.attributes} & {"src", "srcset", "action"}
+    assert [value for name, value in tags.attributes if name == "href"] == ["data:,"], "no icon is asked for"
     assert "url(" not in text
     assert "@import" not in text
-    assert "http://" not in text
-    assert "https://" not in text
+    assert set(re.findall(r"https?://[^\"]*", text)) == {"http://www.w3.org/2000/svg"}, (
+        "a namespace, not an address"
+    )
     assert "$" not in text.partition("<script")[0]
+
+
+def test_the_policy_of_a_page_permits_its_own_script_and_style_alone() -> None:
+    text = page(random_analysis(3))
+    (policy,) = (
+        value for name, value in Tags(text).attributes if name == "content" and "default-src" in str(value)
+    )
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (script, style)]
+    assert policy is not None
+    assert policy.startswith(
+        f"default-src 'none'; script-src 'sha256-{hashes[0]}'; style-src 'sha256-{hashes[1]}'; connect-src 'none';"
+    )
+    assert "unsafe" not in policy
 
 
 def test_page_has_every_step_stall_and_occupancy() -> None:
     for seed in range(8):
         shown = random_analysis(seed)
-        data = data_of(page(shown))
+        chart = data_of(page(shown))["chart"]
+        words = chart["words"]
 
-        def interval(one: Any, scale: float = data["units"] / shown.end_s) -> list[float]:
-            return [pytest.approx(one.start_s * scale, abs=0.1), pytest.approx(one.end_s * scale, abs=0.1)]
+        def told(box: Any, words: list[Any] = words) -> list[Any]:
+            return [words[at] for at in box[3]]
 
-        for lane, steps in data["lanes"].items():
-            spans = [s for s in shown.timeline.spans if s.lane == lane]
-            assert [[step[0], *step[-2:]] for step in steps] == [[s.step, *interval(s)] for s in spans]
-        assert data["stalls"] == [[s.step, s.waits_for, *interval(s)] for s in shown.stalls]
+        for (lane, name), row in zip(LANES, chart["lanes"], strict=True):
+            assert row["name"] == name
+            spans = [span for span in shown.timeline.spans if span.lane == lane]
+            steps = [box for box in row["boxes"] if box[2] == lane]
+            assert [box[:2] for box in steps] == [times_of(span) for span in spans]
+            assert [f"step {span.step}" in told(box) for span, box in zip(spans, steps, strict=True)] == [
+                True
+            ] * len(spans)
+        stalls = [box for box in chart["lanes"][0]["boxes"] if box[2] == "stall"]
+        assert [box[:2] for box in stalls] == [times_of(stall) for stall in shown.stalls]
         drawn = [o for o in shown.occupancies if o.nbytes]
-        assert data["occupancies"] == [
-            [o.kind, o.what, o.drawn_at, o.drawn_bytes, o.nbytes, o.has_address, *interval(o)] for o in drawn
+        assert [[box[2], *box[5:], *box[:2]] for box in chart["memory"]["boxes"]] == [
+            [o.kind, o.drawn_at, o.drawn_at + o.drawn_bytes, *times_of(o)] for o in drawn
         ]
+
+
+def times_of(one: Any) -> list[Any]:
+    return [pytest.approx(one.start_s, abs=1e-9), pytest.approx(one.end_s, abs=1e-9)]
+
+
+def test_a_stall_says_what_it_waits_for() -> None:
+    data = data_of(page(hand_written_analysis()))
+    (stall,) = (box for box in data["chart"]["lanes"][0]["boxes"] if box[2] == "stall")
+    assert [data["chart"]["words"][at] for at in stall[3]] == ["stall", "op op2 waits for the swap-in of W2"]
+    (table,) = (one for one in data["tables"] if one["title"] == "Stalls")
+    assert table["rows"] == [[[1.0, "s"], [2.0, "s"], "op2", "swap-in of W2"]]
 
 
 def test_names_from_a_model_are_no_markup() -> None:
@@ -219,7 +262,8 @@ def test_names_from_a_model_are_no_markup() -> None:
     text = page(analyze(graph, shown.profile, shown.plan))
     assert Tags(text).open == []
     assert "<script>alert" not in text
-    assert data_of(text)["tensors"][0] == [evil, PAGE, "parameter"]
+    assert evil in data_of(text)["chart"]["words"]
+    assert data_of(text)["title"] == f"{evil}, batch 1"
     assert evil in drawn(analyze(graph, shown.profile, shown.plan), 200)
 
 

@@ -153,7 +153,7 @@ def test_show_finds_the_graph_and_the_profile_near_the_plan(capsys: pytest.Captu
     assert main(["show", str(path)]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
-    for part in ("chain, batch 1, in 28.0 KiB", "compute", "swap in", "memory", "most copied tensors", "gap"):
+    for part in ("chain, batch 1, in 28.0 KiB", "compute", "swap in", "memory", "longest stall", "gap"):
         assert part in shown.out
 
 

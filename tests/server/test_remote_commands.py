@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 from server_fakes import FakeLoaded, Running, adder, identity, running, serving
@@ -14,11 +13,7 @@ from server_http import infer, x
 from cohabit.planner.shapes import Bucket
 from cohabit.server.cli import main
 from cohabit.server.ipc.model import ModelFootprint, ModelKey
-from cohabit.server.ipc.statistics import SECONDS, Histogram
-from cohabit.server.observe.prometheus import Family, written
 from cohabit.server.tools.remote import tables
-from cohabit.server.tools.remote.samples import Samples, parse
-from cohabit.server.tools.remote.top import snapshot
 
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 
@@ -68,12 +63,9 @@ def test_models_as_json_are_the_repository_index(own: Running, capsys: pytest.Ca
     assert {entry["name"]: entry["state"] for entry in index}["damaged"] == "UNAVAILABLE"
 
 
-@pytest.mark.parametrize("command", ["models", "top"])
-def test_the_http_port_is_all_that_a_command_needs_to_know(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_http_port_is_all_that_a_command_needs_to_know(capsys: pytest.CaptureFixture[str]) -> None:
     with running(serving(adder()), metrics_port=None) as alone:
-        assert run(alone, command, *["--interval", "0.01"] * (command == "top")) == 0
+        assert run(alone, "models") == 0
         assert "adder" in capsys.readouterr().out
 
 
@@ -117,24 +109,6 @@ def test_a_refused_order_says_why(own: Running, capsys: pytest.CaptureFixture[st
     assert "start the server with --model-control explicit" in capsys.readouterr().err
 
 
-def test_top_prints_one_snapshot_where_nobody_watches(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(own, "top", "--interval", "0.1") == 0
-    printed = capsys.readouterr().out
-    assert "workspace 100 B" in printed
-    assert "damaged (not ready)" in printed
-    assert "25.0%" in printed
-
-
-def test_top_as_json_has_the_same_numbers(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(own, "top", "--interval", "0.1", "--json") == 0
-    shown = json.loads(capsys.readouterr().out)
-    rows = {row["name"]: row for row in shown["models"]}
-    assert rows["adder"]["partition_bytes"] == 3 << 20
-    assert rows["adder"]["plan_gap"] == pytest.approx(0.25)
-    assert rows["damaged"]["ready"] is False
-    assert shown["memory_bytes"] == {"workspace": 100, "partitions": 700, "free": 224}
-
-
 def test_tokens_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     infer_tokens, control_tokens = tmp_path / "infer", tmp_path / "control"
     infer_tokens.write_text(f"# a comment\n{TOKEN}\n")
@@ -145,7 +119,6 @@ def test_tokens_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert run(guarded, "models", "--token-file", str(infer_tokens)) == 0
         assert run(guarded, "load", "adder", "--token-file", str(infer_tokens)) == 1
         assert "answered 403" in capsys.readouterr().err
-        assert run(guarded, "top", "--interval", "0.1", "--token-file", str(control_tokens)) == 0
 
 
 @pytest.mark.parametrize(
@@ -153,8 +126,7 @@ def test_tokens_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (("models", "--url", "127.0.0.1:1"), 1, "http://127.0.0.1:1/v2/repository/index does not answer"),
         (("models", "--url", "file:///etc/passwd"), 2, "--url: 'file:///etc/passwd' is no http or https address"),
-        (("top", "--url", "http://:99999"), 2, "--url: 'http://:99999' is no http"),
-        (("top", "--interval", "0"), 2, "--interval: '0' is not a number of seconds over zero"),
+        (("models", "--url", "http://:99999"), 2, "--url: 'http://:99999' is no http"),
         (("stats", "--token-file", "/nowhere"), 2, "--token-file: /nowhere cannot be read"),
     ],
 )
@@ -171,47 +143,7 @@ def test_another_kind_of_server_is_no_traceback(own: Running, capsys: pytest.Cap
     assert "answered 404" in capsys.readouterr().err
 
 
-def reading(**counters: float) -> Samples:
-    labels = {"model": "m", "version": "2"}
-    families = [
-        Family(name, "gauge" if name.endswith("_sum") else "counter", "", [(labels, value)])
-        for name, value in counters.items()
-    ]
-    return parse(written([Family("cohabit_model_ready", "gauge", "", [(labels, 1.0)]), *families]).decode())
-
-
-def test_rates_are_growth_over_time() -> None:
-    before = reading(nv_inference_request_success=10, nv_inference_exec_count=5, nv_inference_count=10)
-    now = reading(nv_inference_request_success=40, nv_inference_exec_count=15, nv_inference_count=40)
-    (row,) = snapshot(before, now, 2.0)["models"]
-    wanted = {"name": "m", "version": "2", "answered_per_s": 15.0, "rows_per_execution": 3.0}
-    assert row | wanted | {"queue_p50_s": None, "stall_share": None} == row
-
-
-def test_a_counter_that_began_anew_is_counted_from_zero() -> None:
-    before, now = reading(nv_inference_request_success=1000), reading(nv_inference_request_success=4)
-    assert snapshot(before, now, 2.0)["answered_per_s"] == 2.0
-
-
-def test_stall_share_is_of_the_computing_time() -> None:
-    before = reading(cohabit_stall_seconds_total=1, cohabit_compute_seconds_sum=10)
-    now = reading(cohabit_stall_seconds_total=2, cohabit_compute_seconds_sum=14)
-    assert snapshot(before, now, 1.0)["models"][0]["stall_share"] == 0.25
-
-
-@pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
-def test_quantiles_are_within_a_bucket_of_numpys(share: float) -> None:
-    durations = 10 ** np.random.default_rng(3).uniform(-3.5, 0.5, 2000)
-    histogram = Histogram.of(SECONDS)
-    for seconds in durations:
-        histogram.add(float(seconds))
-    samples = parse(written([Family("h", "histogram", "", [({}, histogram)])]).decode())
-    estimate, exact = samples.quantile("h", share), float(np.quantile(durations, share))
-    assert estimate is not None
-    assert exact / 1.8 < estimate < exact * 1.8
-
-
 def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     entries: list[dict[str, Any]] = [{"name": "[red]m[/red]", "state": "READY"}]
-    Console(width=120).print(tables.models(entries, Samples({})))
+    Console(width=120).print(tables.models(entries, {}))
     assert "[red]m[/red]" in capsys.readouterr().out

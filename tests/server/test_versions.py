@@ -27,8 +27,6 @@ from cohabit.server.protocol.model_config import ModelConfig
 from cohabit.server.protocol.request import InferRequest
 from cohabit.server.protocol.shared_memory import Regions
 from cohabit.server.tools.remote import tables
-from cohabit.server.tools.remote.samples import parse
-from cohabit.server.tools.remote.top import snapshot, view
 
 VERSIONS = (1, 2, 10)
 X = np.array([[1, 2, 3, 4]], np.float32)
@@ -117,24 +115,14 @@ def test_versions_are_counted_one_by_one(client: Client, own: Running) -> None:
         assert samples["cohabit_partition_bytes", labels] == version << 20
 
 
-def test_commands_name_the_version_of_a_model_that_has_several(own: Running) -> None:
+def test_the_version_of_a_model_that_has_several_is_listed() -> None:
     from rich.console import Console
 
     labels = [("m", "2"), ("m", "10"), ("single", "1")]
-    text = "".join(
-        f'cohabit_model_ready{{model="{name}",version="{version}"}} 1\n'
-        f'cohabit_partition_bytes{{model="{name}",version="{version}"}} {int(version) << 20}\n'
-        for name, version in labels
-    )
-    now = parse(text)
+    metrics = {("cohabit_partition_bytes", *label): int(label[1]) << 20 for label in labels}
     console = Console(width=150)
     with console.capture() as captured:
-        console.print(view(snapshot(now, now, 1.0), "there"))
-    rows = [line.split() for line in captured.get().splitlines()]
-    assert [row[:3] for row in rows if row[:1] == ["m"]] == [["m", "version", "2"], ["m", "version", "10"]]
-    assert any(row[:2] == ["single", "0.0"] for row in rows)
-    with console.capture() as captured:
-        console.print(tables.models([{"name": n, "version": v, "state": "READY"} for n, v in labels], now))
+        console.print(tables.models([{"name": n, "version": v, "state": "READY"} for n, v in labels], metrics))
     assert [line.split()[:4] for line in captured.get().splitlines() if "READY" in line] == [
         [name, version, "READY", f"{version}.0"] for name, version in labels
     ]

@@ -9,9 +9,12 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from cohabit.server.errors import ConfigError, RemoteError
-from cohabit.server.tools.remote.samples import Samples, parse
+
+VersionSamples = Mapping[tuple[str, str, str], float]
+"""Samples by metric, model and version."""
 
 _MOST_BYTES = 64 << 20
 
@@ -40,10 +43,16 @@ class RemoteServer:
     def unload(self, model: str) -> None:
         self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/unload", b"", None)
 
-    def metrics(self) -> Samples:
+    def metrics(self) -> VersionSamples:
+        """Return the samples of models that have no other label."""
         body = self._ask("GET", f"{self.url}/metrics", None, self._timeout_s)
         try:
-            return parse(body.decode())
+            return {
+                (sample.name, sample.labels["model"], sample.labels["version"]): sample.value
+                for family in text_string_to_metric_families(body.decode())
+                for sample in family.samples
+                if sample.labels.keys() == {"model", "version"}
+            }
         except ValueError as error:
             raise RemoteError(f"{self.url}/metrics is not in Prometheus' format: {error}") from error
 

@@ -1,23 +1,17 @@
-"""`cohabit models`, `load`, `unload`, `stats` and `top`: commands that query a running server."""
+"""`cohabit models`, `load`, `unload` and `stats`: commands that query a running server."""
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.live import Live
 
-from cohabit.server.config.setting import parsed
-from cohabit.server.config.values import seconds
 from cohabit.server.errors import RemoteError
 from cohabit.server.tools.remote import tables
 from cohabit.server.tools.remote.client import RemoteServer, read_token
-from cohabit.server.tools.remote.top import Snapshot, snapshot, view
 
 _TIMEOUT_S = 10.0
 
@@ -77,31 +71,6 @@ def _stats(options: argparse.Namespace, out: Console) -> int:
     return 0
 
 
-def _top(options: argparse.Namespace, out: Console) -> int:
-    """Show a live view on a terminal until interrupted; elsewhere print one snapshot."""
-    server = _server(options)
-    snapshots = _snapshots(server, parsed("--interval", options.interval, seconds))
-    if options.json:
-        return _print_json(next(snapshots))
-    if not out.is_terminal:
-        out.print(view(next(snapshots), server.url))
-        return 0
-    with Live(console=out, screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
-        for shown in snapshots:
-            live.update(view(shown, server.url), refresh=True)
-    return 0
-
-
-def _snapshots(server: RemoteServer, interval_s: float) -> Iterator[Snapshot]:
-    """Read the metrics at intervals, and compare each reading with the one before."""
-    before, read_s = server.metrics(), time.monotonic()
-    while True:
-        time.sleep(max(read_s + interval_s - time.monotonic(), 0.0))
-        now, now_s = server.metrics(), time.monotonic()
-        yield snapshot(before, now, now_s - read_s)
-        before, read_s = now, now_s
-
-
 def _server(options: argparse.Namespace) -> RemoteServer:
     token = None if options.token_file is None else read_token(options.token_file)
     return RemoteServer(options.url, token, _TIMEOUT_S)
@@ -127,16 +96,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="NAME", help="a model (default: all)")
 
 
-def _add_interval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--interval", default="2", metavar="SECONDS", help="time between two readings (default: %(default)s)"
-    )
-
-
 COMMANDS = (
     RemoteCommand("models", "list the models of a running server and why some are not served", _models),
     RemoteCommand("load", "load models into a running server", _load, _add_models),
     RemoteCommand("unload", "unload models from a running server", _unload, _add_models),
     RemoteCommand("stats", "print request statistics of a running server's models", _stats, _add_model),
-    RemoteCommand("top", "watch the request rates, latencies and memory of a running server", _top, _add_interval),
 )

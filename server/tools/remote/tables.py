@@ -8,25 +8,25 @@ from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
 from cohabit.server.tools.format import make_table
-from cohabit.server.tools.remote.samples import Samples
+from cohabit.server.tools.remote.client import VersionSamples
 
-NOTHING = "-"
+_NOTHING = "-"
 _STATES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "UNAVAILABLE": "red"}
 
 
-def models(index: Iterable[Mapping[str, str]], metrics: Samples) -> Table:
+def models(index: Iterable[Mapping[str, str]], metrics: VersionSamples) -> Table:
     """List a repository index, with the models' memory."""
     text = ("model", "state", "reason")
     table = make_table("model", "version", "state", "partition", "resident", "reason", left=text)
     for entry in index:
         state = entry.get("state", "")
-        own = metrics.of_model(entry["name"], entry.get("version", ""))
+        own = entry["name"], entry.get("version", "")
         table.add_row(
             Text(entry["name"]),
-            entry.get("version", NOTHING),
+            entry.get("version", _NOTHING),
             Text(state or "not loaded", style=_STATES.get(state, "dim")),
-            bytes_cell(own.get("cohabit_partition_bytes")),
-            share_cell(own.get("cohabit_resident_share")),
+            _bytes(metrics.get(("cohabit_partition_bytes", *own))),
+            _share(metrics.get(("cohabit_resident_share", *own))),
             Text(entry.get("reason", "")),
         )
     return table
@@ -45,7 +45,7 @@ def statistics(models: Iterable[Mapping[str, Any]]) -> Table:
             str(stats["success"]["count"]),
             str(stats["fail"]["count"]),
             str(executions),
-            f"{model['inference_count'] / executions:.2f}" if executions else NOTHING,
+            f"{model['inference_count'] / executions:.2f}" if executions else _NOTHING,
             _mean(stats["queue"]),
             _mean(stats["compute_infer"]),
             " ".join(f"{b['batch_size']}:{b['compute_infer']['count']}" for b in model["batch_stats"]),
@@ -53,13 +53,13 @@ def statistics(models: Iterable[Mapping[str, Any]]) -> Table:
     return table
 
 
-def bytes_cell(nbytes: float | None) -> str:
-    return NOTHING if nbytes is None else format_bytes(round(nbytes))
+def _bytes(nbytes: float | None) -> str:
+    return _NOTHING if nbytes is None else format_bytes(round(nbytes))
 
 
-def share_cell(share: float | None) -> str:
-    return NOTHING if share is None else f"{share:.1%}"
+def _share(share: float | None) -> str:
+    return _NOTHING if share is None else f"{share:.1%}"
 
 
 def _mean(total: Mapping[str, int]) -> str:
-    return f"{total['ns'] / total['count'] / 1e6:.1f} ms" if total["count"] else NOTHING
+    return f"{total['ns'] / total['count'] / 1e6:.1f} ms" if total["count"] else _NOTHING

@@ -1,0 +1,67 @@
+"""The live page at `/`, and the server-sent events that it draws."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+
+from aiohttp import hdrs, web
+from aiohttp.abc import AbstractStreamWriter
+
+from cohabit.server.http.endpoints import Endpoint
+from cohabit.server.observe.access import Permission
+from cohabit.server.view.live import LiveFeed
+from cohabit.server.view.page import live_page, live_policy
+
+EVENTS_PATH = "/ui/events"
+
+_WRITE_S = 10.0
+"""A page that takes no event for this long is disconnected, so that it keeps no place."""
+
+
+async def live_page_file(request: web.Request) -> web.Response:
+    headers = {
+        "Content-Security-Policy": f"{live_policy()}; frame-ancestors 'none'",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        hdrs.CACHE_CONTROL: "no-cache",
+    }
+    return web.Response(text=live_page(), content_type="text/html", headers=headers)
+
+
+def live_events(feed: LiveFeed) -> Endpoint:
+    """Return the endpoint that sends a document each second. It needs the permission that metrics need here."""
+
+    async def events(request: web.Request) -> web.StreamResponse:
+        documents = feed.documents()
+        return EventStream(documents, await anext(documents))
+
+    return Endpoint("GET", (EVENTS_PATH,), events, permission=Permission.INFERENCE)
+
+
+class EventStream(web.StreamResponse):
+    """An answer that goes on until its client has left or the documents end."""
+
+    def __init__(self, documents: AsyncGenerator[bytes, None], first: bytes) -> None:
+        """`first` was taken from the documents, so that what refuses them is answered as an error."""
+        super().__init__(headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-store"})
+        self._documents = documents
+        self._first = first
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        try:
+            return await super().prepare(request)
+        except BaseException:
+            await self._documents.aclose()
+            raise
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        async with aclosing(self._documents) as documents:
+            with suppress(ConnectionError, TimeoutError):
+                await self._send(self._first)
+                async for document in documents:
+                    await self._send(document)
+        await super().write_eof(data)
+
+    async def _send(self, document: bytes) -> None:
+        async with asyncio.timeout(_WRITE_S):
+            await self.write(b"data: " + document + b"\n\n")

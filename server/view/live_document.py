@@ -1,0 +1,256 @@
+"""A running server as the document that the page draws: what the engine reports, and what changed within seconds."""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cohabit.planner.errors import format_bytes
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.frontend.engine_client import EngineClient
+from cohabit.server.ipc.catalog import ModelEntry, ModelState
+from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey
+from cohabit.server.ipc.statistics import EngineReport, ModelCounters
+from cohabit.server.observe.tracing import Tracer
+from cohabit.server.protocol.descriptions import product_version
+from cohabit.server.view.document import (
+    ArenaPart,
+    Figure,
+    LaneChart,
+    LiveDocument,
+    ModelRow,
+    Phrase,
+    State,
+    quantity,
+    seconds,
+    size,
+)
+
+WINDOW_S = 10.0
+"""How far back rates and latencies reach."""
+_STATES: dict[ModelState, State] = {
+    ModelState.ABSENT: "not loaded",
+    ModelState.LOADING: "loading",
+    ModelState.READY: "ready",
+    ModelState.UNLOADING: "unloading",
+    ModelState.UNAVAILABLE: "unavailable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTotals:
+    """Counters of one model since it was loaded."""
+
+    answered: float = 0.0
+    failed: float = 0.0
+    refused: float = 0.0
+    executions: float = 0.0
+    copied_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The counters at one moment."""
+
+    at_s: float
+    models: Mapping[ModelKey, ModelTotals]
+    busy_s: Mapping[str, float]
+
+    @classmethod
+    def of(cls, at_s: float, report: EngineReport) -> "Reading":
+        return cls(at_s, {key: _totals(model) for key, model in report.models.items()}, report.device.lane_busy_s)
+
+
+def _totals(model: ModelCounters) -> ModelTotals:
+    counted = model.statistics
+    return ModelTotals(
+        counted.answered.count,
+        sum(counted.failures.values()),
+        sum(counted.rejections.values()),
+        counted.execution_count,
+        counted.swapped_bytes,
+    )
+
+
+def latencies_of(latest: deque[tuple[float, float]], now_s: float) -> list[float]:
+    """Return the latencies of the window in order, and drop older ones."""
+    while latest and latest[0][0] < now_s - WINDOW_S:
+        latest.popleft()
+    return sorted(latency_s for _, latency_s in latest)
+
+
+def live_document(
+    config: ServeConfig,
+    client: EngineClient,
+    tracer: Tracer,
+    report: EngineReport,
+    readings: Sequence[Reading],
+    latencies: Mapping[ModelKey, Sequence[float]],
+    chart: LaneChart | None,
+) -> LiveDocument:
+    """Describe a server now. `readings` are of the window, the newest last; `latencies` ascend."""
+    first, last = readings[0], readings[-1]
+    span_s = last.at_s - first.at_s
+    entries = sorted(client.catalog, key=lambda entry: (entry.name, entry.version or 0))
+    down = client.unavailable
+    rows = []
+    for entry in entries:
+        key = None if entry.version is None else entry.key
+        grown = ModelTotals() if key is None else _growth(first, last, key)
+        rows.append(_row(entry, report, grown, span_s, latencies.get(key, ()) if key else ()))
+    return LiveDocument(
+        version=product_version(),
+        trouble=down or client.catalog.not_ready(),
+        down=down is not None,
+        restarts=client.restarts,
+        window_s=WINDOW_S,
+        figures=list(_figures(rows, first, last)),
+        arena=list(_arena(report.device.extents, entries)),
+        models=rows,
+        control=config.model_control == "explicit",
+        tracing=_tracing(tracer),
+        chart=chart,
+    )
+
+
+def _growth(first: Reading, last: Reading, key: ModelKey) -> ModelTotals:
+    """Return what was counted between two readings; a counter that fell began anew."""
+    now, before = last.models.get(key, ModelTotals()), first.models.get(key, ModelTotals())
+    if now.answered < before.answered or now.executions < before.executions:
+        before = ModelTotals()
+    return ModelTotals(
+        now.answered - before.answered,
+        max(0.0, now.failed - before.failed),
+        max(0.0, now.refused - before.refused),
+        now.executions - before.executions,
+        max(0.0, now.copied_bytes - before.copied_bytes),
+    )
+
+
+def _row(
+    entry: ModelEntry, report: EngineReport, grown: ModelTotals, span_s: float, latencies: Sequence[float]
+) -> ModelRow:
+    counters = report.models.get(entry.key) if entry.is_ready else None
+    footprint = entry.footprint
+    predicted = footprint.predicted_s
+    is_missed = entry.wanted or entry.state is not ModelState.UNAVAILABLE  # and was not unloaded on request
+    state = _STATES[entry.state] if is_missed else "not loaded"
+
+    def rate(count: float) -> float | None:
+        return count / span_s if counters is not None and span_s > 0 else None
+
+    each = grown.copied_bytes / grown.executions if grown.executions else None
+    return ModelRow(
+        name=entry.name,
+        version=entry.version,
+        state=state,
+        reason="" if state in ("ready", "not loaded") else entry.reason,
+        answered=quantity(rate(grown.answered), "1/s"),
+        waiting=quantity(None if counters is None else counters.pending, "count"),
+        refused=quantity(rate(grown.refused), "1/s"),
+        failed=quantity(rate(grown.failed), "1/s"),
+        p50=seconds(_percentile(latencies, 0.50)),
+        p99=seconds(_percentile(latencies, 0.99)),
+        predicted=seconds(predicted[min(predicted)] if predicted else None),
+        measured=quantity(None if counters is None or not predicted else counters.correction, "times"),
+        resident=size(footprint.resident_bytes if entry.is_ready else None),
+        parameters=size(footprint.parameter_bytes if entry.is_ready else None),
+        copied=quantity(rate(grown.copied_bytes), "bytes/s"),
+        copied_each=size(each),
+    )
+
+
+def _percentile(ascending: Sequence[float], share: float) -> float | None:
+    """Return the smallest value that at least this share of all does not exceed; None without values."""
+    return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
+
+
+def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterator[Figure]:
+    served = sum(row.state == "ready" for row in rows)
+    yield Figure(
+        "models served",
+        quantity(served, "count"),
+        (f"of {len(rows)} in the repository",),
+        "Models that answer requests now.",
+    )
+    span_s = last.at_s - first.at_s
+    within = (f"mean of {WINDOW_S:g} s",)
+    yield Figure(
+        "answers",
+        quantity(sum(row.answered.value or 0.0 for row in rows), "1/s"),
+        within,
+        "Requests that were answered with a result.",
+    )
+    yield Figure(
+        "waiting",
+        quantity(sum(row.waiting.value or 0.0 for row in rows), "count"),
+        ("requests queued now",),
+        "Requests that have arrived and do not run yet.",
+    )
+    yield Figure(
+        "refused or failed",
+        quantity(sum((row.refused.value or 0.0) + (row.failed.value or 0.0) for row in rows), "1/s"),
+        within,
+        "Refused: full queue, missed deadline, rate limit, or a request that does not fit. Failed: an error.",
+    )
+    yield Figure(
+        "copied",
+        quantity(sum(row.copied.value or 0.0 for row in rows), "bytes/s"),
+        ("parameters swapped in",),
+        "Parameters that had no place in device memory and were copied in for an execution.",
+    )
+    for lane, busy_s in sorted(last.busy_s.items()):
+        busy = max(0.0, busy_s - first.busy_s.get(lane, 0.0)) / span_s if span_s > 0 else None
+        yield Figure(
+            f"{lane.replace('_', ' ')} busy",
+            quantity(None if busy is None else min(busy, 1.0), "share"),
+            within,
+            "Share of the time in which the lane has something to do: a compute lane that is always busy is saturated.",
+        )
+
+
+def _arena(extents: Sequence[ArenaExtent], entries: Sequence[ModelEntry]) -> Iterator[ArenaPart]:
+    """Yield the parts of the device's memory from its first byte on."""
+    footprints = {entry.key: entry.footprint for entry in entries if entry.version is not None}
+    versions = Counter(extent.model.name for extent in extents if extent.model is not None)
+    for extent in sorted((e for e in extents if e.nbytes), key=lambda extent: extent.offset):
+        if extent.use == "partition" and extent.model is not None:
+            name, version = extent.model
+            own = footprints.get(extent.model, ModelFootprint())
+            resident_bytes = min(own.resident_bytes, extent.nbytes)
+            words: Phrase = (
+                "partition ",
+                size(extent.nbytes),
+                ": ",
+                size(resident_bytes),
+                " resident parameters, ",
+            )
+            words = (*words, size(own.parameter_bytes - own.resident_bytes), " streamed")
+            label = name if versions[name] == 1 else f"{name} version {version}"
+            yield ArenaPart("partition", label, extent.offset, extent.nbytes, resident_bytes, words)
+        else:
+            yield ArenaPart(extent.use, _NAMES[extent.use], extent.offset, extent.nbytes, 0, _words(extent))
+
+
+_NAMES = {"workspace": "workspace", "shared": "shared by all models", "partition": "partition", "free": "free"}
+
+
+def _words(extent: ArenaExtent) -> tuple[str, ...]:
+    nbytes = format_bytes(extent.nbytes)
+    match extent.use:
+        case "workspace":
+            return (f"{nbytes} for activations, scratch and parameters in flight, one inference at a time",)
+        case "free":
+            return (f"{nbytes} for models that are loaded later",)
+        case "shared":
+            return (f"{nbytes} that all models share; what the others need is evicted",)
+        case _:
+            return (f"{nbytes} of a model that is being loaded or unloaded",)
+
+
+def _tracing(tracer: Tracer) -> str:
+    if not tracer.traces_all:
+        return "Lanes are drawn while requests are traced. Start the server with --trace-file FILE --trace-rate 10."
+    rate = tracer.control.settings().trace_rate
+    which = "every request" if rate == 1 else f"one of {rate} requests of each model"
+    return f"{which[0].upper()}{which[1:]} is traced (--trace-rate); the others are not drawn."

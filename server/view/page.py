@@ -1,0 +1,60 @@
+"""The page: one self-contained HTML file with the script, which draws a plan or a running server."""
+
+import base64
+import hashlib
+import html
+from functools import cache
+from importlib.resources import files
+from string import Template
+
+import msgspec
+
+from cohabit.server.view.document import NoDocument, PlanDocument
+
+
+def plan_page(document: PlanDocument) -> str:
+    """Return a page that draws a plan, and may load nothing at all."""
+    return _page(document, document.title, _policy("'none'"))
+
+
+def live_page() -> str:
+    """Return a page that follows the server that it comes from, and may reach no other.
+
+    It has no data of the server; the script asks for that, with a token if there must be one.
+    """
+    return _page(NoDocument(), "Cohabit", live_policy())
+
+
+def live_policy() -> str:
+    """Return the Content-Security-Policy of the live page, also for its header."""
+    return _policy("'self'")
+
+
+def _page(document: PlanDocument | NoDocument, title: str, policy: str) -> str:
+    # No closing tag of a script can be in it, whatever the names of a model are.
+    data = msgspec.json.encode(document).decode().replace("<", "\\u003c")
+    return Template(_part("view.html")).substitute(
+        title=html.escape(title),
+        policy=html.escape(policy, quote=True),
+        style=_part("view.css"),
+        script=_part("view.js"),
+        data=data,
+    )
+
+
+def _policy(reached: str) -> str:
+    """Permit this page's own script and style, by their hashes, and `reached` to connect to."""
+    script, style = (f"'sha256-{_digest(_part(name))}'" for name in ("view.js", "view.css"))
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src {reached}; img-src data:;"
+        " base-uri 'none'; form-action 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@cache
+def _part(name: str) -> str:
+    return (files("cohabit.server.view") / name).read_text(encoding="utf-8")
