@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from msgspec.structs import replace
-
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 
@@ -110,8 +108,9 @@ def peak_activation_bytes(graph: Graph) -> int:
 
 
 def resident_bytes(graph: Graph) -> int:
-    """Return the most bytes that are alive at once where no parameter or state ever leaves memory."""
-    alike = replace(
-        graph, tensors=tuple(replace(t, kind="parameter") if t.kind == "state" else t for t in graph.tensors)
-    )
-    return graph.weight_bytes + peak_activation_bytes(alike)
+    """Return the least memory in which a plan never moves a parameter or state, where everything is counted."""
+    spans = zip(graph.tensors, lifespans(graph), strict=True)
+    blocks = ((span, t.aligned_bytes) for t, span in spans if span is not None and not t.is_weight)
+    scratch = [op.aligned_scratch_bytes for op in graph.ops] or [0]
+    weights = sum(t.aligned_bytes for t in graph.tensors if t.is_weight)
+    return weights + max(n + s for n, s in zip(live_bytes(blocks, len(scratch)), scratch, strict=True))

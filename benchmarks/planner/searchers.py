@@ -28,7 +28,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.registry import SEARCHERS
+from cohabit.planner.search.registry import COUNTED
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.planner.warm import warm
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     every = [(n, d, s) for n in options.networks for d in DEVICES for s in SHARES]
     cases = [Case(*one) for one in every]
-    searchers = [s for s in SEARCHERS if s != "streaming"]
+    searchers = COUNTED
     served = [Case(*one, served=True) for one in every]
     for network in options.networks:
         inference_graph(network, 1, options.cache)

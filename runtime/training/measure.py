@@ -6,6 +6,7 @@ That takes the memory of one op at a time, and changes nothing of the training.
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from cohabit.planner.profile import Link
 from cohabit.runtime.allocations import measuring_allocations
-from cohabit.runtime.memory import SpillBuffer
 from cohabit.runtime.training.capture import OpCall
+from cohabit.runtime.training.state import StateTensor
+from cohabit.runtime.training.store import StateStore
 
 RUNS: Final = 3
 """Of each call, after one that does not count."""
@@ -22,7 +24,8 @@ ENOUGH_S: Final = 0.2
 """A call that takes so long is not run again."""
 _NUMBER: Final = 1e-3
 """For numbers that a step reads out of tensors, such as a learning rate."""
-_LINK_BYTES: Final = (4096, 8 << 20)
+_LINK_BYTES: Final = (4096, 4 << 20)
+_LINK_TENSORS: Final = 8
 
 
 def measure_calls(
@@ -30,50 +33,62 @@ def measure_calls(
 ) -> tuple[list[float], list[int]]:
     """Return seconds and scratch bytes of each call; calls alike are measured once."""
     keys = [_key(call) for call in calls]
-    different = dict(zip(keys, calls, strict=True))
+    different = list(dict(zip(keys, calls, strict=True)).items())
     seconds: dict[Any, float] = {}
-    scratch: dict[Any, int] = {}
-    for done, (key, call) in enumerate(different.items()):
-        seconds[key], scratch[key] = _measured(call)
-        on_progress(done + 1, len(different))
+    results: dict[Any, int] = {}
+    total = 2 * len(different)
+    with torch.inference_mode():
+        with measuring_allocations() as peaks:
+            for done, (key, call) in enumerate(different):
+                results[key] = _run_named(call, str(done))
+                on_progress(done + 1, total)
+        for done, (key, call) in enumerate(different, len(different)):
+            seconds[key] = _timed(call)
+            on_progress(done + 1, total)
+    scratch = {key: max(0, peaks.get(str(n), 0) - results[key]) for n, (key, _) in enumerate(different)}
     return [seconds[key] for key in keys], [scratch[key] for key in keys]
 
 
-def measure_link(buffer: SpillBuffer, nbytes: int) -> tuple[Link, Link]:
-    """Time copies from and to a buffer of so many bytes: the link in, and the link out."""
-    sizes = [min(n, nbytes) for n in _LINK_BYTES]
-    times = []
-    for copy in (buffer.load, buffer.save):
-        found = []
-        for size in sizes:
-            flat = torch.zeros(size, dtype=torch.uint8)
-            buffer.save(flat)
-            found.append(statistics.median(_seconds(lambda: copy(flat)) for _ in range(2 * RUNS)))  # noqa: B023
-        times.append(_link(sizes, found))
-    return times[0], times[1]
+def measure_link(store: StateStore) -> tuple[Link, Link]:
+    """Time tensors that come back into memory, and that leave it: the link in, and the link out.
+
+    Memory is allocated, and released, as it is in a step.
+    """
+    came_s, left_s = [], []
+    for size in _LINK_BYTES:
+        tensors = [StateTensor(torch.zeros(size, dtype=torch.uint8)) for _ in range(_LINK_TENSORS)]
+        buffers = store.spill_buffers([size] * _LINK_TENSORS)
+        left_s.append(
+            statistics.median(_seconds(partial(t.save, b)) for t, b in zip(tensors, buffers, strict=True))
+        )
+        came_s.append(
+            statistics.median(_seconds(partial(t.load, b)) for t, b in zip(tensors, buffers, strict=True))
+        )
+    return _link(came_s), _link(left_s)
 
 
-def _link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    small, large = sizes
-    copied_s = max(seconds[1] - seconds[0], 0.05 * seconds[1], 1e-9)
-    return Link(seconds[0], max(large - small, 1) / copied_s)
+def _link(seconds: Sequence[float]) -> Link:
+    (small, large), (small_s, large_s) = _LINK_BYTES, seconds
+    return Link(small_s, (large - small) / max(large_s - small_s, 0.05 * large_s, 1e-9))
 
 
-def _measured(call: OpCall) -> tuple[float, int]:
-    """Return the fastest run's seconds, and the most bytes that the allocator gave beyond the results."""
-    with torch.inference_mode():
-        args, kwargs = _stand_ins(call)
-        with measuring_allocations() as peaks, torch.profiler.record_function("call"):
-            start_s = time.perf_counter()
-            result = call.target(*args, **kwargs)
-            first_s = time.perf_counter() - start_s
-        own = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-        new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(result)}
-        scratch = max(0, peaks.get("call", 0) - sum(n for key, n in new.items() if key not in own))
-        del result
-        if first_s > ENOUGH_S:
-            return first_s, scratch
-        return min(_seconds(lambda: call.target(*args, **kwargs)) for _ in range(RUNS)), scratch
+def _run_named(call: OpCall, name: str) -> int:
+    """Run a call under a name that the profiler sees; return the bytes of its new results."""
+    args, kwargs = _stand_ins(call)
+    own = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+    with torch.profiler.record_function(name):
+        result = call.target(*args, **kwargs)
+    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(result)}
+    return sum(nbytes for key, nbytes in new.items() if key not in own)
+
+
+def _timed(call: OpCall) -> float:
+    """Return the seconds of the fastest run."""
+    args, kwargs = _stand_ins(call)
+    first_s = _seconds(lambda: call.target(*args, **kwargs))
+    if first_s > ENOUGH_S:
+        return first_s
+    return min(first_s, *(_seconds(lambda: call.target(*args, **kwargs)) for _ in range(RUNS)))
 
 
 def _seconds(run: Callable[[], Any]) -> float:

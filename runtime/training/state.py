@@ -1,7 +1,8 @@
 """The state of a training: parameters, buffers and optimizer state, a named tensor with a storage of its own each."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -101,9 +102,12 @@ class TrainingState:
         self.tensors = {name: StateTensor(owner) for name, owner in owners.items()}
         self._of_optimizer: dict[tuple[str, str], str] = {}
         """Names of the optimizer's tensors, by parameter and key."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                self._add_optimizer_state(optimizer, group, p)
+        self._begun: list[torch.Tensor] = []
+        """Parameters whose optimizer state was made here."""
+        with self.undone_on_failure(optimizer):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    self._add_optimizer_state(optimizer, group, p)
         self.tensors[RNG] = StateTensor(torch.zeros(1, dtype=torch.int64))
 
     def name_of(self, parameter: torch.Tensor) -> str:
@@ -125,6 +129,17 @@ class TrainingState:
                 state[trained[name]] = {k: own[k] if n is None else values[n] for k, n in names.items()}
         return state
 
+    @contextmanager
+    def undone_on_failure(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Leave the optimizer as it was if no trainer comes of it."""
+        try:
+            yield
+        except BaseException:
+            for parameter in self._begun:
+                del optimizer.state[parameter]
+            self._begun.clear()
+            raise
+
     def manifest(self) -> Manifest:
         """Describe the tensors as segments, one each; nothing of them is in a file."""
         segments, offset = [], 0
@@ -141,6 +156,7 @@ class TrainingState:
         is_new = parameter.requires_grad and not optimizer.state.get(parameter)
         if is_new:
             optimizer.state[parameter] = first_state(optimizer, group, parameter)
+            self._begun.append(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 name = f"optimizer.{self.name_of(parameter)}.{key}"

@@ -45,7 +45,6 @@ SMOOTHING: Final = 0.3
 MEASURED_FIRST: Final = 4
 """So many steps of a plan are measured op by op, then one in `MEASURED_EVERY`."""
 MEASURED_EVERY: Final = 50
-_LINK_BYTES: Final = 8 << 20
 
 
 class TrainingLost(DeviceError):
@@ -87,22 +86,20 @@ class Trainer:
         self._store = StateStore(store, folder or Path(tempfile.gettempdir()))
         self._state = TrainingState(model, optimizer)
         self._forms = [(t.shape, t.dtype) for t in example_batch]
-        self._lowered, seconds = self._measured(
-            model, loss, example_batch, StepOptions(clip_norm, micro_batches, autocast)
-        )
-        self.graph: Graph = self._lowered.graphs[BUCKET]
-        """Of one step."""
-        (scratch,) = self._store.spill_buffers([_LINK_BYTES])
-        links = measure_link(scratch, _LINK_BYTES)
-        self.profile = Profile(self.graph.fingerprint, "cpu", tuple(seconds), *links)
-        """Times of its ops: measured one by one at first, then moving averages over steps."""
-        self.peak_bytes: int = resident_bytes(self.graph)
-        """The most that a step needs if nothing ever leaves memory."""
-        self.memory_bytes: int = memory_bytes(memory, self.peak_bytes)
-        self.plan: Plan = self._search()
-        """What is in memory when."""
-        sizes = [tensor.nbytes for tensor in self._state.tensors.values()]
-        self._buffers = dict(zip(self._state.tensors, self._store.spill_buffers(sizes), strict=True))
+        options = StepOptions(clip_norm, micro_batches, autocast)
+        with self._state.undone_on_failure(optimizer):
+            self._lowered, seconds = self._measured(model, loss, example_batch, options)
+            self.graph: Graph = self._lowered.graphs[BUCKET]
+            """Of one step."""
+            self.profile = Profile(self.graph.fingerprint, "cpu", tuple(seconds), *measure_link(self._store))
+            """Times of its ops: measured one by one at first, then moving averages over steps."""
+            self.peak_bytes: int = resident_bytes(self.graph)
+            """The most that a step needs if nothing ever leaves memory."""
+            self.memory_bytes: int = memory_bytes(memory, self.peak_bytes)
+            self.plan: Plan = self._search()
+            """What is in memory when."""
+            sizes = [tensor.nbytes for tensor in self._state.tensors.values()]
+            self._buffers = dict(zip(self._state.tensors, self._store.spill_buffers(sizes), strict=True))
         self.steps = 0
         """Steps taken, with those before the checkpoint that training went on from."""
         self._recording: Recording | None = None
@@ -254,10 +251,8 @@ class Trainer:
         self._steps_measured += 1
         weight = max(1 / self._steps_measured, SMOOTHING)
         seconds = list(self.profile.op_seconds)
-        for span in recording.measured(0.0):
-            step = recording.program.plan.steps[span.step]
-            if isinstance(step, Compute):
-                seconds[step.op] += weight * (span.end_s - span.start_s - seconds[step.op])
+        for op, measured_s in measured_seconds(recording).items():
+            seconds[op] += weight * (measured_s - seconds[op])
         self.profile = msgspec.structs.replace(self.profile, op_seconds=tuple(seconds))
         planned_s = self.prediction.resident_s
         if self._steps_measured >= MEASURED_FIRST and abs(self.profile.compute_s / planned_s - 1) > DRIFT:
@@ -280,6 +275,13 @@ class Trainer:
                 found.provenance, latency_s=timeline.latency_s, period_s=timeline.period_s
             )
             self.plan = msgspec.structs.replace(kept, provenance=promise)
+
+
+def measured_seconds(recording: Recording) -> dict[int, float]:
+    """Return what each op took, by its index in the graph; the last time of an op that was computed again."""
+    steps = recording.program.plan.steps
+    computes = ((steps[span.step], span) for span in recording.measured(0.0))
+    return {step.op: span.end_s - span.start_s for step, span in computes if isinstance(step, Compute)}
 
 
 def memory_bytes(memory: int | str, peak_bytes: int) -> int:

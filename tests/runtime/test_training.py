@@ -1,0 +1,432 @@
+"""Training in too little memory: eager's bits at every budget, within it, and never half a step or checkpoint."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from cohabit.planner.errors import FormatError, InfeasibleBudget
+from cohabit.planner.plan import Compute, SwapIn, SwapOut
+from cohabit.planner.search.registry import COUNTED
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.training.trainer import Trainer, TrainingLost
+from tests.runtime.observing import observed
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+STEPS = 10
+
+
+class Net(nn.Module):
+    """Convolutions with batch norm, dropout, and a classifier that has most of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.second, self.drop = nn.Conv2d(16, 16, 3, padding=1), nn.Dropout(0.3)
+        self.hidden, self.classes = nn.Linear(16 * 16, 32), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = functional.avg_pool2d(self.drop(torch.relu(self.second(x)) + x), 2)
+        return self.classes(torch.relu(self.hidden(x.flatten(1))))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(x), labels)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batches(count: int = STEPS) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(16, 3, 8, 8, generator=generator), torch.randint(0, 10, (16,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def trainer_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    memory: int | str = "60%",
+    searcher: str = "on_demand",
+    **options,
+) -> Trainer:
+    return Trainer(
+        model, optimizer, loss_of, batches(1)[0], memory, searcher=searcher, **{"search_seconds": 0.2, **options}
+    )
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    state = [v for p in model.parameters() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
+    return [t.detach().clone() for t in (*model.state_dict().values(), *state)]
+
+
+def eager(make: Callable[[nn.Module], torch.optim.Optimizer], step: Callable[..., torch.Tensor] | None = None):
+    """Losses of ten eager steps, and what is then in the model and its optimizer."""
+    model = net()
+    optimizer = make(model)
+    torch.manual_seed(2)
+    losses = []
+    for batch in batches():
+        optimizer.zero_grad()
+        if step is None:
+            loss = loss_of(model, *batch)
+            loss.backward()
+        else:
+            loss = step(model, *batch)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, tensors_of(model, optimizer)
+
+
+def trained(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Optimizer):
+    """The same of a trainer's steps."""
+    torch.manual_seed(2)
+    with trainer:
+        losses = [trainer.step(*batch).item() for batch in batches()]
+    return losses, tensors_of(model, optimizer)
+
+
+def assert_same(found, expected) -> None:
+    assert found[0] == expected[0]
+    assert all(map(torch.equal, found[1], expected[1]))
+
+
+@pytest.mark.parametrize("memory", ["100%", "80%", "60%", "40%"])
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_steps_have_eager_s_bits_at_every_budget(
+    make: Callable[[nn.Module], torch.optim.Optimizer], memory: str
+) -> None:
+    model = net()
+    optimizer = make(model)
+    trainer = trainer_of(model, optimizer, memory)
+    assert (trainer.swapped_bytes > 0) == (memory != "100%")
+    assert_same(trained(trainer, model, optimizer), eager(make))
+
+
+@pytest.mark.parametrize("searcher", COUNTED)
+def test_every_searcher_s_plan_of_a_step_is_executed(searcher: str, tmp_path: Path) -> None:
+    model = net()
+    optimizer = sgd(model)
+    trainer = trainer_of(model, optimizer, "50%", searcher, store="file", folder=tmp_path)
+    moves = {type(step) for step in trainer.plan.steps}
+    assert {SwapIn, SwapOut} <= moves
+    assert_same(trained(trainer, model, optimizer), eager(sgd))
+
+
+def test_recomputation_repeats_no_random_numbers() -> None:
+    """Dropout's mask is made once, by an op that changes the generator's state: only what follows it is repeated."""
+    model = net()
+    optimizer = sgd(model)
+    trainer = trainer_of(model, optimizer, "40%", "interval", search_seconds=2.0)
+    computes = [trainer.graph.ops[s.op].target for s in trainer.plan.steps if isinstance(s, Compute)]
+    assert len(computes) > len(trainer.graph.ops)
+    assert sum("bernoulli" in target for target in computes) == 1
+    assert_same(trained(trainer, model, optimizer), eager(sgd))
+
+
+@pytest.mark.parametrize("memory", ["100%", "60%", "40%"])
+def test_live_bytes_never_exceed_the_plan_s_memory(memory: str) -> None:
+    """Counted before every op: all tensors of the frame, views once, and all state that is in memory."""
+    model = net()
+    trainer = trainer_of(model, sgd(model), memory)
+    program, held = trainer._program, []
+
+    def observe(step: int, frame: Frame) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(frame) if isinstance(leaf, torch.Tensor)]
+        storages = [t.untyped_storage() for t in tensors]
+        storages += [t._storage for t in program.offloaded if t._storage is not None]
+        held.append(sum({s._cdata: s.nbytes() for s in storages}.values()))
+
+    trainer._program = observed(program, observe)
+    with trainer:
+        for batch in batches(3):
+            trainer.step(*batch)
+    assert 0 < max(held) <= trainer.memory_bytes
+
+
+def test_gradients_are_clipped_added_up_and_of_lower_precision_as_eager_s_are() -> None:
+    def clipped(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, *batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+        return loss
+
+    def in_parts(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+        losses = [loss_of(model, *part) / 2 for part in zip(*(t.chunk(2) for t in batch), strict=True)]
+        for loss in losses:
+            loss.backward()
+        return losses[0] + losses[1]
+
+    def in_bfloat16(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, *batch)
+        loss.backward()
+        return loss
+
+    for step, option in (
+        (clipped, {"clip_norm": 0.1}),
+        (in_parts, {"micro_batches": 2}),
+        (in_bfloat16, {"autocast": torch.bfloat16}),
+    ):
+        model = net()
+        optimizer = sgd(model)
+        trainer = trainer_of(model, optimizer, "70%", **option)
+        assert_same(trained(trainer, model, optimizer), eager(sgd, step))
+
+
+def test_schedulers_change_the_learning_rate() -> None:
+    def losses_of(
+        model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[..., torch.Tensor]
+    ) -> list[float]:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3)
+        torch.manual_seed(2)
+        losses = []
+        for batch in batches(6):
+            losses.append(step(*batch).item())
+            scheduler.step()
+        return losses
+
+    first, second = net(), net()
+    optimizer, other = adamw(first), adamw(second)
+
+    def eager_step(*batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(first, *batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    assert losses_of(second, other, trainer_of(second, other).step) == losses_of(first, optimizer, eager_step)
+
+
+def test_an_update_runs_as_soon_as_its_gradient_is_there() -> None:
+    model = net()
+    graph = trainer_of(model, sgd(model)).graph
+    last_backward = max(k for k, op in enumerate(graph.ops) if "backward" in op.name)
+    updates = {graph.tensors[t].name: k for k, op in enumerate(graph.ops) for t in op.mutates}
+    assert updates["classes.weight"] < updates["hidden.weight"] < last_backward < updates["first.weight"]
+
+
+def test_the_user_s_tensors_are_empty_between_steps_and_current_after_a_sync() -> None:
+    model = net()
+    optimizer = sgd(model)
+    trainer = trainer_of(model, optimizer)
+    trainer.step(*batches(1)[0])
+    assert {p.numel() for p in model.parameters()} == {0}
+    trainer.sync()
+    assert model.classes.weight.shape == (10, 32)
+    with torch.no_grad():
+        model.classes.weight.zero_()
+        model.classes.bias.zero_()
+    assert trainer.step(*batches(1)[0]).item() == pytest.approx(torch.log(torch.tensor(10.0)).item())
+
+
+def test_times_of_steps_lead_to_a_new_plan_where_they_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer = sgd(model)
+    trainer = trainer_of(model, optimizer, "60%")
+    slow = [1e-3 * (k % 3) for k in range(len(trainer.graph.ops))]
+    monkeypatch.setattr(
+        "cohabit.runtime.training.trainer.measured_seconds", lambda recording: dict(enumerate(slow))
+    )
+    torch.manual_seed(2)
+    losses = [trainer.step(*batch).item() for batch in batches()]
+    assert trainer.prediction.resident_s == pytest.approx(sum(slow), rel=0.1)
+    assert trainer.plan.profile == trainer.profile.fingerprint
+    trainer.close()
+    assert_same((losses, tensors_of(model, optimizer)), eager(sgd))
+
+
+def test_a_step_that_fails_loses_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    trainer = trainer_of(model, sgd(model))
+    buffer = next(iter(trainer._buffers.values()))
+    monkeypatch.setattr(type(buffer), "load", lambda self, destination: 1 / 0)
+    with pytest.raises(TrainingLost, match=r"step 1 failed: .*division by zero.* resume from a checkpoint"):
+        trainer.step(*batches(1)[0])
+    monkeypatch.undo()
+    for call in (lambda: trainer.step(*batches(1)[0]), trainer.sync, lambda: trainer.save_checkpoint(Path("x"))):
+        with pytest.raises(TrainingLost, match="step 1 failed"):
+            call()
+
+
+def test_a_checkpoint_goes_on_to_the_same_losses(tmp_path: Path) -> None:
+    model = net()
+    optimizer = adamw(model)
+    torch.manual_seed(2)
+    with trainer_of(model, optimizer, "50%", store="file", folder=tmp_path) as trainer:
+        for batch in batches()[:5]:
+            trainer.step(*batch)
+        trainer.save_checkpoint(tmp_path / "last.safetensors")
+    torch.manual_seed(3)
+    model = net()
+    optimizer = adamw(model)
+    with trainer_of(model, optimizer, "80%") as trainer:
+        trainer.resume(tmp_path / "last.safetensors")
+        assert trainer.steps == 5
+        losses = [trainer.step(*batch).item() for batch in batches()[5:]]
+    expected = eager(adamw)
+    assert_same((losses, tensors_of(model, optimizer)), (expected[0][5:], expected[1]))
+
+
+def test_a_damaged_checkpoint_and_another_model_s_are_refused(tmp_path: Path) -> None:
+    model, path = net(), tmp_path / "last.safetensors"
+    trainer_of(model, sgd(model)).save_checkpoint(path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[: len(whole) // 2], b""):
+        path.write_bytes(damaged)
+        model = net()
+        with pytest.raises(FormatError, match=r"last\.safetensors: "):
+            trainer_of(model, sgd(model)).resume(path)
+    path.write_bytes(whole)
+    model = net()
+    with pytest.raises(FormatError, match=r"optimizer\..* is in the (step|checkpoint) only"):
+        trainer_of(model, adamw(model)).resume(path)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = net(), tmp_path / "last.safetensors"
+    trainer = trainer_of(model, sgd(model))
+    trainer.save_checkpoint(path)
+    whole = path.read_bytes()
+    trainer.step(*batches(1)[0])
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.save_checkpoint(path)
+    assert path.read_bytes() == whole
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_batch_of_another_form_is_refused() -> None:
+    model = net()
+    trainer = trainer_of(model, sgd(model))
+    x, labels = batches(1)[0]
+    with pytest.raises(
+        ValueError, match=r"float32\[4, 3, 8, 8\].* captured for float32\[16, 3, 8, 8\], int64\[16\]"
+    ):
+        trainer.step(x[:4], labels[:4])
+
+
+def test_too_little_memory_is_refused_with_the_least_that_would_do() -> None:
+    model = net()
+    optimizer = sgd(model)
+    with pytest.raises(InfeasibleBudget, match="conv") as refusal:
+        trainer_of(model, optimizer, 10_000)
+    trainer = trainer_of(model, optimizer, refusal.value.least_bytes)
+    assert_same(trained(trainer, model, optimizer), eager(sgd))
+
+
+def test_a_step_that_depends_on_values_is_refused() -> None:
+    def branching(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, x, labels)
+        return loss * 2 if loss.item() > 1 else loss
+
+    model = net()
+    with pytest.raises(UnsupportedModel, match=r"depends on the values of tensors: .*no branches on \.item"):
+        Trainer(model, sgd(model), branching, batches(1)[0])
+
+
+@pytest.mark.parametrize("memory", ["half", "0%", "120%"])
+def test_memory_is_bytes_or_a_share(memory: str) -> None:
+    model = net()
+    with pytest.raises(ValueError, match="is not a number of bytes, nor a share"):
+        trainer_of(model, sgd(model), memory)
+
+
+def test_what_cannot_be_trained_is_named() -> None:
+    model = net()
+    model.classes.bias.data = model.hidden.bias.data[:10]
+    with pytest.raises(UnsupportedModel, match=r"classes\.bias and hidden\.bias share their memory"):
+        trainer_of(model, sgd(model))
+    model = net()
+    with pytest.raises(UnsupportedModel, match="take one step with it before"):
+        trainer_of(model, torch.optim.ASGD(model.parameters()))
+    with pytest.raises(UnsupportedModel, match="is not the model's"):
+        trainer_of(model, sgd(net()))
+
+
+def test_an_optimizer_of_another_kind_goes_on_after_its_first_step() -> None:
+    def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net()
+        optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3)
+        torch.manual_seed(2)
+        loss_of(model, *batches(1)[0]).backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = stepped()
+    losses = []
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    other, other_optimizer = stepped()
+    with trainer_of(other, other_optimizer) as trainer:
+        assert [trainer.step(*batch).item() for batch in batches(3)] == losses
+    assert all(map(torch.equal, tensors_of(other, other_optimizer), tensors_of(model, optimizer)))
+
+
+_KILLED = """
+import sys
+from pathlib import Path
+from typing import Any
+from tests.runtime.test_training import batches, net, sgd, trainer_of
+import torch
+torch.set_num_threads(1)
+model, path = net(), Path(sys.argv[1])
+trainer = trainer_of(model, sgd(model), "60%")
+if path.exists():
+    trainer.resume(path)
+else:
+    torch.manual_seed(2)
+while True:
+    loss = trainer.step(*batches()[trainer.steps % 10])
+    print(trainer.steps, loss.item(), flush=True)
+    trainer.save_checkpoint(path)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_training_goes_on_from(tmp_path: Path) -> None:
+    path, rng = tmp_path / "last.safetensors", random.Random(0)
+    seen: dict[str, str] = {}
+    for _ in range(3):
+        command = [sys.executable, "-c", _KILLED, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline().split() for _ in range(rng.randint(4, 9))]
+            process.send_signal(signal.SIGKILL)
+            lines += [line.split() for line in process.stdout.read().splitlines() if len(line.split()) == 2]
+        for steps, loss in lines:
+            assert seen.setdefault(steps, loss) == loss, f"step {steps} was repeated with another loss"
+    assert len(seen) > 9
