@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cohabit.server.config.config import ServeConfig, encode_config
 from cohabit.server.frontend.dataplane import DataPlane
@@ -109,27 +109,30 @@ class Server:
         if config.tls_cert is not None and config.tls_key is not None:
             tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
         is_first = self._engine_path is None
-        every: dict[str, Any] = {
-            "max_connections": config.max_connections,
-            "keep_alive_s": config.keep_alive_s,
-            "tls": tls,
-        }
-        shared = {**every, "reuse_port": config.frontends > 1}
-        http = HttpServer(make_app(self.plane, config.max_body_bytes, access), **shared)
+        unix = config.unix_folder if is_first else None
+        limit, reuse_port = config.max_connections, config.frontends > 1
+        app = make_app(self.plane, config.max_body_bytes, access)
+        http = HttpServer(app, max_connections=limit, tls=tls, reuse_port=reuse_port)
         self._ports.append(http)
         self.http_url = await http.start(
-            config.hosts, config.http_port, config.http_unix if is_first else None, "--http-port"
+            config.addresses, config.http_port, None if unix is None else unix / "http.sock", "--http-port"
         )
         if config.grpc_port is not None:
-            shared |= {"max_body_bytes": config.max_body_bytes, "max_connection_age_s": config.max_connection_age_s}
-            self._grpc = GrpcServer(self.plane, access, **shared)
+            self._grpc = GrpcServer(
+                self.plane,
+                access,
+                max_body_bytes=config.max_body_bytes,
+                max_connections=limit,
+                tls=tls,
+                reuse_port=reuse_port,
+            )
             self.grpc_address = await self._grpc.start(
-                config.hosts, config.grpc_port, config.grpc_unix if is_first else None
+                config.addresses, config.grpc_port, None if unix is None else unix / "grpc.sock"
             )
         if is_first and config.metrics_port is not None:
-            metrics = HttpServer(make_metrics_app(self.plane, access), **every)
+            metrics = HttpServer(make_metrics_app(self.plane, access), max_connections=limit, tls=tls)
             self._ports.append(metrics)
-            url = await metrics.start(config.hosts, config.metrics_port, None, "--metrics-port")
+            url = await metrics.start(config.addresses, config.metrics_port, None, "--metrics-port")
             self.metrics_url = f"{url}/metrics"
 
     async def load(self, on_progress: "OnProgress" = lambda model, stage: None) -> str:
@@ -217,5 +220,5 @@ class Server:
         if not self._config.is_loopback and not access.tokens:
             _log.warning(
                 "every client that reaches the ports may use them; consider --token-file and --tls-cert",
-                extra={"fields": {"hosts": ", ".join(self._config.hosts)}},
+                extra={"fields": {"hosts": ", ".join(self._config.addresses)}},
             )

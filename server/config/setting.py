@@ -16,6 +16,10 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _key(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_").lower()
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """The declaration of a config field; `declared` adds the properties of the field itself."""
@@ -29,6 +33,8 @@ class Setting:
     repeatable: bool = False
     group: str = ""
     """The group in `--help`; if empty, that of the setting before."""
+    aliases: tuple[str, ...] = ()
+    """Earlier names of the flag; they work everywhere, and `--help` leaves them out."""
 
     field: str = ""
     type: Any = str
@@ -39,7 +45,12 @@ class Setting:
     @property
     def key(self) -> str:
         """The key in the settings file."""
-        return self.flag.lstrip("-").replace("-", "_").lower()
+        return _key(self.flag)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys of the flag and of its aliases."""
+        return tuple(map(_key, (self.flag, *self.aliases)))
 
     @property
     def variable(self) -> str:

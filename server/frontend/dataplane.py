@@ -47,6 +47,8 @@ ControlParameters = Mapping[str, bool | int | float | str | bytes]
 
 _QUICK_CLASSIFICATION_BYTES = 64 << 10
 _MOST_CONTROL_PARAMETERS = 64
+MOST_JSON_BYTES = 16 << 20
+"""What describes a request and its tensors: its JSON, or its gRPC message without the raw contents."""
 _METRICS_S = 1.0
 """How long the text of the metrics is good."""
 _REPEATED_READING_S = 0.1
@@ -84,16 +86,16 @@ class DataPlane:
         self._delayed_readers = 0
         self._under_way: dict[ModelKey, int] = {}
         """Unanswered requests by model."""
-        self._full: dict[ModelKey, float] = {}
-        """Models whose queue was full at the last answer, and the seconds after which to retry."""
+        self._full: dict[ModelKey, QueueFull] = {}
+        """The refusals of models whose queue was full at the last answer."""
         self._draining = False
         self._answered = asyncio.Event()
         self._decoding = asyncio.Lock()
-        self.max_json_bytes = config.max_json_bytes
+        self.max_json_bytes = MOST_JSON_BYTES
         """Limit of what describes a request and its tensors; tensors themselves may be larger."""
 
     def server_metadata(self) -> dict[str, Any]:
-        return descriptions.server_metadata(self._config.server_name, self.regions.refused)
+        return descriptions.server_metadata(self.regions.refused)
 
     def not_ready(self) -> str | None:
         """Return why the server is not ready, or None."""
@@ -133,7 +135,8 @@ class DataPlane:
         most = 1 if info.key in self._full else queue_limit + max(info.max_batch_size, 1)
         if self._under_way.get(info.key, 0) >= most:
             self._client.count_rejection(info.key, "queue_full")
-            error = QueueFull.of_model(model, queue_limit, self._full.get(info.key, RETRY_S))
+            full = self._full.get(info.key) or QueueFull.of_model(model, queue_limit, RETRY_S)
+            error = QueueFull(str(full), full.retry_after_s)
             error.of_request(request_id)
             raise error
         return info
@@ -221,7 +224,7 @@ class DataPlane:
         lease is left. Raises RequestError, prefixed with the client's id.
         """
         request = self.tracer.attach(request)
-        model, full_s = request.model, None
+        model, full = request.model, None
         self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
             request = replace(request, inputs={n: _shared(a, lease) for n, a in request.inputs.items()})
@@ -234,7 +237,7 @@ class DataPlane:
             return respond(request, info, outputs)
         except RequestError as error:
             if isinstance(error, QueueFull) and not isinstance(error, LevelFull):
-                full_s = error.retry_after_s
+                full = QueueFull(str(error), error.retry_after_s)
             self.tracer.failed(error)
             error.of_request(request.id)
             raise
@@ -243,10 +246,10 @@ class DataPlane:
             if not self._under_way[model]:
                 del self._under_way[model]  # models come and go
             self._answered.set()
-            if full_s is None:
+            if full is None:
                 self._full.pop(model, None)
             else:
-                self._full[model] = full_s
+                self._full[model] = full
 
     async def _execute(
         self, request: InferRequest, info: ModelInfo, lease: Lease, version: str | None

@@ -143,9 +143,7 @@ def open_access(config: ServeConfig) -> Access:
     tokens, control_tokens = _read_tokens(config)
     guarded = set()
     if tokens:
-        guarded |= {Permission.INFERENCE, Permission.CONTROL}
-        guarded |= {Permission.METRICS} if config.metrics_access == "token" else set()
-        guarded |= {Permission.HEALTH} if config.health_access == "token" else set()
+        guarded |= {Permission.INFERENCE, Permission.METRICS, Permission.CONTROL}
     if control_tokens:
         guarded.add(Permission.CONTROL)
     most_delayed = max(1, config.max_connections // _DELAYED_SHARE)

@@ -94,7 +94,7 @@ class TraceControl:
         if "trace_count" in given:
             self._remaining.clear()
         if self.on and not self.file:
-            _log.warning("tracing is on without a file to write to; start the server with --trace-file")
+            _log.warning("tracing is on without a file to write to; start the server with --trace-config")
 
     def wanted(self, model: str) -> bool:
         """Count a request; returns whether it is traced."""

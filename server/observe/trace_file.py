@@ -39,7 +39,7 @@ class TraceFile:
         try:
             self._file: IO[bytes] = path.open("wb")
         except OSError as error:
-            raise ConfigError(f"--trace-file: {path} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"--trace-config: {path} cannot be written: {error.strerror}") from error
         self.path = path
         self._free_bytes = most_bytes
         self._buffer: list[bytes] = [b"[\n" + b",\n".join(map(msgspec.json.encode, header_events(lanes)))]

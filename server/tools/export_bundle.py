@@ -19,7 +19,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     given = {key: vars(options)[key] for key in BUNDLING if key in vars(options)}
     needed = {"repository": options.repository, "memory": options.memory, "store": options.store}
     config = config_of({**needed, **given})
-    config = replace(config, engine="in-process")
+    config = replace(config, engine="in-process", pack_weights=options.pack_weights)
     board = None if options.profile is None else BOARDS[options.profile]
     profile = "measured on the exporting machine" if board is None else f"scaled for {board.name}"
     with SearchProgress(errors) as progress:

@@ -31,10 +31,7 @@ MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buc
 IMPORTING = ("cache", "threads")
 """Those of an import."""
 
-BUNDLING = (
-    *("cache", "threads", "search", "batch_sizes", "shape_buckets", "compute_lanes", "model_rate"),
-    "pack_weights",
-)
+BUNDLING = ("cache", "threads", "search", "batch_sizes", "shape_buckets", "compute_lanes", "model_rate")
 """Those of a bundle."""
 
 _MODEL_HELP = "a model's folder in a repository, or a .pt2 file"
@@ -222,6 +219,12 @@ def add_bundle_flags(parser: argparse.ArgumentParser) -> None:
     store = BY_KEY["store"]
     parser.add_argument(
         "--store", choices=store.choices, default="file", help=f"{store.help} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pack-weights",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prepack weights for oneDNN (CPU-specific; default: yes)",
     )
     for key in BUNDLING:
         add_flag(parser, BY_KEY[key])

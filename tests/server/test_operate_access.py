@@ -176,14 +176,10 @@ def test_http_says_how_to_authenticate(guarded: Running) -> None:
     assert ask(guarded, "GET", "/v2", headers={"Authorization": f"bearer  {INFER} "}).status == 200
 
 
-def test_metrics_need_a_token_unless_they_are_open(guarded: Running, tmp_path: Path) -> None:
+def test_metrics_need_a_token(guarded: Running) -> None:
     for port in (MetricsPort(guarded), guarded):
         assert ask(port, "GET", "/metrics").status == 401
         assert ask(port, "GET", "/metrics", headers=headers(INFER)).status == 200
-    files = token_file(tmp_path, "t", INFER)
-    with running(serving(identity("id", "FP32")), token_files=files, metrics_access="open") as opened:
-        assert ask(MetricsPort(opened), "GET", "/metrics").status == 200
-        assert ask(opened, "GET", "/metrics").status == 401  # on the HTTP port, they are statistics
 
 
 def test_tokens_are_never_logged(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,11 +192,12 @@ def test_tokens_are_never_logged(guarded: Running, caplog: pytest.LogCaptureFixt
 
 def test_each_kind_of_token_file_guards_its_calls_alone(tmp_path: Path) -> None:
     assert open_access(config()) == OPEN
-    access = open_access(config(token_files=token_file(tmp_path, "t", INFER), health_access="token"))
+    access = open_access(config(token_files=token_file(tmp_path, "t", INFER)))
     with pytest.raises(PermissionMissing, match="start it with a --control-token-file"):
         access.require(f"Bearer {INFER}", Permission.CONTROL)
+    access.require(None, Permission.HEALTH)
     with pytest.raises(Unauthenticated):
-        access.require(None, Permission.HEALTH)
+        access.require(None, Permission.METRICS)
     access = open_access(config(control_token_files=token_file(tmp_path, "t", CONTROL)))
     access.require(None, Permission.INFERENCE)
     access.require(f"Bearer {CONTROL}", Permission.CONTROL)

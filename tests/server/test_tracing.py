@@ -33,7 +33,7 @@ def standard() -> tuple[FakeServable, ...]:
 @pytest.fixture
 def traced(tmp_path: Path) -> Iterator[tuple[Running, Path]]:
     path = tmp_path / "trace.json"
-    with running(serving(*standard()), trace_file=path, trace_rate=1) as handle:
+    with running(serving(*standard()), trace={"file": str(path), "rate": "1"}) as handle:
         yield handle, path
 
 
@@ -57,7 +57,7 @@ def spans(events: list[dict[str, Any]]) -> dict[str, dict[str, tuple[float, floa
 
 def test_a_traced_request_is_a_sequence_of_spans(tmp_path: Path) -> None:
     slow = FakeServable(identity("id", "FP32").info, lambda x: time.sleep(0.3) or {"y": x})  # longer than its stall
-    with running(serving(slow), trace_file=tmp_path / "trace.json", trace_rate=1) as handle:
+    with running(serving(slow), trace={"file": str(tmp_path / "trace.json"), "rate": "1"}) as handle:
         assert infer(handle, "id", {"inputs": [x()]}).status == 200
         (request,) = spans(written(handle, tmp_path / "trace.json")).values()
     names = ["decode", "queue", "prepare", "swap stall", "compute", "encode"]
@@ -221,7 +221,7 @@ def test_a_request_without_traceparent_is_not_traced_without_a_file() -> None:
 def test_tracing_without_a_file_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     with running(serving(*standard())) as own:
         assert ask(own, "POST", "/v2/trace/setting", b'{"trace_level": ["TIMESTAMPS"]}').status == 200
-    assert "start the server with --trace-file" in caplog.text
+    assert "start the server with --trace-config" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_later_versions_of_traceparent_are_read_as_far_as_they_are_known() -> No
 
 
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--trace-file: .*nowhere/t\.json cannot be written: No such file"):
+    with pytest.raises(ConfigError, match=r"--trace-config: .*nowhere/t\.json cannot be written: No such file"):
         TraceFile(tmp_path / "nowhere" / "t.json")
 
 

@@ -207,7 +207,7 @@ def running(
 
     async def start() -> Ports:
         engine = FakeEngine(*models)
-        config = ServeConfig(repository=Path("fakes"), memory=FixedSize(MIB), server_name="triton")
+        config = ServeConfig(repository=Path("fakes"), memory=FixedSize(MIB))
         memory = RequestMemory(queue_bytes)
         plane = DataPlane(config, engine, memory, Regions(open_region if client_shm else no_system), clock=clock)
         both = {"max_connections": max_connections, **options}
