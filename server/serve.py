@@ -26,7 +26,7 @@ from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog
 from cohabit.server.observe.access import Access, TokenFiles, open_access
 from cohabit.server.observe.machine import Machine
-from cohabit.server.observe.settings import TraceControl, TraceSettings
+from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.trace_file import TraceFile
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol.shared_memory import Regions, no_system, open_region
@@ -89,14 +89,12 @@ class Server:
 
     def _make_plane(self) -> None:
         config = self._config
-        defaults = TraceSettings()
         if config.trace_file is not None and self._engine_path is None:
             self._trace_file = TraceFile(config.trace_file, lanes=config.compute_lanes)
-            defaults = TraceSettings("TIMESTAMPS", config.trace_rate)
-        control = TraceControl("" if self._trace_file is None else str(config.trace_file), defaults)
+        traced = TraceSettings("" if self._trace_file is None else str(config.trace_file), config.trace_rate)
         opened = partial(open_region, any_user=config.client_shm == "any-user")
         regions = Regions(opened if config.takes_client_shm else no_system)
-        tracer = Tracer(control, self._trace_file)
+        tracer = Tracer(traced, self._trace_file)
         machine = Machine(self._access)
         self.plane = DataPlane(config, self.client, self._memory, regions, tracer, machine, self._clock)
 

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -32,7 +32,7 @@ from cohabit.server.ipc.model import Array, ModelInfo, ModelKey
 from cohabit.server.ipc.statistics import INVALID, REQUEST_SECONDS, Histogram
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.metrics import metrics_page
-from cohabit.server.observe.settings import LogSettings, TraceControl, log_changes
+from cohabit.server.observe.settings import LogSettings, log_changes
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol import descriptions
 from cohabit.server.protocol.model_config import ModelConfig, config_of
@@ -71,7 +71,7 @@ class DataPlane:
     ) -> None:
         self.memory = memory
         self.regions = regions
-        self.tracer = tracer or Tracer(TraceControl())
+        self.tracer = tracer or Tracer()
         self.log_settings = LogSettings()
         self._config = config
         self._client = client
@@ -305,21 +305,26 @@ class DataPlane:
         log.apply(self.log_settings)
         self._client.change_log(self.log_settings)
 
-    def change_traces(self, changes: Mapping[str, object], model: str | None) -> None:
-        """Change which requests are traced. Raises InvalidRequest or Unsupported."""
-        self._require_only_front_end("trace settings")
-        self.tracer.control.update(changes, model)
-
     def _require_only_front_end(self, what: str) -> None:
         if self._config.frontends > 1:
             raise Unsupported(f"{what} cannot be changed with --frontends over 1: front ends do not share it")
 
-    def traced_model(self, model: str) -> str:
-        """Return a name whose trace settings may be read or changed. Raises InvalidRequest for an unknown model."""
+    def trace_settings(self, model: str | None, changes: Iterable[str]) -> dict[str, str | list[str]]:
+        """Return the trace settings, which are the same for every model.
+
+        Raises InvalidRequest for an unknown model, and Unsupported for changes.
+        """
         try:
-            return self._client.catalog.find(model).name
+            if model:
+                self._client.catalog.find(model)
         except ModelNotFound as error:
             raise InvalidRequest(f"trace settings: {error}") from error
+        if changed := ", ".join(changes):
+            raise Unsupported(
+                f"trace settings cannot be changed while the server runs ({changed[:200]});"
+                " start it with --trace-config file=FILE and rate=N"
+            )
+        return self.tracer.settings.to_wire()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait until the others are answered; False after a timeout."""
