@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.text import Text
 
 from cohabit.planner.errors import CohabitError
+from cohabit.server.commands import flags
+from cohabit.server.commands.remote.commands import COMMANDS, RemoteCommand
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sources import add_flags, as_toml, read_settings
 from cohabit.server.errors import ConfigError, RepositoryError
 from cohabit.server.process_rights import allow_connections, no_new_privileges
-from cohabit.server.tools import flags
-from cohabit.server.tools.remote.commands import COMMANDS, RemoteCommand
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -119,7 +119,7 @@ def _run_tool(module: str) -> Callable[[argparse.Namespace, Console], int]:
     """Return a command that imports its module, and with it the planner, when it runs."""
 
     def run(options: argparse.Namespace, errors: Console) -> int:
-        return int(import_module(f"cohabit.server.tools.{module}").run(options, _stdout(), errors))
+        return int(import_module(f"cohabit.server.commands.{module}").run(options, _stdout(), errors))
 
     return run
 
@@ -272,7 +272,7 @@ _TOOLS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str, str
         "Check a plan and draw it: lanes and memory over time, stalls and copies.",
     ),
     "compare-plans": (
-        "compare",
+        "compare_plans",
         flags.add_compare_flags,
         "compare the searchers on one model, batch size and memory size",
         "Run every searcher on one model, batch size and memory size, one after the other.",

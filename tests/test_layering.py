@@ -58,8 +58,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.models": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.placement": ({"server", "runtime"} | WORDS | PREPARING, set()),
     "server.importing": ({"server", "runtime"}, {"numpy", "safetensors", "torch", "transformers"}),
-    "server.tools": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
-    "server.tools.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
+    "server.tools": ({"server", "planner"}, {"msgspec"}),
+    "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
+    "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
     "loadgen": (
         {"loadgen"},
         {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}
@@ -83,7 +84,8 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "http": {"frontend", "ipc", "observe", "protocol"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
         "importing": {"config", "engine", "ipc", "models", "placement", "protocol"},
-        "tools": {"config", "importing", "ipc", "models"},
+        "tools": set(),
+        "commands": {"config", "importing", "ipc", "models", "tools"},
     },
     "planner": {
         "bounds": set(),

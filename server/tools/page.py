@@ -11,8 +11,8 @@ from cohabit.planner.errors import format_bytes
 from cohabit.planner.plan import Compute, SwapIn, SwapOut
 from cohabit.planner.profile import Link
 from cohabit.planner.timeline import Span
+from cohabit.server.format import gap, milliseconds, nice_ticks, percent, shortened
 from cohabit.server.tools.analysis import KINDS, LANES, Kind, PlanAnalysis, bytes_in_use
-from cohabit.server.tools.format import gap, milliseconds, nice_ticks, percent, shortened
 
 TIME_UNITS = 100_000
 """Width of the charts in their own coordinates."""

@@ -9,7 +9,7 @@ import torch
 
 from cohabit.planner.profile import Link
 from cohabit.server.cli import main
-from cohabit.server.tools.boards import BOARDS
+from cohabit.server.commands.boards import BOARDS
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 
@@ -46,5 +46,5 @@ def test_a_board_needs_a_model_that_is_measured(capsys: pytest.CaptureFixture[st
 
 def test_the_command_line_knows_boards_without_torch_or_the_planner() -> None:
     unwanted = {"torch", "numba", "cohabit.planner.profile"}
-    script = f"import sys, cohabit.server.tools.flags; sys.exit(bool({unwanted} & set(sys.modules)))"
+    script = f"import sys, cohabit.server.commands.flags; sys.exit(bool({unwanted} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -32,9 +32,9 @@ from cohabit.planner.schedule.table import (
 )
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
+from cohabit.server.commands.terminal import draw
 from cohabit.server.tools.analysis import PlanAnalysis, analyze, bytes_in_use
 from cohabit.server.tools.page import page
-from cohabit.server.tools.terminal import draw
 from tests.planner.graphs import (
     PAGE,
     chain,

@@ -19,11 +19,11 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.search import registry
 from cohabit.planner.search.searcher import AnySearcher
 from cohabit.server.cli import main
+from cohabit.server.commands import flags
+from cohabit.server.commands.progress import SearchProgress
 from cohabit.server.errors import RepositoryError
+from cohabit.server.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
 from cohabit.server.models.repository import find
-from cohabit.server.tools import flags
-from cohabit.server.tools.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
-from cohabit.server.tools.progress import SearchProgress
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 

@@ -13,12 +13,12 @@ from server_http import infer, x
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.cli import main
+from cohabit.server.commands.remote import tables
+from cohabit.server.commands.remote.samples import Samples, parse
+from cohabit.server.commands.remote.top import snapshot
 from cohabit.server.ipc.model import ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import SECONDS, Histogram
 from cohabit.server.observe.prometheus import Family, written
-from cohabit.server.tools.remote import tables
-from cohabit.server.tools.remote.samples import Samples, parse
-from cohabit.server.tools.remote.top import snapshot
 
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 

@@ -13,6 +13,9 @@ from server_fakes import FakeLoaded, FakeServable, Running, identity, running, s
 from transport_fakes import FakeEngine, FakeModel
 from tritonclient.utils import InferenceServerException
 
+from cohabit.server.commands.remote import tables
+from cohabit.server.commands.remote.samples import parse
+from cohabit.server.commands.remote.top import snapshot, view
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.engine_host import Engine
@@ -26,9 +29,6 @@ from cohabit.server.models.repository import ModelSource, Unloadable
 from cohabit.server.protocol.model_config import ModelConfig
 from cohabit.server.protocol.request import InferRequest
 from cohabit.server.protocol.shared_memory import Regions
-from cohabit.server.tools.remote import tables
-from cohabit.server.tools.remote.samples import parse
-from cohabit.server.tools.remote.top import snapshot, view
 
 VERSIONS = (1, 2, 10)
 X = np.array([[1, 2, 3, 4]], np.float32)

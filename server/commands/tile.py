@@ -19,9 +19,9 @@ from cohabit.planner.tiling.arrays import Expression, JoinUpdate, LazyArray, Vie
 from cohabit.planner.tiling.costs import bounds
 from cohabit.planner.tiling.graph import Tiling, TilingGraph
 from cohabit.planner.tiling.search import TilingPlan, plan_tiling
+from cohabit.server.commands.files import write_file
 from cohabit.server.errors import ConfigError
-from cohabit.server.tools.files import write_file
-from cohabit.server.tools.format import make_table, milliseconds
+from cohabit.server.format import make_table, milliseconds
 
 _GLYPHS = {"row": "▤", "column": "▥", "block": "▦", "transposed block": "▦", "duplicated": "▤▥", "replicated": "■"}
 _COLOURS = ("#4878a8", "#d1823d", "#5f9e62", "#a8585c", "#8671a8", "#8a7460", "#c27ba8", "#8c8c8c")

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.format import gap, make_table, milliseconds, nice_ticks, percent, round_time, shortened
 from cohabit.server.tools.analysis import LANES, PlanAnalysis, bytes_in_use
-from cohabit.server.tools.format import gap, make_table, milliseconds, nice_ticks, percent, round_time, shortened
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"compute": "cyan", "swap_in": "yellow", "swap_out": "magenta"}

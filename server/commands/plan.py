@@ -8,13 +8,13 @@ from rich.console import Console
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.registry import SERVING
+from cohabit.server.commands.files import write_graph, write_plan, write_profile
+from cohabit.server.commands.flags import MemoryBudget
+from cohabit.server.commands.instances import Instance, instances
+from cohabit.server.commands.progress import SearchProgress
+from cohabit.server.commands.tile import plan_devices
 from cohabit.server.errors import ConfigError
-from cohabit.server.tools.files import write_graph, write_plan, write_profile
-from cohabit.server.tools.flags import MemoryBudget
-from cohabit.server.tools.format import gap, make_table, milliseconds
-from cohabit.server.tools.instances import Instance, instances
-from cohabit.server.tools.progress import SearchProgress
-from cohabit.server.tools.tile import plan_devices
+from cohabit.server.format import gap, make_table, milliseconds
 
 EXIT_INFEASIBLE = 2
 

@@ -15,10 +15,10 @@ from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.schedule.simulate import simulate
-from cohabit.server.tools.files import write_graph, write_plan, write_profile
-from cohabit.server.tools.format import gap, make_table, milliseconds
-from cohabit.server.tools.instances import Instance, instances
-from cohabit.server.tools.progress import SearchProgress
+from cohabit.server.commands.files import write_graph, write_plan, write_profile
+from cohabit.server.commands.instances import Instance, instances
+from cohabit.server.commands.progress import SearchProgress
+from cohabit.server.format import gap, make_table, milliseconds
 
 _log = logging.getLogger("cohabit.plans")
 

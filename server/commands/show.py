@@ -12,12 +12,12 @@ import cohabit.planner.graph
 import cohabit.planner.profile
 from cohabit.planner.check import check
 from cohabit.planner.errors import CohabitError, FormatError, format_bytes
+from cohabit.server.commands.files import find, read_graph, read_plan, read_profile, write_file
+from cohabit.server.commands.terminal import draw
 from cohabit.server.errors import ConfigError
+from cohabit.server.format import milliseconds
 from cohabit.server.tools.analysis import PlanAnalysis, analyze
-from cohabit.server.tools.files import find, read_graph, read_plan, read_profile, write_file
-from cohabit.server.tools.format import milliseconds
 from cohabit.server.tools.page import page
-from cohabit.server.tools.terminal import draw
 
 _SAME = 1e-6
 """Relative difference of predicted latencies that rounding explains."""

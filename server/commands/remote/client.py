@@ -10,8 +10,8 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from cohabit.server.commands.remote.samples import Samples, parse
 from cohabit.server.errors import ConfigError, RemoteError
-from cohabit.server.tools.remote.samples import Samples, parse
 
 _MOST_BYTES = 64 << 20
 

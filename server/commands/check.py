@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.commands.flags import MEASURING
 from cohabit.server.config.sources import config_of
-from cohabit.server.tools.flags import MEASURING
-from cohabit.server.tools.format import gap, make_table, milliseconds, percent, tensor_table
+from cohabit.server.format import gap, make_table, milliseconds, percent, tensor_table
 
 if TYPE_CHECKING:
     from cohabit.server.models.servability import MemoryReport, ServabilityReport

@@ -6,12 +6,12 @@ from dataclasses import replace
 from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.commands.boards import BOARDS, Board
+from cohabit.server.commands.flags import BUNDLING
+from cohabit.server.commands.progress import SearchProgress
 from cohabit.server.config.bundle import Bundle
 from cohabit.server.config.sources import config_of
-from cohabit.server.tools.boards import BOARDS, Board
-from cohabit.server.tools.flags import BUNDLING
-from cohabit.server.tools.format import gap, make_table, milliseconds
-from cohabit.server.tools.progress import SearchProgress
+from cohabit.server.format import gap, make_table, milliseconds
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:

@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.tools.format import make_table
-from cohabit.server.tools.remote.samples import Samples
-from cohabit.server.tools.remote.tables import NOTHING, bytes_cell, share_cell
+from cohabit.server.commands.remote.samples import Samples
+from cohabit.server.commands.remote.tables import NOTHING, bytes_cell, share_cell
+from cohabit.server.format import make_table
 
 Snapshot = dict[str, Any]
 """Figures by name; those of each model in a list `models`. None is a figure that the server does not report."""

@@ -12,12 +12,12 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from cohabit.server.commands.remote import tables
+from cohabit.server.commands.remote.client import RemoteServer, read_token
+from cohabit.server.commands.remote.top import Snapshot, snapshot, view
 from cohabit.server.config.setting import parsed
 from cohabit.server.config.values import seconds
 from cohabit.server.errors import RemoteError
-from cohabit.server.tools.remote import tables
-from cohabit.server.tools.remote.client import RemoteServer, read_token
-from cohabit.server.tools.remote.top import Snapshot, snapshot, view
 
 _TIMEOUT_S = 10.0
 

@@ -12,12 +12,12 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import SERVING
 from cohabit.planner.sizing.fitting import split_budget
+from cohabit.server.commands.boards import Board
+from cohabit.server.commands.files import read_graph, read_profile
+from cohabit.server.commands.flags import MEASURING, MemoryBudget
+from cohabit.server.commands.progress import SearchProgress
 from cohabit.server.config.sources import config_of
 from cohabit.server.errors import ConfigError
-from cohabit.server.tools.boards import Board
-from cohabit.server.tools.files import read_graph, read_profile
-from cohabit.server.tools.flags import MEASURING, MemoryBudget
-from cohabit.server.tools.progress import SearchProgress
 
 
 @dataclass(frozen=True, slots=True)

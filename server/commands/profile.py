@@ -6,9 +6,9 @@ from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.profile import Link
-from cohabit.server.tools.format import make_table, milliseconds
-from cohabit.server.tools.instances import instances
-from cohabit.server.tools.progress import SearchProgress
+from cohabit.server.commands.instances import instances
+from cohabit.server.commands.progress import SearchProgress
+from cohabit.server.format import make_table, milliseconds
 
 _SLOWEST = 5
 

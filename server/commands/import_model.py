@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.commands.flags import IMPORTING
 from cohabit.server.config.sizes import write_size
 from cohabit.server.config.sources import config_of
 from cohabit.server.errors import ConfigError
-from cohabit.server.tools.flags import IMPORTING
-from cohabit.server.tools.format import tensor_table
+from cohabit.server.format import tensor_table
 
 if TYPE_CHECKING:
     from cohabit.server.importing.entry import ImportedEntry

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from cohabit.server.tools.format import gap, milliseconds
+from cohabit.server.format import gap, milliseconds
 
 
 class SearchProgress:

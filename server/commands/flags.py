@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cohabit.server.commands.boards import BOARDS
 from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sizes import MemorySize, parse_memory
 from cohabit.server.config.sources import add_flag
 from cohabit.server.config.values import LARGEST_BATCH, batches, integer, positive
 from cohabit.server.importing.declared_input import parse_input
 from cohabit.server.resources import available_cpus
-from cohabit.server.tools.boards import BOARDS
 
 SEARCHERS = (
     "best",

@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.tools.format import make_table
-from cohabit.server.tools.remote.samples import Samples
+from cohabit.server.commands.remote.samples import Samples
+from cohabit.server.format import make_table
 
 NOTHING = "-"
 _STATES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "UNAVAILABLE": "red"}
