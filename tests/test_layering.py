@@ -60,6 +60,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.importing": ({"server", "runtime"}, {"numpy", "safetensors", "torch", "transformers"}),
     "server.tools": ({"server", "planner"}, {"msgspec"}),
     "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
+    "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
     "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
     "loadgen": (
         {"loadgen"},
@@ -121,7 +122,7 @@ PUT_TOGETHER = {
     "runtime": {"devices"},
 }
 """Modules next to the folders that no folder may import, because they import the folders."""
-MAY_PUT_TOGETHER = {"planner": {"sizing": {"library"}}}
+MAY_PUT_TOGETHER = {"planner": {"sizing": {"library"}}, "server": {"commands": {"serve"}}}
 
 
 def modules() -> list[Path]:

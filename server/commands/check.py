@@ -1,6 +1,7 @@
 """`cohabit check`: says whether a model can be served, in how much memory, and why not."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -9,18 +10,46 @@ from rich.table import Table
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.commands.flags import MEASURING
-from cohabit.server.config.sources import config_of
+from cohabit.server.commands.planning.subject import MEASURING, MODEL_HELP, add_measuring, budgets
+from cohabit.server.config.sources import config_of, given, typed
 from cohabit.server.format import gap, make_table, milliseconds, percent, tensor_table
 
 if TYPE_CHECKING:
     from cohabit.server.models.servability import MemoryReport, ServabilityReport
 
 
+_EXAMPLES = """examples:
+  cohabit check models/resnet50
+  cohabit check models/resnet50 --memory 64MiB,25%
+  cohabit check model.pt2 --json
+
+The model is lowered and measured as `cohabit serve` does it at its first start, which finds the results in the
+cache. Exit status: 0 if the model can be served, and in every memory size of --memory; 1 if not.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say whether a model can be served and in how much memory: its inputs and outputs, the least memory, and what\n"
+        "each memory size is predicted to cost in latency."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument("model", type=Path, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--memory",
+        type=typed(budgets),
+        default=(),
+        metavar="SIZE,...",
+        help="device memory to check: 64MiB, 82MB, or 25%% of its weights (default: the least, and some shares)",
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    add_measuring(parser, "batch_sizes")
+
+
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Check a model. Returns 0 if it can be served, also in every memory size that was asked for, and else 1."""
-    given = {key: vars(options)[key] for key in (*MEASURING, "batch_sizes") if key in vars(options)}
-    config = config_of({"repository": str(options.model), "memory": "1B", **given})
+    settings = given(options, (*MEASURING, "batch_sizes"))
+    config = config_of({"repository": str(options.model), "memory": "1B", **settings})
     with errors.status(Text(f"{options.model}: starting torch")) as status:
         from cohabit.server.models.servability import report
 

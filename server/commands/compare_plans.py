@@ -6,6 +6,7 @@ Of a model with dynamic dimensions, it is the largest bucket.
 import argparse
 import logging
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -15,17 +16,55 @@ from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.schedule.simulate import simulate
-from cohabit.server.commands.files import write_graph, write_plan, write_profile
-from cohabit.server.commands.instances import Instance, instances
-from cohabit.server.commands.progress import SearchProgress
+from cohabit.planner.search.registry import SEARCHERS
+from cohabit.server.commands import EXIT_FAILED
+from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
+from cohabit.server.commands.planning.instances import Instance, instances
+from cohabit.server.commands.planning.progress import SearchProgress
+from cohabit.server.commands.planning.subject import add_effort, add_subject, budget
+from cohabit.server.config.sources import typed
+from cohabit.server.config.values import LARGEST_BATCH, integer
 from cohabit.server.format import gap, make_table, milliseconds
 
 _log = logging.getLogger("cohabit.plans")
 
-EXIT_FAILED = 1
-
 _Result = tuple[str, Plan, Provenance, float]
 """A searcher, its plan, how that came about, and the seconds that it took, the split of the memory included."""
+
+
+_EXAMPLES = """examples:
+  cohabit compare-plans models/resnet50 --memory 64MiB
+  cohabit compare-plans models/resnet50 --memory 25% --searchers best,genetic,greedy --time-limit 30s
+  cohabit compare-plans --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
+
+`best`, `streaming`, `offloading` and `genetic` split the memory into a partition and a workspace, as serving does.
+The other searchers plan it as one budget.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Run every searcher on one model, batch size and memory size, one after the other."
+    parser.epilog = _EXAMPLES
+    one_batch = integer(1, LARGEST_BATCH)
+    add_subject(parser, "N", typed(lambda text: (one_batch(text),)), "batch size (default: 1, or the graph's)")
+    parser.add_argument(
+        "--memory",
+        required=True,
+        type=typed(budget),
+        metavar="SIZE",
+        help="device memory for the model: 64MiB, 82MB, or 25%% of its weights",
+    )
+    parser.add_argument(
+        "--searchers",
+        type=typed(_searchers),
+        default=SEARCHERS,
+        metavar="NAME,...",
+        help=f"some of {', '.join(SEARCHERS)} (default: all)",
+    )
+    add_effort(parser, "10s")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write the plans, the graph and the profile here"
+    )
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
@@ -89,3 +128,11 @@ def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Tab
             "one budget" if plan.memory.counted else split,
         )
     return table
+
+
+def _searchers(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in SEARCHERS:
+            raise ValueError(f"no searcher is called {name}; there are {', '.join(SEARCHERS)}")
+    return names

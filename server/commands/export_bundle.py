@@ -2,23 +2,65 @@
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.commands.boards import BOARDS, Board
-from cohabit.server.commands.flags import BUNDLING
-from cohabit.server.commands.progress import SearchProgress
+from cohabit.server.commands.planning.boards import BOARDS, Board
+from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.config.bundle import Bundle
-from cohabit.server.config.sources import config_of
+from cohabit.server.config.config import BY_KEY
+from cohabit.server.config.sources import add_flag, config_of, given
 from cohabit.server.format import gap, make_table, milliseconds
+
+_EXAMPLES = """examples:
+  cohabit export-bundle models --memory 64MiB -o bundle && cohabit serve bundle
+  cohabit export-bundle models --memory 25% --profile pi5-sd --no-pack-weights --batch-sizes 1 -o bundle
+
+Weights are packed for this processor and this version of torch. --no-pack-weights makes a bundle for other processors.
+"""
+_SETTINGS = ("cache", "threads", "search", "batch_sizes", "shape_buckets", "compute_lanes", "model_rate")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Lower, measure and plan every model of a repository for one memory size, and write all that `cohabit serve`\n"
+        "needs to a folder. It serves that folder without archives, worker processes or searches."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument("repository", metavar="REPOSITORY", help="folder of NAME/VERSION/model.pt2")
+    parser.add_argument(
+        "--memory",
+        required=True,
+        metavar="SIZE",
+        help="device memory for all models, as of `cohabit serve`: 64MiB, 82MB, or 25%% of the sum of their weights",
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="new folder for the bundle")
+    parser.add_argument(
+        "--profile",
+        choices=BOARDS,
+        metavar="BOARD",
+        help=f"plan for a board's store and cores: {', '.join(BOARDS)} (default: this machine)",
+    )
+    store = BY_KEY["store"]
+    parser.add_argument(
+        "--store", choices=store.choices, default="file", help=f"{store.help} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pack-weights",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prepack weights for oneDNN (CPU-specific; default: yes)",
+    )
+    for key in _SETTINGS:
+        add_flag(parser, BY_KEY[key])
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Export a bundle, and print what each model takes and how long it is predicted to take."""
-    given = {key: vars(options)[key] for key in BUNDLING if key in vars(options)}
     needed = {"repository": options.repository, "memory": options.memory, "store": options.store}
-    config = config_of({**needed, **given})
+    config = config_of({**needed, **given(options, _SETTINGS)})
     config = replace(config, engine="in-process", pack_weights=options.pack_weights)
     board = None if options.profile is None else BOARDS[options.profile]
     profile = "measured on the exporting machine" if board is None else f"scaled for {board.name}"

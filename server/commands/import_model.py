@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.commands.flags import IMPORTING
+from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sizes import write_size
-from cohabit.server.config.sources import config_of
+from cohabit.server.config.sources import add_flag, config_of, given, typed
+from cohabit.server.config.values import LARGEST_BATCH, integer
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import tensor_table
+from cohabit.server.importing.declared_input import parse_input
 
 if TYPE_CHECKING:
     from cohabit.server.importing.entry import ImportedEntry
@@ -23,6 +25,71 @@ if TYPE_CHECKING:
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_.\-]+")
 _MIB = 1 << 20
+
+
+_EXAMPLES = """examples:
+  cohabit import ~/bert-base-uncased
+  cohabit import ~/vit-base --repository models --name classifier
+  cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
+  cohabit import ranker.safetensors --factory mypackage.models:make_ranker
+
+Importing runs code: that of MODULE and of what it imports, or of the installed transformers. Code in a model
+directory is never run, and pickles may hold tensors only. Import what you would run.
+"""
+_SETTINGS = ("cache", "threads")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Export a model with a dynamic batch, compare it with eager PyTorch, and write it to a model repository with\n"
+        "its configuration. Importing a model runs its code."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="a Hugging Face model directory (config.json and safetensors), MODULE:FUNCTION that returns a"
+        " torch.nn.Module, or a checkpoint of --factory",
+    )
+    parser.add_argument(
+        "--factory",
+        metavar="MODULE:FUNCTION",
+        help="function that returns the module into which a checkpoint is loaded: safetensors, or a state_dict of"
+        " torch.save",
+    )
+    parser.add_argument(
+        "--input",
+        dest="inputs",
+        type=typed(parse_input),
+        action="append",
+        default=[],
+        metavar="NAME:TYPE:DIMS",
+        help="input of the module, such as image:FP32:-1,3,224,224, where -1 is the batch; repeatable (default: the"
+        " module's `example_inputs`, or what the Hugging Face model takes)",
+    )
+    parser.add_argument(
+        "--sequence-length",
+        type=typed(integer(1, 1 << 20)),
+        metavar="N",
+        help="export a text model for sequences of N tokens only",
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=typed(integer(1, LARGEST_BATCH)),
+        default=8,
+        metavar="N",
+        help="largest batch size; 1 exports a fixed batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repository",
+        type=Path,
+        default=Path("models"),
+        metavar="DIR",
+        help="the model repository (default: ./%(default)s)",
+    )
+    parser.add_argument("--name", metavar="NAME", help="the entry's name (default: from PATH)")
+    for key in _SETTINGS:
+        add_flag(parser, BY_KEY[key])
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
@@ -38,8 +105,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
         refuse_name(options.repository, name)
         subject = _subject(options, progress)
-        given = {key: vars(options)[key] for key in IMPORTING if key in vars(options)}
-        config = config_of({"repository": str(options.repository), "memory": "1B", **given})
+        settings = given(options, _SETTINGS)
+        config = config_of({"repository": str(options.repository), "memory": "1B", **settings})
         entry = write_entry(subject, options.repository, name, options.max_batch, config, progress)
     _show(entry, options.repository, out)
     return 0

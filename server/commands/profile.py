@@ -6,11 +6,22 @@ from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.profile import Link
-from cohabit.server.commands.instances import instances
-from cohabit.server.commands.progress import SearchProgress
+from cohabit.server.commands.planning.instances import instances
+from cohabit.server.commands.planning.progress import SearchProgress
+from cohabit.server.commands.planning.subject import add_subject
+from cohabit.server.config.sources import typed
+from cohabit.server.config.values import batches
 from cohabit.server.format import make_table, milliseconds
 
 _SLOWEST = 5
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure a model on a device: time per op, bandwidth of the link in both directions, and how much concurrent\n"
+        "copies and ops slow each other down. The cache keeps the measurements for the other commands."
+    )
+    add_subject(parser, "N,N,...", typed(batches), "batch sizes to measure (default: 1)")
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:

@@ -12,7 +12,7 @@ import cohabit.planner.graph
 import cohabit.planner.profile
 from cohabit.planner.check import check
 from cohabit.planner.errors import CohabitError, FormatError, format_bytes
-from cohabit.server.commands.files import find, read_graph, read_plan, read_profile, write_file
+from cohabit.server.commands.planning.files import find, read_graph, read_plan, read_profile, write_file
 from cohabit.server.commands.terminal import draw
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import milliseconds
@@ -21,6 +21,25 @@ from cohabit.server.tools.page import page
 
 _SAME = 1e-6
 """Relative difference of predicted latencies that rounding explains."""
+
+
+_EXAMPLES = """examples:
+  cohabit show plans/resnet50-b1-64MiB-best.plan.json
+  cohabit show plans/resnet50-b1-64MiB-best.plan.json --html plan.html
+  cohabit show plans/resnet50-b1-64MiB-best.plan.json --open
+
+The graph and the profile are found in the plan's folder by the fingerprints in the plan.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Check a plan and draw it: lanes and memory over time, stalls and copies."
+    parser.epilog = _EXAMPLES
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a file that `cohabit plan` wrote")
+    parser.add_argument("--graph", type=Path, metavar="FILE", help="its graph (default: found in the same folder)")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="its profile (default: likewise)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page; - for standard output")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:

@@ -18,8 +18,11 @@ from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.tiling.arrays import Expression, JoinUpdate, LazyArray, View
 from cohabit.planner.tiling.costs import bounds
 from cohabit.planner.tiling.graph import Tiling, TilingGraph
-from cohabit.planner.tiling.search import TilingPlan, plan_tiling
-from cohabit.server.commands.files import write_file
+from cohabit.planner.tiling.search import SEARCHES, TilingPlan, plan_tiling
+from cohabit.server.commands.planning.files import write_file
+from cohabit.server.config.sizes import parse_memory
+from cohabit.server.config.sources import typed
+from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import make_table, milliseconds
 
@@ -28,6 +31,46 @@ _COLOURS = ("#4878a8", "#d1823d", "#5f9e62", "#a8585c", "#8671a8", "#8a7460", "#
 _LEFT = 250
 """Where the arcs of a picture end and its tiles begin."""
 _COMPARED = ("exact", "greedy", "recursive", "row", "column", "worst")
+
+
+_EXAMPLES = """examples:
+  cohabit tile examples/tiling_regression.py:program --workers 4
+  cohabit tile examples/tiling_regression.py:program --workers 4 --run --svg tiling.svg
+  torchrun --nproc-per-node 4 -m cohabit.server.cli tile script.py:program --workers 4
+
+FUNCTION takes nothing, makes its arrays with `cohabit.planner.tiling.newarray`, computes with NumPy's functions and
+returns arrays. The script is run.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Choose how the arrays of a NumPy program are tiled over workers so that the fewest bytes move between them,\n"
+        "and run the program on torch.distributed."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "program", metavar="SCRIPT:FUNCTION", help="a Python file and the function that builds the program"
+    )
+    parser.add_argument(
+        "--workers", type=typed(integer(1, 4096)), default=4, metavar="N", help="processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--search", default="exact", choices=tuple(SEARCHES), help="how to choose tilings (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--copies",
+        type=typed(parse_memory),
+        metavar="SIZE",
+        help="memory per worker for copies of arrays: 64MiB, or a share of its part of the inputs (default: 10%%)",
+    )
+    parser.add_argument(
+        "--run",
+        dest="execute",
+        action="store_true",
+        help="run the program in processes of this machine; torchrun's run it always",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:

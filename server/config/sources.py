@@ -2,7 +2,7 @@
 
 import argparse
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,31 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting) -> None:
             parser.add_argument(alias, **options | {"dest": setting.key, "help": argparse.SUPPRESS})
 
 
+def typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a type for argparse that reports the message of a ValueError."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def given(options: argparse.Namespace, keys: Iterable[str]) -> dict[str, Value]:
+    """Return those of some settings whose flags were given."""
+    return {key: vars(options)[key] for key in keys if key in vars(options)}
+
+
 def config_of(values: Mapping[str, Value], origins: Mapping[str, str] | None = None) -> ServeConfig:
     """Parse values by key; a key that is missing has its default. Raises ConfigError with the value's origin."""
-    given = {
+    read = {
         s.field: s.read(values[s.key], (origins or {}).get(s.key, s.flag))
         for s in SETTINGS
         if values.get(s.key) is not None
     }
-    return ServeConfig(**given)
+    return ServeConfig(**read)
 
 
 def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -> ResolvedConfig:
@@ -98,8 +115,8 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
         {s.key: (vars(options)[s.key], s.flag) for s in SETTINGS if s.key in vars(options)},
     ]
     values, origins = _overlaid(layers)
-    given = values["repository"]
-    bundle = read_bundle(Path(given)) if isinstance(given, str) and is_bundle(Path(given)) else None
+    named = values["repository"]
+    bundle = read_bundle(Path(named)) if isinstance(named, str) and is_bundle(Path(named)) else None
     if bundle is not None:
         bundled: _Layer = {key: (value, MANIFEST) for key, value in bundle.settings.items()}
         values, origins = _overlaid([layers[0], bundled, *layers[1:]])

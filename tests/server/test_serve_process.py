@@ -15,7 +15,8 @@ from rich.console import Console
 from server_fakes import config, eventually, identity, serving
 from server_http import ask, infer, x
 
-from cohabit.server.cli import EXIT_FAILED, main, serve_until_stopped
+from cohabit.server.cli import EXIT_FAILED, main
+from cohabit.server.commands.serve import serve_until_stopped
 from cohabit.server.engine_host import load_repository
 from cohabit.server.serve import Server
 

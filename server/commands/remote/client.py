@@ -1,5 +1,6 @@
 """A client of a running server: its v2 endpoints and /metrics, all on its HTTP port."""
 
+import argparse
 import http.client
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ from cohabit.server.commands.remote.samples import Samples, parse
 from cohabit.server.errors import ConfigError, RemoteError
 
 _MOST_BYTES = 64 << 20
+_TIMEOUT_S = 10.0
 
 
 class RemoteServer:
@@ -78,6 +80,23 @@ def read_token(path: Path) -> str:
     if token is None:
         raise ConfigError(f"--token-file: {path} has no token")
     return token
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of every command that queries a running server."""
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server's HTTP port (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file whose first token is sent to the server"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+
+
+def server_of(options: argparse.Namespace) -> RemoteServer:
+    """Raises ConfigError."""
+    token = None if options.token_file is None else read_token(options.token_file)
+    return RemoteServer(options.url, token, _TIMEOUT_S)
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -12,11 +12,11 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import SERVING
 from cohabit.planner.sizing.fitting import split_budget
-from cohabit.server.commands.boards import Board
-from cohabit.server.commands.files import read_graph, read_profile
-from cohabit.server.commands.flags import MEASURING, MemoryBudget
-from cohabit.server.commands.progress import SearchProgress
-from cohabit.server.config.sources import config_of
+from cohabit.server.commands.planning.boards import Board
+from cohabit.server.commands.planning.files import read_graph, read_profile
+from cohabit.server.commands.planning.progress import SearchProgress
+from cohabit.server.commands.planning.subject import MEASURING, MemoryBudget
+from cohabit.server.config.sources import config_of, given
 from cohabit.server.errors import ConfigError
 
 
@@ -76,8 +76,7 @@ def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -
 def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
     from cohabit.server.models.repository import find
 
-    given = {key: vars(options)[key] for key in MEASURING if key in vars(options)}
-    config = config_of({"repository": str(options.model), "memory": "1B", **given})
+    config = config_of({"repository": str(options.model), "memory": "1B", **given(options, MEASURING)})
     config = replace(config, batch_sizes=options.batch_sizes or (1,))
     source = replace(find(options.model), config=None)
     on_progress(f"{source.name}: starting torch")
