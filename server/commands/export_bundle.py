@@ -73,8 +73,9 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
         adapt = None if board is None else board.scaled
         bundle = export(config, options.output, profile, adapt, show)
-    if board is not None and bundle.memory_bytes > board.memory_bytes:
-        memory, most = format_bytes(bundle.memory_bytes), format_bytes(board.memory_bytes)
+    most_bytes = bundle.memory_bytes if board is None else round(board.memory_bytes.value)
+    if board is not None and bundle.memory_bytes > most_bytes:
+        memory, most = format_bytes(bundle.memory_bytes), format_bytes(most_bytes)
         errors.print(f"cohabit: {memory} is more than the {most} of {board.name}; export again with less --memory")
     _show(bundle, board, options, out)
     return 0
@@ -98,5 +99,7 @@ def _show(bundle: Bundle, board: Board | None, options: argparse.Namespace, out:
             gap(model.latency_s, model.resident_s),
         )
     out.print(table)
+    if board is not None:
+        out.print(f"estimates for {board.name}: {', '.join(board.estimates)}", soft_wrap=True)
     total = format_bytes(sum(file.nbytes for file in bundle.files.values()))
     out.print(f"{options.output}: {len(bundle.files)} files, {total}, for {bundle.machine}", soft_wrap=True)

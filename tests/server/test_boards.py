@@ -21,11 +21,20 @@ PROFILE = profile_of(GRAPH, op_s=1e-3, bandwidth=1e9)
 def test_a_board_has_the_times_of_its_cores_and_its_store(name: str) -> None:
     board = BOARDS[name]
     scaled = board.scaled(PROFILE)
-    assert scaled.compute_s == pytest.approx(PROFILE.compute_s * board.compute_factor)
-    assert scaled.swap_in == scaled.swap_out == Link(board.latency_s, board.bandwidth_bytes_per_s)
+    assert scaled.compute_s == pytest.approx(PROFILE.compute_s * board.compute_factor.value)
+    assert scaled.swap_in == scaled.swap_out == Link(board.latency_s.value, board.bandwidth_bytes_per_s.value)
     assert scaled.graph == GRAPH.fingerprint
     assert scaled.fingerprint != PROFILE.fingerprint
     assert scaled.device == f"{name}, scaled from a profile of {PROFILE.device}"
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_figure_of_a_board_has_a_source_and_is_known_as_an_estimate(name: str) -> None:
+    board = BOARDS[name]
+    figures = (board.latency_s, board.bandwidth_bytes_per_s, board.compute_factor, board.memory_bytes)
+    assert all(figure.source for figure in figures)
+    assert board.compute_factor.is_estimate, "no data sheet compares a core with this machine's"
+    assert "compute_factor" in board.estimates
 
 
 def test_plans_are_predicted_for_a_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
