@@ -1,4 +1,4 @@
-"""What is shipped beside the server must fit it: the dashboard's metrics, the deployment's flags and ports."""
+"""What is shipped beside the server must fit it: the dashboard, the deployment, the guides, the developer's tools."""
 
 import argparse
 import json
@@ -96,6 +96,20 @@ def test_the_deployment_starts_the_server_with_settings_that_exist() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+def test_developers_use_the_linter_that_ci_uses() -> None:
+    hooks = yaml.safe_load((DOCS.parent / ".pre-commit-config.yaml").read_text())["repos"]
+    (ruff,) = [hook["rev"] for hook in hooks if "ruff" in hook["repo"]]
+    pinned = re.findall(r"^ruff==(\S+)", (DOCS.parent / "constraints.txt").read_text(), re.MULTILINE)
+    assert [f"v{version}" for version in pinned] == [ruff]
+
+
+def test_the_dev_container_is_a_stage_of_the_dockerfile() -> None:
+    folder = DOCS.parent / ".devcontainer"
+    text = "\n".join(line for line in (folder / "devcontainer.json").read_text().splitlines() if line[:2] != "//")
+    build = json.loads(text)["build"]
+    assert f" AS {build['target']}\n" in (folder / build["dockerfile"]).read_text()
+
+
 def test_every_command_of_the_operating_guide_parses() -> None:
     from cohabit.server.cli import _parser
 
@@ -104,6 +118,13 @@ def test_every_command_of_the_operating_guide_parses() -> None:
     assert len(commands) > 5
     for command in commands:
         _parser().parse_args(shlex.split(command, comments=True)[1:])
+
+
+def test_the_files_that_contributing_names_exist() -> None:
+    text = (DOCS.parent / "CONTRIBUTING.md").read_text()
+    paths = set(re.findall(r"`((?:[a-z_]+/)+(?:\w+\.\w+)?)`", text)) | set(re.findall(r"\]\(([^)]+)\)", text))
+    assert len(paths) > 15
+    assert [path for path in sorted(paths) if "NAME" not in path and not (DOCS.parent / path).exists()] == []
 
 
 def test_the_guides_settings_file_is_accepted(tmp_path: Path) -> None:
