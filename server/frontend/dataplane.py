@@ -35,9 +35,9 @@ from cohabit.server.observe.metrics import metrics_page
 from cohabit.server.observe.settings import LogSettings, log_changes
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol import descriptions
-from cohabit.server.protocol.model_config import ModelConfig, config_of
 from cohabit.server.protocol.request import InferRequest, InferResponse, respond
 from cohabit.server.protocol.shared_memory import Regions
+from cohabit.server.triton.model_config import ModelConfig, config_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -22,8 +22,8 @@ from cohabit.server.models.prepared import random_ops
 from cohabit.server.models.repository import find, is_model_name
 from cohabit.server.placement.loader import load
 from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, float32_of_bf16
-from cohabit.server.protocol.model_config import config_text
 from cohabit.server.protocol.tensors import MOST_JSON_VALUES
+from cohabit.server.triton.model_config import config_text
 
 _LABELS = "labels.txt"
 SAMPLE = "sample.json"

@@ -35,9 +35,9 @@ from cohabit.server.models.known_models import KnownModel
 from cohabit.server.models.options import options_of
 from cohabit.server.models.repository import ModelSource
 from cohabit.server.models.worker_process import EXPECTED, WorkerProcesses, stage
-from cohabit.server.protocol.config_fields import parameter_of
-from cohabit.server.protocol.model_config import ModelConfig, config_mismatch, config_names
 from cohabit.server.resources import available_cpus
+from cohabit.server.triton.config_fields import parameter_of
+from cohabit.server.triton.model_config import ModelConfig, config_mismatch, config_names
 
 _log = logging.getLogger("cohabit.models")
 

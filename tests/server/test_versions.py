@@ -26,9 +26,9 @@ from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 from cohabit.server.models.prepared import _rate
 from cohabit.server.models.repository import ModelSource, Unloadable
-from cohabit.server.protocol.model_config import ModelConfig
 from cohabit.server.protocol.request import InferRequest
 from cohabit.server.protocol.shared_memory import Regions
+from cohabit.server.triton.model_config import ModelConfig
 
 VERSIONS = (1, 2, 10)
 X = np.array([[1, 2, 3, 4]], np.float32)

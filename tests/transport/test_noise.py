@@ -17,7 +17,7 @@ from transport_fakes import Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from cohabit.server.errors import RepositoryError
-from cohabit.server.protocol.model_config import read_config
+from cohabit.server.triton.model_config import read_config
 
 ROUNDS = 400
 FORESEEN = {

@@ -2,9 +2,9 @@
 
 from cohabit.server.config.values import integer, rate
 from cohabit.server.errors import RepositoryError
-from cohabit.server.protocol.config_fields import parameter_of
-from cohabit.server.protocol.config_messages import ModelConfig, ModelDynamicBatching, ModelQueuePolicy
 from cohabit.server.scheduling.policy import LevelPolicy, Policy
+from cohabit.server.triton.config_fields import parameter_of
+from cohabit.server.triton.config_messages import ModelConfig, ModelDynamicBatching, ModelQueuePolicy
 
 CONCURRENCY, RATE, BURST = "max_concurrency", "max_requests_per_second", "max_burst"
 """Keys of `parameters` in a ModelConfig, for settings that have no field."""

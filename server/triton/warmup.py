@@ -10,9 +10,9 @@ from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.protocol.datatypes import BF16, DTYPES, bf16_of_float32
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
-from cohabit.server.protocol.model_config import DataType, ModelWarmup
 from cohabit.server.protocol.request import InferRequest
 from cohabit.server.protocol.shared_memory import Regions, RegionUse
+from cohabit.server.triton.model_config import DataType, ModelWarmup
 
 _SEED = 0
 

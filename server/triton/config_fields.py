@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from cohabit.server.errors import RepositoryError
-from cohabit.server.protocol.config_messages import ModelConfig, ModelInput, ModelInstanceGroup
+from cohabit.server.triton.config_messages import ModelConfig, ModelInput, ModelInstanceGroup
 
 _T = TypeVar("_T")
 

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import RepositoryError
 from cohabit.server.ipc.model import GraphCapture, ModelInfo, TensorSpec
-from cohabit.server.protocol.config_fields import defaults_of
-from cohabit.server.protocol.config_messages import DataType as DataType
-from cohabit.server.protocol.config_messages import ModelConfig as ModelConfig
-from cohabit.server.protocol.config_messages import ModelInput, ModelInstanceGroup, ModelOutput
-from cohabit.server.protocol.config_messages import ModelWarmup as ModelWarmup
 from cohabit.server.protocol.datatypes import config_type
 from cohabit.server.protocol.tensors import filled
+from cohabit.server.triton.config_fields import defaults_of
+from cohabit.server.triton.config_messages import DataType as DataType
+from cohabit.server.triton.config_messages import ModelConfig as ModelConfig
+from cohabit.server.triton.config_messages import ModelInput, ModelInstanceGroup, ModelOutput
+from cohabit.server.triton.config_messages import ModelWarmup as ModelWarmup
 
 _LARGEST_FILE_BYTES = 1 << 20
 _INDEXED = re.compile(r".*__(\d{1,4})", re.ASCII | re.DOTALL)
