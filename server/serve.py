@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cohabit.server.config.config import ServeConfig, encode_config
+from cohabit.server.frontend.access import Access, TokenFiles, open_access
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.engine_connection import EngineConnection
@@ -24,7 +25,6 @@ from cohabit.server.http.app import make_app, make_metrics_app
 from cohabit.server.http.server import HttpServer
 from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog
-from cohabit.server.observe.access import Access, TokenFiles, open_access
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.trace_file import TraceFile
@@ -95,7 +95,7 @@ class Server:
         opened = partial(open_region, any_user=config.client_shm == "any-user")
         regions = Regions(opened if config.takes_client_shm else no_system)
         tracer = Tracer(traced, self._trace_file)
-        machine = Machine(self._access)
+        machine = Machine(self._access.refused)
         self.plane = DataPlane(config, self.client, self._memory, regions, tracer, machine, self._clock)
 
     async def start(self) -> None:

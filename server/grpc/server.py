@@ -13,12 +13,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from tritonclient.grpc import service_pb2
 
 from cohabit.server.errors import ConfigError
+from cohabit.server.frontend.access import OPEN, Access
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.listening import TlsFiles, address_of, without_covered
 from cohabit.server.grpc.api import InferenceCalls
 from cohabit.server.grpc.handlers import MOST_CALLS, MOST_HEALTH_CALLS, CallSlots, service_handler
 from cohabit.server.grpc.health import HealthCalls
-from cohabit.server.observe.access import OPEN, Access
 
 _log = logging.getLogger("cohabit.grpc")
 

@@ -10,12 +10,12 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from cohabit.server.errors import RequestError, Unauthenticated
+from cohabit.server.frontend.access import OPEN, Access, Permission
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.answers import JSON
 from cohabit.server.http.endpoints import Endpoint, endpoints
 from cohabit.server.http.errors import error_response, response_of
 from cohabit.server.log import log_internal_error
-from cohabit.server.observe.access import OPEN, Access, Permission
 from cohabit.server.observe.prometheus import CONTENT_TYPE
 from cohabit.server.observe.request_trace import HEADER
 from cohabit.server.observe.tracing import Tracer

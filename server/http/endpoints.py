@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from aiohttp.typedefs import Handler
 
+from cohabit.server.frontend.access import Permission
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.api import InferenceApi
 from cohabit.server.http.control import ControlApi
-from cohabit.server.observe.access import Permission
 
 _TRACE = ("/v2/trace/setting", "/v2/models/{model}/trace/setting")
 

@@ -17,9 +17,9 @@ from cohabit.server import engine_host
 from cohabit.server.commands.serve import serve_until_stopped
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.engine_host import OnProgress
+from cohabit.server.frontend.access import TokenFiles
 from cohabit.server.ipc.model import Array
 from cohabit.server.models.repository import ModelSource
-from cohabit.server.observe.access import TokenFiles
 
 REPOSITORY, FOLDER, WAITS, *TOKEN_FILES = sys.argv[1:]
 

@@ -19,8 +19,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.errors import ConfigError, PermissionMissing, Unauthenticated
+from cohabit.server.frontend.access import OPEN, Permission, open_access
 from cohabit.server.http.endpoints import endpoints
-from cohabit.server.observe.access import OPEN, Permission, open_access
 from cohabit.server.serve import Server
 
 INFER, CONTROL, WRONG = "infer-token-0123456789", "control-token-0123456789", "nobodys-token-0123456789"

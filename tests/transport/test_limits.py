@@ -32,6 +32,7 @@ from cohabit.server.errors import (
     QueueFull,
     RequestError,
 )
+from cohabit.server.frontend.access import Access
 from cohabit.server.grpc.codec import parse_request
 from cohabit.server.grpc.errors import CODES
 from cohabit.server.grpc.handlers import MOST_CALLS
@@ -39,7 +40,6 @@ from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.codec import decode_request
 from cohabit.server.http.errors import STATUS
 from cohabit.server.ipc.model import Array
-from cohabit.server.observe.access import Access
 from cohabit.server.protocol.shared_memory import RegionUse
 
 MIB = 1 << 20
