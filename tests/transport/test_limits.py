@@ -320,7 +320,7 @@ def test_the_queue_limit_is_above_what_one_front_end_can_have_under_way() -> Non
 @pytest.mark.parametrize(("refusal", "seen"), [(QueueFull, 2), (LevelFull, 3)])
 def test_a_full_queue_refuses_before_the_engine_is_asked_again(refusal: type[QueueFull], seen: int) -> None:
     def refuse(x: Array) -> dict[str, Array]:
-        raise refusal.of_model("one", 8192, 3.5)
+        raise refusal.of_model("one", 64, 3.5)
 
     model = identity("one", gate=(gate := Gate()))
     identical, body = model.function, json.dumps({"inputs": [x()]}).encode()
@@ -331,7 +331,7 @@ def test_a_full_queue_refuses_before_the_engine_is_asked_again(refusal: type[Que
         for _ in range(2):
             refused = ask(server, "POST", "/v2/models/one/infer", body)
             assert (refused.status, refused.headers["retry-after"]) == (503, "4")
-            assert "8192 requests wait for model 'one'" in refused.error
+            assert "64 requests wait for model 'one'" in refused.error
         assert len(model.requests) == seen
         model.function = identical
         gate.open()
