@@ -61,8 +61,8 @@ class Setting:
         return self.type in (bool, bool | None)
 
     @property
-    def is_by_model(self) -> bool:
-        """Whether each item belongs to a model; such settings are merged over their sources instead of replaced."""
+    def is_mapping(self) -> bool:
+        """Whether items are KEY=VALUE; such settings are merged over their sources instead of replaced."""
         return get_origin(self.type) is Mapping
 
     @property
@@ -76,7 +76,7 @@ class Setting:
         """Parse a value. Raises ConfigError, which starts with `origin`."""
         if isinstance(value, list):
             items = [self._parsed(item, origin) for item in value]
-            return dict(items) if self.is_by_model else tuple(dict.fromkeys(items))
+            return dict(items) if self.is_mapping else tuple(dict.fromkeys(items))
         return self._parsed(value, origin) if isinstance(value, str) else value
 
     def _parsed(self, text: str, origin: str) -> Any:

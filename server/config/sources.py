@@ -165,7 +165,7 @@ def _overlaid(layers: Sequence[_Layer]) -> tuple[dict[str, Value], dict[str, str
     origins: dict[str, str] = {}
     for layer in layers:
         for key, (value, origin) in layer.items():
-            values[key] = _merged(values[key], value) if key in values and BY_KEY[key].is_by_model else value
+            values[key] = _merged(values[key], value) if key in values and BY_KEY[key].is_mapping else value
             origins[key] = origin
     return values, origins
 

@@ -1,11 +1,16 @@
 """Settings of `cohabit serve`: four sources, one outcome, and errors that name the origin of a value."""
 
 import argparse
+import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+import grpc
 import pytest
+from server_fakes import identity, running, serving
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 
 from cohabit.server.cli import main
 from cohabit.server.config.config import SETTINGS, ServeConfig, decode_config, encode_config
@@ -96,6 +101,19 @@ def test_a_unix_folder_is_listened_on_in_addition_to_the_addresses() -> None:
     assert (added.addresses, added.unix_folder) == (("::",), Path("/run/c"))
     assert alone.is_loopback
     assert config(*NEEDED).unix_folder is None
+
+
+def test_the_unix_folder_has_a_socket_for_each_protocol(tmp_path: Path) -> None:
+    sockets = [tmp_path / "http.sock", tmp_path / "grpc.sock"]
+    with running(serving(identity("id", "FP32")), hosts=(f"unix:{tmp_path}",)) as own:
+        assert own.server.http_url.startswith("http://127.0.0.1:")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(sockets[0]))
+            client.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b'{"live":true}' in b"".join(iter(lambda: client.recv(4096), b""))
+        with grpc.insecure_channel(f"unix:{sockets[1]}") as channel:
+            assert service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest()).live
+    assert not any(path.exists() for path in sockets)
 
 
 def test_only_one_kind_of_store_leaves_reads_unverified() -> None:
