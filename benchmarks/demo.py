@@ -28,8 +28,8 @@ from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
 from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.run import SentLoad, send_load
-from cohabit.loadgen.sentences import EXAMPLES, embed, print_similarities
 from cohabit.loadgen.server_process import server_command
+from examples.sentences import SENTENCES, embed, table
 
 LAYOUTS = (("resident", "100%"), ("time_shared", "25%"), ("partitioned", "25%"))
 TURNS = 4
@@ -96,7 +96,8 @@ async def _measure(options: argparse.Namespace, console: Console) -> dict[str, O
                 one.turns.append(await send_load(one.server.url, _load(options, turn)))
         outcomes = {layout: _outcome(one, before[layout]) for layout, one in found.items()}
         console.rule("three sentences through MiniLM")
-        print_similarities(EXAMPLES, await embed(found["partitioned"].server.url, "minilm", EXAMPLES), console)
+        address = address_of(found["partitioned"].server.url)
+        console.print(table(SENTENCES, await asyncio.to_thread(embed, address, SENTENCES)))
     return outcomes
 
 

@@ -87,8 +87,8 @@ def _cpu_s() -> float:
 async def measured(folder: Path, turn_s: float) -> dict[tuple[float, bool], Turns]:
     """What came out, by the rate and by whether the page was watched."""
     command = server_command("cohabit", folder / "repository", MEMORY, "partitioned")
-    command += ["--cache", str(folder / "cache"), "--trace-file", str(folder / "live-page-trace.json")]
-    command += ["--trace-rate", str(TRACED)]
+    command += ["--cache", str(folder / "cache"), "--trace-config"]
+    command += [f"file={folder / 'live-page-trace.json'}", "--trace-config", f"rate={TRACED}"]
     models = [recipe.name for recipe in recipes(MODELS)]
     found = {(rate, watched): Turns() for rate in RATES_PER_S for watched in (False, True)}
     async with serving(command) as server, client_of(server.url, models) as client:

@@ -96,7 +96,7 @@ class Bench:
     async def server(self, *flags: str, program: str = "cohabit") -> AsyncIterator[Running]:
         """A server on the models, with its cache warm from a start before."""
         command = server_command(program, self.folder / self.name, f"{self.memory_mib}MiB", None)
-        command += ["--cache", str(self.folder / f"{self.name}-cache"), "--queue-limit", str(QUEUE_LIMIT)]
+        command += ["--cache", str(self.folder / f"{self.name}-cache")]
         async with serving([*command, *flags]) as running:
             running.require_swaps()
             yield running
@@ -147,7 +147,7 @@ async def overload(bench: Bench) -> Section:
 async def deadlines(bench: Bench) -> Section:
     """Twice what the server can do, with a timeout: what is answered is in time."""
     spans = bench.folder / "overload-spans.json"
-    async with bench.server("--trace-file", str(spans), "--trace-rate", "1") as server:
+    async with bench.server("--trace-config", f"file={spans}", "--trace-config", "rate=1") as server:
         async with client_of(server.url, bench.models) as client:
             peak = await bench.saturation(client, bench.models)
         async with client_of(server.url, bench.models, TIMEOUT_S) as client:
@@ -233,6 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     console = Console(highlight=False)
     prepared = prepare_visibly(options.folder / "overload", recipes(MODELS, [ENTRY]), force=False, console=console)
+    for one in prepared:
+        policy = f"default_queue_policy {{ max_queue_size: {QUEUE_LIMIT} }}"
+        (one.path.parents[1] / "config.pbtxt").write_text(f"dynamic_batching {{ {policy} }}\n")
     bench = Bench(prepared, options.folder, options.duration, console)
     sections = []
     for name in options.only or MEASUREMENTS:

@@ -1,4 +1,4 @@
-"""The command line: `loadgen` runs a load, `loadgen prepare` and `loadgen sentences` are commands of their own."""
+"""The command line: `loadgen` runs a load, `loadgen prepare` writes a repository of models."""
 
 import argparse
 import asyncio
@@ -28,7 +28,6 @@ WIDTH = 120
 
 _EPILOG = """commands:
   loadgen prepare REPO      write a repository of models (prepare --list shows them)
-  loadgen sentences         print the similarity of sentences, computed by the served model minilm
 
 examples:
   loadgen --models 16 --rate 300                    start a server, measure it, stop it
@@ -135,17 +134,7 @@ def _prepare(argv: Sequence[str]) -> int:
     return 0
 
 
-def _sentences(argv: Sequence[str]) -> int:
-    from cohabit.loadgen.sentences import EXAMPLES, embed, print_similarities
-
-    options = _sentences_parser().parse_args(argv)
-    sentences = options.sentence or EXAMPLES
-    embeddings = _async(lambda: embed(options.url, options.model, sentences, options.timeout))
-    print_similarities(sentences, embeddings, Console(emoji=False))
-    return 0
-
-
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare, "sentences": _sentences}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare}
 
 
 def _async(make: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
@@ -165,7 +154,7 @@ def _async(make: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
 def _run_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="loadgen",
-        usage="loadgen [options] | loadgen prepare REPO | loadgen sentences",
+        usage="loadgen [options] | loadgen prepare REPO",
         description="Send requests to a KServe v2 / Triton server at times drawn beforehand (open loop), and report"
         " latencies from the intended send times. Without --url, start a Cohabit server for the length of the run.",
         epilog=_EPILOG,
@@ -250,23 +239,6 @@ def _prepare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="build complete models again")
     parser.add_argument("--list", action="store_true", help="list the models that can be built")
-    return parser
-
-
-def _sentences_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="loadgen sentences", description="Send sentences to a served MiniLM and print how similar they are."
-    )
-    parser.add_argument("sentence", nargs="*", help="two or more sentences (default: three examples)")
-    parser.add_argument(
-        "--url", default="127.0.0.1:8000", metavar="HOST:PORT", help="the server (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--model", default="minilm", metavar="NAME", help="name of the model (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--timeout", type=_positive, default=30.0, metavar="S", help="seconds to wait (default: %(default)g)"
-    )
     return parser
 
 

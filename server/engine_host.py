@@ -24,8 +24,8 @@ from cohabit.server.models.worker_process import MOST_AT_START, PREPARING, prepa
 from cohabit.server.placement.lifecycle import Lifecycle
 from cohabit.server.placement.polling import Poller
 from cohabit.server.placement.warmup import warm_up
-from cohabit.server.protocol.model_config import ModelConfig
 from cohabit.server.protocol.request import InferRequest
+from cohabit.server.triton.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from cohabit.server.placement.loader import Loaded

@@ -143,7 +143,7 @@ class PayloadTooLarge(RequestError):
         )
 
 
-SEND_LESS_JSON = "send tensors as bytes instead, or start the server with a larger --max-json"
+SEND_LESS_JSON = "send tensors as binary data (HTTP) or raw_input_contents (gRPC) instead"
 """The way out for a request with too much besides its tensors' bytes."""
 ONLY_INFERENCE = "only inference takes larger ones"
 
@@ -187,7 +187,7 @@ class QueueFull(Overloaded):
     def of_model(cls, model: str, limit: int, retry_after_s: float) -> "QueueFull":
         return cls(
             f"Exceeds maximum queue size: {limit} requests wait for model '{model}' already;"
-            " send fewer, or start the server with a larger --queue-limit",
+            " send fewer, or try again later",
             retry_after_s,
         )
 

@@ -27,9 +27,7 @@ def allow_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def yield_memory(most_bytes: int | None) -> None:
-    """Limit this process's own memory, and let the kernel end it before others where memory runs out."""
+def yield_memory() -> None:
+    """Let the kernel end this process before others where memory runs out."""
     with suppress(OSError):  # no /proc
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if most_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cohabit.server.config.config import ServeConfig, encode_config
+from cohabit.server.frontend.access import Access, TokenFiles, open_access
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.engine_connection import EngineConnection
@@ -24,9 +25,8 @@ from cohabit.server.http.app import make_app, make_metrics_app
 from cohabit.server.http.server import HttpServer
 from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog
-from cohabit.server.observe.access import Access, TokenFiles, open_access
 from cohabit.server.observe.machine import Machine
-from cohabit.server.observe.settings import TraceControl, TraceSettings
+from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.trace_file import TraceFile
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol.shared_memory import Regions, no_system, open_region
@@ -90,15 +90,13 @@ class Server:
 
     def _make_plane(self) -> None:
         config = self._config
-        defaults = TraceSettings()
         if config.trace_file is not None and self._engine_path is None:
             self._trace_file = TraceFile(config.trace_file, lanes=config.compute_lanes)
-            defaults = TraceSettings("TIMESTAMPS", config.trace_rate)
-        control = TraceControl("" if self._trace_file is None else str(config.trace_file), defaults)
+        traced = TraceSettings("" if self._trace_file is None else str(config.trace_file), config.trace_rate)
         opened = partial(open_region, any_user=config.client_shm == "any-user")
         regions = Regions(opened if config.takes_client_shm else no_system)
-        tracer = Tracer(control, self._trace_file)
-        machine = Machine(self._access)
+        tracer = Tracer(traced, self._trace_file)
+        machine = Machine(self._access.refused)
         self.plane = DataPlane(config, self.client, self._memory, regions, tracer, machine, self._clock)
         self._feed: LiveFeed | None = None
         if config.ui == "on":
@@ -114,27 +112,30 @@ class Server:
         if config.tls_cert is not None and config.tls_key is not None:
             tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
         is_first = self._engine_path is None
-        every: dict[str, Any] = {
-            "max_connections": config.max_connections,
-            "keep_alive_s": config.keep_alive_s,
-            "tls": tls,
-        }
-        shared = {**every, "reuse_port": config.frontends > 1}
-        http = HttpServer(make_app(self.plane, config.max_body_bytes, access, self._feed), **shared)
+        unix = config.unix_folder if is_first else None
+        limit, reuse_port = config.max_connections, config.frontends > 1
+        app = make_app(self.plane, config.max_body_bytes, access, self._feed)
+        http = HttpServer(app, max_connections=limit, tls=tls, reuse_port=reuse_port)
         self._ports.append(http)
         self.http_url = await http.start(
-            config.hosts, config.http_port, config.http_unix if is_first else None, "--http-port"
+            config.addresses, config.http_port, None if unix is None else unix / "http.sock", "--http-port"
         )
         if config.grpc_port is not None:
-            shared |= {"max_body_bytes": config.max_body_bytes, "max_connection_age_s": config.max_connection_age_s}
-            self._grpc = GrpcServer(self.plane, access, **shared)
+            self._grpc = GrpcServer(
+                self.plane,
+                access,
+                max_body_bytes=config.max_body_bytes,
+                max_connections=limit,
+                tls=tls,
+                reuse_port=reuse_port,
+            )
             self.grpc_address = await self._grpc.start(
-                config.hosts, config.grpc_port, config.grpc_unix if is_first else None
+                config.addresses, config.grpc_port, None if unix is None else unix / "grpc.sock"
             )
         if is_first and config.metrics_port is not None:
-            metrics = HttpServer(make_metrics_app(self.plane, access), **every)
+            metrics = HttpServer(make_metrics_app(self.plane, access), max_connections=limit, tls=tls)
             self._ports.append(metrics)
-            url = await metrics.start(config.hosts, config.metrics_port, None, "--metrics-port")
+            url = await metrics.start(config.addresses, config.metrics_port, None, "--metrics-port")
             self.metrics_url = f"{url}/metrics"
 
     async def load(self, on_progress: "OnProgress" = lambda model, stage: None) -> str:
@@ -222,5 +223,5 @@ class Server:
         if not self._config.is_loopback and not access.tokens:
             _log.warning(
                 "every client that reaches the ports may use them; consider --token-file and --tls-cert",
-                extra={"fields": {"hosts": ", ".join(self._config.hosts)}},
+                extra={"fields": {"hosts": ", ".join(self._config.addresses)}},
             )

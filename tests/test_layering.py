@@ -42,8 +42,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.engine_process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),
     "server.config": ({"server", "planner.errors"}, {"msgspec"}),
     "server.ipc": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
-    "server.protocol": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"} | TRITON),
-    "server.scheduling": ({"server", "planner.shapes"}, {"msgspec"} | TRITON),
+    "server.protocol": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
+    "server.scheduling": ({"server", "planner.shapes"}, {"msgspec"}),
+    "server.triton": ({"server", "planner.shapes"}, {"msgspec", "numpy"} | TRITON),
     "server.observe": ({"server", "planner.shapes"}, {"msgspec", "psutil", "pynvml"}),
     "server.frontend": (
         {"server", "planner.errors", "planner.free_list", "planner.shapes"},
@@ -61,8 +62,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.view": ({"server", "planner.errors"}, {"msgspec"}),
     "server.view.analysis": ({"server", "planner"}, set()),
     "server.view.plan_document": ({"server", "planner"}, set()),
-    "server.tools": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
-    "server.tools.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
+    "server.view.terminal": ({"server", "planner"}, {"rich"}),
+    "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
+    "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
+    "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
     "loadgen": (
         {"loadgen"},
         {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}
@@ -77,17 +80,18 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "config": set(),
         "ipc": set(),
         "protocol": {"ipc"},
-        "observe": {"config", "ipc", "protocol"},
-        "scheduling": {"config", "ipc", "protocol"},
+        "observe": {"ipc", "protocol"},
+        "scheduling": {"ipc", "protocol"},
+        "triton": {"config", "ipc", "protocol", "scheduling"},
         "engine": {"ipc", "protocol", "scheduling"},
-        "models": {"config", "engine", "ipc", "protocol", "scheduling"},
-        "placement": {"config", "engine", "ipc", "models", "protocol"},
-        "frontend": {"config", "ipc", "observe", "protocol"},
+        "models": {"config", "engine", "ipc", "scheduling", "triton"},
+        "placement": {"config", "engine", "ipc", "models", "triton"},
+        "frontend": {"config", "ipc", "observe", "protocol", "triton"},
         "view": {"config", "frontend", "ipc", "observe", "protocol"},
-        "http": {"frontend", "ipc", "observe", "protocol", "view"},
+        "http": {"frontend", "ipc", "observe", "protocol", "triton", "view"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
-        "importing": {"config", "engine", "ipc", "models", "placement", "protocol"},
-        "tools": {"config", "importing", "ipc", "models", "view"},
+        "importing": {"config", "engine", "ipc", "models", "placement", "protocol", "triton"},
+        "commands": {"config", "importing", "ipc", "models", "view"},
     },
     "planner": {
         "bounds": set(),
@@ -123,7 +127,7 @@ PUT_TOGETHER = {
     "runtime": {"devices"},
 }
 """Modules next to the folders that no folder may import, because they import the folders."""
-MAY_PUT_TOGETHER = {"planner": {"sizing": {"library"}}}
+MAY_PUT_TOGETHER = {"planner": {"sizing": {"library"}}, "server": {"commands": {"serve"}}}
 
 
 def modules() -> list[Path]:

@@ -59,7 +59,7 @@ class ComparedServer:
 @contextlib.contextmanager
 def cohabit(repository: Path, cache: Path) -> Iterator[ComparedServer]:
     command = server_command("cohabit", repository, "64MiB", None)
-    command += ["--grpc-port", "0", "--cache", str(cache), "--queue-limit", "1024"]
+    command += ["--grpc-port", "0", "--cache", str(cache)]
     with _process(command, {}) as process:
         addresses = _announced(process, ("http", "grpc"))
         _wait_until_ready(addresses["http"])

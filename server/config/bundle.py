@@ -14,7 +14,7 @@ import msgspec
 from cohabit.server.config.setting import Setting, Value
 from cohabit.server.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST, MODELS, CACHE = "bundle.json", "models", "cache"
 _READ_BYTES = 1 << 20
 
@@ -49,6 +49,8 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: tuple[BundledModel, ...]
     files: dict[str, BundledFile]
     """By path in the bundle."""
+    pack_weights: bool = True
+    """Whether the weights are prepacked for the machine."""
     format_version: int = FORMAT_VERSION
 
     def damaged(self, folder: Path) -> list[str]:
@@ -79,11 +81,6 @@ def read_bundle(folder: Path) -> Bundle:
             " export the bundle again"
         )
     return bundle
-
-
-def places_of(folder: Path) -> dict[str, Path]:
-    """Return the settings of a bundle that are folders, by key."""
-    return {"bundle": folder, "repository": folder / MODELS, "cache": folder / CACHE}
 
 
 def refuse_others(

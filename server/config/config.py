@@ -14,19 +14,31 @@ import msgspec
 
 from cohabit.server.config.setting import Setting, declared, flag, setting
 from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, parse_size, write_size
-from cohabit.server.config.values import batches, integer, model_rate, port, port_or_off, seconds, seconds_or_zero
+from cohabit.server.config.values import (
+    batches,
+    integer,
+    model_rate,
+    port,
+    port_or_off,
+    seconds,
+    seconds_or_zero,
+    trace_option,
+)
 from cohabit.server.errors import ConfigError
 
 Layout = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
-Store = Literal["ram", "file"]
+Store = Literal["ram", "file", "verified-file"]
 LogFormat = Literal["text", "json"]
 ClientShm = Literal["auto", "on", "off", "any-user"]
 ModelControl = Literal["none", "explicit", "poll"]
 OnOff = Literal["on", "off"]
-PortAccess = Literal["open", "token"]
 EngineMode = Literal["process", "in-process"]
 Search = Literal["best", "genetic", "streaming"]
 
+MOST_WAITING = 8192
+"""Above what the connections and gRPC calls of one front end can have under way: memory and timeouts bound queues."""
+_UNIX = "unix:"
+_TRACE_RATE = 1000
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _PARTITIONED: tuple[Layout, ...] = ("partitioned", "resident")
 
@@ -37,13 +49,20 @@ def _commas(sizes: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    repository: Path = field(metadata=flag("REPOSITORY", "folder of NAME/VERSION/model.pt2", Path, "REPOSITORY"))
+    repository: Path = field(
+        metadata=flag(
+            "REPOSITORY",
+            "folder of NAME/VERSION/model.pt2, or one that `cohabit export-bundle` wrote",
+            Path,
+            "REPOSITORY",
+        )
+    )
 
     memory: MemorySize = field(
         metadata=flag(
             "--memory",
-            "device memory for all models, without embedding tables: 64MiB, 8GiB, 82MB, or 25% of the sum of their"
-            " weights; required unless --process-memory or a bundle gives it",
+            "device memory for all models, as a size (64MiB, 8GiB, 82MB) or a share of the sum of their weights (25%);"
+            " required unless --process-memory or a bundle gives it",
             parse_memory,
             "SIZE",
             group="memory",
@@ -52,8 +71,7 @@ class ServeConfig:
     process_memory_bytes: int | None = setting(
         None,
         "--process-memory",
-        "limit for all processes of the server, instead of --memory: Python, torch, requests, the host store and the"
-        " models, which get the rest. --queue-memory is then a sixteenth of it, unless given",
+        "limit for the whole process tree instead of --memory: models get the rest",
         parse_size,
         "SIZE",
         write_size,
@@ -61,15 +79,15 @@ class ServeConfig:
     layout: Layout = setting(
         "partitioned",
         "--layout",
-        "how models share the memory. partitioned: each has a part of its own; resident: all stay in memory;"
-        " time_shared: one at a time, copied before it computes; pipelined: one at a time, copied while it"
-        " computes; lru, on_demand: whole models, or single parameters, stay until others need the space",
+        "how models share the memory: a partition each (partitioned), all weights resident (resident), one model at a"
+        " time, copied before it computes (time_shared) or while it does (pipelined), LRU of models (lru) or of"
+        " parameters (on_demand)",
     )
     model_rates: Mapping[str, float] = setting(
         dict,
         "--model-rate",
-        "expected requests per second of a model, so that busy models get more memory (default: the mean of the given"
-        " rates)",
+        "expected requests per second of a model, by which memory and compute lanes are divided (default: mean of the"
+        " given rates)",
         model_rate,
         "NAME=RATE",
         repeatable=True,
@@ -77,17 +95,16 @@ class ServeConfig:
     search: Search = setting(
         "best",
         "--search",
-        "how plans are searched for. best: streaming and genetic, with activation offloading if needed; streaming and"
-        " genetic alone keep activations in memory, and refuse memory in which that is impossible",
+        "how plans are searched for: streaming, genetic, or both with activation offloading if needed (best)",
     )
     device: str = setting(
         "cpu", "--device", "device that runs the models: cpu, cuda, or cuda:N", metavar="NAME", group="device"
     )
-    store: Store = setting("ram", "--store", "where parameters are kept that are not in device memory")
-    verify_reads: bool = setting(
-        False,
-        "--verify-reads",
-        "verify checksums on every read of weights; with --store file, embedding tables are then kept in memory",
+    store: Store = setting(
+        "ram",
+        "--store",
+        "where parameters are kept that are not in device memory: RAM, the weights file, or the weights file with"
+        " checksums verified on every read (verified-file)",
     )
     link_bandwidth_bytes_per_s: float | None = setting(
         None,
@@ -99,56 +116,37 @@ class ServeConfig:
     cache: Path | None = setting(
         None, "--cache", "folder that keeps lowered models, profiles and plans between starts", Path, "DIR"
     )
-    bundle: Path | None = setting(
-        None,
-        "--bundle",
-        "serve what `cohabit export-bundle` wrote to this folder; the same as giving the folder as REPOSITORY",
-        Path,
-        "DIR",
-    )
 
     model_control: ModelControl = setting(
         "none",
-        "--model-control",
-        "when models are loaded. none: all at start; explicit: by request, and those of --load-model at start;"
-        " poll: whenever the repository changes",
+        "--model-control-mode",
+        "when models are loaded: at the start (none), on request (explicit), or when the repository changes (poll)",
+        aliases=("--model-control",),
         group="models",
     )
     load_models: tuple[str, ...] = setting(
         (),
         "--load-model",
-        "with --model-control explicit, a model to load at start; '*' is all",
+        "model to load at the start with --model-control-mode explicit; '*' is all",
         metavar="NAME",
         repeatable=True,
     )
     poll_interval_s: float = setting(
         15.0,
-        "--poll-interval",
-        "with --model-control poll, time between two scans of the repository",
+        "--repository-poll-secs",
+        "time between two scans of the repository with --model-control-mode poll",
         seconds,
         "SECONDS",
+        aliases=("--poll-interval",),
     )
-    strict_readiness: bool = setting(True, "--strict-readiness", "ready only while all requested models are loaded")
+    strict_readiness: bool = setting(True, "--strict-readiness", "ready only if all requested models are loaded")
     exit_on_error: bool = setting(
-        False, "--exit-on-error", "exit if a model cannot be loaded at start; otherwise skip it"
+        False, "--exit-on-error", "exit if a model cannot be loaded at the start, instead of skipping it"
     )
     quick_start: bool = setting(
         True,
         "--quick-start",
-        "serve models that the cache lacks on plans from a quick measurement, and measure and plan them while they are"
-        " served; otherwise all of that is done before. --engine in-process and layouts without partitions always wait",
-    )
-
-    prepare_timeout_s: float = setting(
-        600.0, "--prepare-timeout", "time to prepare or plan a model in a process of its own", seconds, "SECONDS"
-    )
-    prepare_memory_bytes: int | None = setting(
-        None,
-        "--prepare-memory",
-        "memory that a preparing process may allocate; without it, the kernel ends such a process first if memory runs"
-        " out",
-        parse_size,
-        "SIZE",
+        "serve models that the cache lacks on plans from a quick measurement until they are fully measured and planned",
     )
 
     engine: EngineMode = setting(
@@ -161,29 +159,21 @@ class ServeConfig:
     watchdog_s: float = setting(
         10.0,
         "--watchdog",
-        "kill and restart the engine after this long without progress: an execution that also takes 20 times its"
-        " prediction, or an event loop that does not run; 0 switches that off",
+        "kill and restart the engine after this long without progress; 0 disables the watchdog",
         seconds_or_zero,
         "SECONDS",
     )
     threads: int | None = setting(
         None,
         "--threads",
-        "CPU threads of one inference; by default one fewer than there are CPUs, divided among the compute lanes",
+        "CPU threads of one inference (default: one fewer than there are CPUs, divided among the compute lanes)",
         integer(1, 1024),
         "N",
-    )
-    pack_weights: bool = setting(
-        True,
-        "--pack-weights",
-        "on a CPU, prepack weights for oneDNN and this processor; plain weights are slower, and run on every"
-        " processor",
     )
     compute_lanes: int = setting(
         1,
         "--compute-lanes",
-        "number of inferences that run in parallel. A model belongs to one lane; each lane has a workspace and, on"
-        " a CPU, a share of the cores. Helps small models that leave cores idle, and costs latency otherwise",
+        "number of inferences that run in parallel, each with a workspace and a share of the cores",
         integer(1, 16),
         "N",
     )
@@ -198,9 +188,8 @@ class ServeConfig:
     shape_buckets: tuple[int, ...] | None = setting(
         None,
         "--shape-buckets",
-        "sizes to plan for of each dynamic dimension other than the batch, such as a sequence's length; a request runs"
-        " at its own size with the plan of the next one. Requests cannot be larger than the largest (default: powers"
-        " of two from 16 on, and the largest size that the model was exported for)",
+        "sizes to plan for of each dynamic dimension other than the batch, the largest of which requests cannot exceed"
+        " (default: powers of two from 16 on, and the largest size that the model was exported for)",
         batches,
         "N,N,...",
         _commas,
@@ -209,67 +198,49 @@ class ServeConfig:
     hosts: tuple[str, ...] = setting(
         ("127.0.0.1",),
         "--host",
-        "address to listen on; localhost is both IPv4 and IPv6",
+        "address to listen on, or unix:DIR for the additional Unix sockets DIR/http.sock and DIR/grpc.sock",
         metavar="ADDRESS",
         repeatable=True,
         group="network",
     )
-    http_port: int = setting(8000, "--http-port", "0 takes any free port", port, "PORT")
+    http_port: int = setting(8000, "--http-port", "port of HTTP; 0 takes any free port", port, "PORT")
     grpc_port: int | None = setting(
-        8001, "--grpc-port", "0 takes any free port, off disables gRPC", port_or_off, "PORT"
+        8001, "--grpc-port", "port of gRPC; 0 takes any free port, off disables it", port_or_off, "PORT"
     )
     metrics_port: int | None = setting(
-        8002, "--metrics-port", "0 takes any free port, off serves no metrics", port_or_off, "PORT"
-    )
-    http_unix: Path | None = setting(None, "--http-unix", "Unix socket that also accepts HTTP", Path, "PATH")
-    grpc_unix: Path | None = setting(None, "--grpc-unix", "Unix socket that also accepts gRPC", Path, "PATH")
-    server_name: str = setting(
-        "cohabit",
-        "--server-name",
-        "name in the server's metadata; programs that were written for Triton may compare it with 'triton'",
-        metavar="NAME",
+        8002,
+        "--metrics-port",
+        "port of the metrics and of health checks; 0 takes any free port, off disables it",
+        port_or_off,
+        "PORT",
     )
     frontends: int = setting(
         1, "--frontends", "number of processes that accept requests on the ports", integer(1, 64), "N"
     )
     max_connections: int = setting(1024, "--max-connections", "open connections per port", integer(1, 1 << 20), "N")
-    keep_alive_s: float = setting(
-        75.0, "--keep-alive", "close a connection that was idle for this long", seconds, "SECONDS"
-    )
-    max_connection_age_s: float | None = setting(
-        None,
-        "--max-connection-age",
-        "ask clients to reconnect after this long, so that a load balancer can move them (default: never)",
-        seconds,
-        "SECONDS",
-    )
     exit_timeout_s: float = setting(
-        30.0, "--exit-timeout-secs", "on SIGTERM, time to finish the requests in flight", seconds_or_zero, "SECONDS"
+        30.0,
+        "--exit-timeout-secs",
+        "time to finish the requests in flight on SIGTERM",
+        seconds_or_zero,
+        "SECONDS",
+        aliases=("--exit-timeout",),
     )
 
     max_body_bytes: int = setting(
-        64 << 20, "--max-body", "largest request body", parse_size, "SIZE", write_size, group="requests"
-    )
-    max_json_bytes: int = setting(
-        16 << 20,
-        "--max-json",
-        "largest JSON of a request, and largest gRPC request without its raw contents; tensors should be sent as bytes",
+        64 << 20,
+        "--max-body",
+        "largest request body, after inflation",
         parse_size,
         "SIZE",
         write_size,
-    )
-    queue_limit: int = setting(
-        8192,
-        "--queue-limit",
-        "requests that may wait per model; more are answered 503. The default is above what one front end's connections"
-        " and gRPC calls can have under way, so that --queue-memory and timeouts bound the queue",
-        integer(1, 1 << 20),
-        "N",
+        group="requests",
     )
     queue_bytes: int = setting(
         1 << 30,
         "--queue-memory",
-        "shared memory for requests that are not answered yet: bodies, inputs and outputs; per front end",
+        "shared memory for the bodies, inputs and outputs of unanswered requests, per front end (default with"
+        " --process-memory: a sixteenth of it)",
         parse_size,
         "SIZE",
         write_size,
@@ -277,8 +248,8 @@ class ServeConfig:
     client_shm: ClientShm = setting(
         "auto",
         "--client-shm",
-        "let clients pass tensors in shared memory of this machine, in objects of the server's own user or of any user;"
-        " auto allows the former if the server listens on loopback addresses only",
+        "let clients pass tensors in shared memory objects of the server's user (on), of any user (any-user), or of the"
+        " server's user if the server listens on loopback addresses only (auto)",
     )
 
     token_files: tuple[Path, ...] = setting(
@@ -293,16 +264,13 @@ class ServeConfig:
     control_token_files: tuple[Path, ...] = setting(
         (),
         "--control-token-file",
-        "file of tokens that permit every call, also to load and unload models, register shared memory and change"
-        " settings",
+        "file of tokens that permit every call, also to load and unload models and to register shared memory",
         Path,
         "FILE",
         repeatable=True,
     )
-    health_access: PortAccess = setting("open", "--health-access", "with tokens, whether health checks need one")
-    metrics_access: PortAccess = setting("token", "--metrics-access", "with tokens, whether metrics need one")
     tls_cert: Path | None = setting(
-        None, "--tls-cert", "certificate chain (PEM); all ports then use TLS", Path, "FILE"
+        None, "--tls-cert", "certificate chain (PEM) with which all ports use TLS", Path, "FILE"
     )
     tls_key: Path | None = setting(None, "--tls-key", "private key of the certificate (PEM)", Path, "FILE")
     tls_client_ca: Path | None = setting(
@@ -320,24 +288,57 @@ class ServeConfig:
         group="diagnostics",
     )
     log_format: LogFormat = setting("text", "--log-format", "format of log lines")
-    trace_file: Path | None = setting(
-        None,
-        "--trace-file",
-        "write spans of sampled requests here, as JSON for Perfetto and chrome://tracing",
-        Path,
-        "FILE",
-    )
-    trace_rate: int = setting(
-        1000, "--trace-rate", "with --trace-file, trace every N-th request of a model", integer(1, 999_999_999), "N"
+    trace: Mapping[str, str] = setting(
+        dict,
+        "--trace-config",
+        "file=FILE writes spans of requests there, as JSON for Perfetto and chrome://tracing; rate=N writes those of"
+        " every N-th request of a model (default: 1000)",
+        trace_option,
+        "KEY=VALUE",
+        repeatable=True,
     )
 
+    pack_weights: bool = True
+    """Internal, set by `cohabit export-bundle`: whether weights are prepacked for oneDNN and this processor."""
+    bundle: Path | None = None
+    """Internal: REPOSITORY, if that is a bundle, whose folder of models `repository` is then."""
+    queue_limit: int = MOST_WAITING
+    """Internal: requests that may wait per model."""
     frontend_bytes: int = 0
-    """Internal, no setting: resident memory of the front end at the start, which --process-memory counts."""
+    """Internal: resident memory of the front end at the start, which --process-memory counts."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The hosts that are TCP addresses; 127.0.0.1 if there are none."""
+        return tuple(host for host in self.hosts if not host.startswith(_UNIX)) or ("127.0.0.1",)
+
+    @property
+    def unix_folder(self) -> Path | None:
+        """The folder of the Unix sockets."""
+        return next((Path(host.removeprefix(_UNIX)) for host in self.hosts if host.startswith(_UNIX)), None)
 
     @property
     def is_loopback(self) -> bool:
         """Whether every address to listen on belongs to this machine alone."""
-        return LOOPBACK.issuperset(self.hosts)
+        return LOOPBACK.issuperset(self.addresses)
+
+    @property
+    def store_kind(self) -> Literal["ram", "file"]:
+        return "ram" if self.store == "ram" else "file"
+
+    @property
+    def verifies_reads(self) -> bool:
+        """Whether reads of weights are compared with checksums: the one of RAM's copy, or all of the file's."""
+        return self.store != "file"
+
+    @property
+    def trace_file(self) -> Path | None:
+        return Path(self.trace["file"]) if "file" in self.trace else None
+
+    @property
+    def trace_rate(self) -> int:
+        """One of this many requests of a model is traced."""
+        return int(self.trace.get("rate", _TRACE_RATE))
 
     @property
     def has_partitions(self) -> bool:
@@ -368,15 +369,19 @@ def cache_of(config: ServeConfig) -> Path:
 
 SETTINGS: tuple[Setting, ...] = tuple(declared(ServeConfig))
 BY_KEY: Mapping[str, Setting] = {setting.key: setting for setting in SETTINGS}
+BY_NAME: Mapping[str, Setting] = {name: setting for setting in SETTINGS for name in setting.names}
+"""By key, and by the keys of earlier names."""
 
 
 def check_consistent(config: ServeConfig) -> None:
     """Raise ConfigError for settings that contradict each other; the message names them."""
     partitioned = config.has_partitions
     if config.load_models and config.model_control != "explicit":
-        raise ConfigError("--load-model needs --model-control explicit")
+        raise ConfigError("--load-model needs --model-control-mode explicit")
     if config.model_control != "none" and not partitioned:
-        raise ConfigError(f"--model-control {config.model_control} needs a layout in which models have partitions")
+        raise ConfigError(
+            f"--model-control-mode {config.model_control} needs a layout in which models have partitions"
+        )
     if config.compute_lanes > 1 and not partitioned:
         raise ConfigError(
             f"--compute-lanes {config.compute_lanes} needs a layout in which models have partitions; in"
@@ -397,9 +402,11 @@ def check_consistent(config: ServeConfig) -> None:
     if config.frontends > 1 and config.client_shm in ("on", "any-user"):
         raise ConfigError("--client-shm needs --frontends 1: front ends do not share what clients register")
     if config.frontends > 1 and config.trace_file is not None:
-        raise ConfigError("--trace-file needs --frontends 1: front ends do not share a trace file")
-    if config.http_unix is not None and config.http_unix == config.grpc_unix:
-        raise ConfigError("--http-unix and --grpc-unix need different paths")
+        raise ConfigError("--trace-config file= needs --frontends 1: front ends do not share a trace file")
+    if "rate" in config.trace and config.trace_file is None:
+        raise ConfigError("--trace-config rate= needs --trace-config file=FILE")
+    if sum(host.startswith(_UNIX) for host in config.hosts) > 1:
+        raise ConfigError("--host: give one folder for Unix sockets")
 
 
 def encode_config(config: ServeConfig) -> bytes:

@@ -16,6 +16,10 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _key(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_").lower()
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """The declaration of a config field; `declared` adds the properties of the field itself."""
@@ -29,6 +33,8 @@ class Setting:
     repeatable: bool = False
     group: str = ""
     """The group in `--help`; if empty, that of the setting before."""
+    aliases: tuple[str, ...] = ()
+    """Earlier names of the flag; they work everywhere, and `--help` leaves them out."""
 
     field: str = ""
     type: Any = str
@@ -39,7 +45,12 @@ class Setting:
     @property
     def key(self) -> str:
         """The key in the settings file."""
-        return self.flag.lstrip("-").replace("-", "_").lower()
+        return _key(self.flag)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys of the flag and of its aliases."""
+        return tuple(map(_key, (self.flag, *self.aliases)))
 
     @property
     def variable(self) -> str:
@@ -50,8 +61,8 @@ class Setting:
         return self.type in (bool, bool | None)
 
     @property
-    def is_by_model(self) -> bool:
-        """Whether each item belongs to a model; such settings are merged over their sources instead of replaced."""
+    def is_mapping(self) -> bool:
+        """Whether items are KEY=VALUE; such settings are merged over their sources instead of replaced."""
         return get_origin(self.type) is Mapping
 
     @property
@@ -65,7 +76,7 @@ class Setting:
         """Parse a value. Raises ConfigError, which starts with `origin`."""
         if isinstance(value, list):
             items = [self._parsed(item, origin) for item in value]
-            return dict(items) if self.is_by_model else tuple(dict.fromkeys(items))
+            return dict(items) if self.is_mapping else tuple(dict.fromkeys(items))
         return self._parsed(value, origin) if isinstance(value, str) else value
 
     def _parsed(self, text: str, origin: str) -> Any:

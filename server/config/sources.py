@@ -1,17 +1,16 @@
 """Reads settings from flags, environment variables, a TOML file and defaults, in this order of precedence."""
 
 import argparse
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cohabit.server.config.bundle import MANIFEST, is_bundle, places_of, read_bundle, refuse_others
-from cohabit.server.config.config import BY_KEY, SETTINGS, ServeConfig, check_consistent
+from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, is_bundle, read_bundle, refuse_others
+from cohabit.server.config.config import BY_KEY, BY_NAME, SETTINGS, ServeConfig, check_consistent
 from cohabit.server.config.setting import PREFIX, Setting, Value
 from cohabit.server.config.sizes import write_size
 from cohabit.server.errors import ConfigError
@@ -19,8 +18,6 @@ from cohabit.server.errors import ConfigError
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-_SERVICE_LINKS = re.compile(rf"{PREFIX}(SERVICE_|PORT(_|$))")
-"""Variables that Kubernetes sets in every container next to a service called cohabit."""
 _ORIGIN_COLUMN = 40
 
 QUEUE_SHARE = 16
@@ -69,22 +66,43 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting) -> None:
     options: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
     if not setting.flag.startswith("-"):
         parser.add_argument(setting.key, nargs="?", metavar=setting.metavar, **options)
-    elif setting.is_switch:
-        parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **options)
     else:
+        if setting.is_switch:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"choices": setting.choices or None, "metavar": setting.metavar}
         if setting.repeatable:
             options["action"] = "append"
-        parser.add_argument(setting.flag, choices=setting.choices or None, metavar=setting.metavar, **options)
+        parser.add_argument(setting.flag, **options)
+        for alias in setting.aliases:
+            parser.add_argument(alias, **options | {"dest": setting.key, "help": argparse.SUPPRESS})
+
+
+def typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a type for argparse that reports the message of a ValueError."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def given(options: argparse.Namespace, keys: Iterable[str]) -> dict[str, Value]:
+    """Return those of some settings whose flags were given."""
+    return {key: vars(options)[key] for key in keys if key in vars(options)}
 
 
 def config_of(values: Mapping[str, Value], origins: Mapping[str, str] | None = None) -> ServeConfig:
     """Parse values by key; a key that is missing has its default. Raises ConfigError with the value's origin."""
-    given = {
+    read = {
         s.field: s.read(values[s.key], (origins or {}).get(s.key, s.flag))
         for s in SETTINGS
         if values.get(s.key) is not None
     }
-    return ServeConfig(**given)
+    return ServeConfig(**read)
 
 
 def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -> ResolvedConfig:
@@ -97,14 +115,13 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
         {s.key: (vars(options)[s.key], s.flag) for s in SETTINGS if s.key in vars(options)},
     ]
     values, origins = _overlaid(layers)
-    folder = values["bundle"] or values["repository"]
-    if isinstance(folder, str) and (values["bundle"] or is_bundle(Path(folder))):
-        bundle = read_bundle(Path(folder))
+    named = values["repository"]
+    bundle = read_bundle(Path(named)) if isinstance(named, str) and is_bundle(Path(named)) else None
+    if bundle is not None:
         bundled: _Layer = {key: (value, MANIFEST) for key, value in bundle.settings.items()}
-        places: _Layer = {key: (str(path), MANIFEST) for key, path in places_of(Path(folder)).items()}
-        values, origins = _overlaid([layers[0], bundled, *layers[1:], places])
+        values, origins = _overlaid([layers[0], bundled, *layers[1:]])
         refuse_others(bundle, values, origins, BY_KEY)
-    _share_process_memory(values, origins)
+    _share_process_memory(values, origins, memory_is_bundled=bundle is not None)
     for setting in SETTINGS:
         if setting.is_required and values[setting.key] is None:
             raise ConfigError(
@@ -112,11 +129,20 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
                 f" or as {setting.key} in a --config file"
             )
     config = config_of(values, origins)
+    if bundle is not None:
+        folder = config.repository
+        config = replace(
+            config,
+            repository=folder / MODELS,
+            cache=folder / CACHE,
+            bundle=folder,
+            pack_weights=bundle.pack_weights,
+        )
     check_consistent(config)
     return ResolvedConfig(config, values, origins)
 
 
-def _share_process_memory(values: dict[str, Value], origins: dict[str, str]) -> None:
+def _share_process_memory(values: dict[str, Value], origins: dict[str, str], *, memory_is_bundled: bool) -> None:
     """Give --memory its upper bound, and --queue-memory its default, where --process-memory is given.
 
     Raises ConfigError if --memory is given as well, unless it is a bundle's.
@@ -126,7 +152,7 @@ def _share_process_memory(values: dict[str, Value], origins: dict[str, str]) -> 
         return
     if values["memory"] is None:
         values["memory"], origins["memory"] = whole, "--process-memory"
-    elif values["memory"] != whole and values["bundle"] is None:
+    elif values["memory"] != whole and not memory_is_bundled:
         raise ConfigError(f"{origins['memory']} and {origins['process_memory']}: give one of them")
     if origins["queue_memory"] == "default":
         nbytes = max(1, BY_KEY["process_memory"].read(whole, origins["process_memory"]) // QUEUE_SHARE)
@@ -139,7 +165,7 @@ def _overlaid(layers: Sequence[_Layer]) -> tuple[dict[str, Value], dict[str, str
     origins: dict[str, str] = {}
     for layer in layers:
         for key, (value, origin) in layer.items():
-            values[key] = _merged(values[key], value) if key in values and BY_KEY[key].is_by_model else value
+            values[key] = _merged(values[key], value) if key in values and BY_KEY[key].is_mapping else value
             origins[key] = origin
     return values, origins
 
@@ -165,11 +191,9 @@ def _merged(below: Value, above: Value) -> Value:
 def _from_environment(environment: Mapping[str, str]) -> _Layer:
     layer: _Layer = {}
     for variable, text in sorted(environment.items()):
-        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE or _SERVICE_LINKS.match(variable):
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
             continue
-        setting = _known(variable.removeprefix(PREFIX).lower(), variable)
-        if setting.variable != variable:
-            raise ConfigError(f"{variable}: there is no such setting; see cohabit serve --help")
+        setting = _known(variable.removeprefix(PREFIX).lower() if variable.isupper() else "", variable)
         value: Value = text
         if setting.is_switch:
             if text.lower() not in _SWITCH:
@@ -182,9 +206,9 @@ def _from_environment(environment: Mapping[str, str]) -> _Layer:
 
 
 def _known(key: str, origin: str) -> Setting:
-    if key not in BY_KEY:
+    if key not in BY_NAME:
         raise ConfigError(f"{origin}: there is no such setting; see cohabit serve --help")
-    return BY_KEY[key]
+    return BY_NAME[key]
 
 
 def _from_file(path: Path) -> _Layer:
@@ -195,18 +219,11 @@ def _from_file(path: Path) -> _Layer:
         raise ConfigError(f"--config: {path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: {path} is not TOML: {error}") from error
-    models = document.pop("models", {})
     layer: _Layer = {}
-    for key, value in document.items():
-        origin = f"{key} in {path}"
-        layer[key] = (_from_toml(_known(key, origin), value, origin), origin)
-    if not isinstance(models, dict):
-        raise ConfigError(f"models in {path}: it must be a table of models")
-    for key, items in _of_models(models, path).items():
-        if items and key in layer:
-            raise ConfigError(f"{key} in {path}: it is given both as a list and in the models' tables")
-        if items:
-            layer[key] = (items, f"[models] in {path}")
+    for name, value in document.items():
+        origin = f"{name} in {path}"
+        setting = _known(name, origin)
+        layer[setting.key] = (_from_toml(setting, value, origin), origin)
     return layer
 
 
@@ -225,24 +242,3 @@ def _from_toml(setting: Setting, value: object, origin: str) -> Value:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
-
-
-def _of_models(models: Mapping[str, Any], path: Path) -> Mapping[str, list[str]]:
-    """Turn the tables [models.NAME] into the items of --model-rate and --load-model."""
-    rates: list[str] = []
-    loaded: list[str] = []
-    for model, table in models.items():
-        origin = f"[models.{model}] in {path}"
-        if not isinstance(table, dict):
-            raise ConfigError(f"{origin}: it must be a table")
-        if unknown := sorted(table.keys() - {"rate", "load"}):
-            raise ConfigError(f"{origin}: a model has no setting '{unknown[0]}'; there are rate and load")
-        if "rate" in table:
-            if not _is_plain(table["rate"]) or isinstance(table["rate"], str):
-                raise ConfigError(f"{origin}: rate must be a number of requests per second")
-            rates.append(f"{model}={table['rate']}")
-        if not isinstance(table.get("load", False), bool):
-            raise ConfigError(f"{origin}: load must be true or false")
-        if table.get("load"):
-            loaded.append(model)
-    return {"model_rate": rates, "load_model": loaded}

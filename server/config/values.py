@@ -65,3 +65,13 @@ def model_rate(text: str) -> tuple[str, float]:
     if not separator or not name:
         raise ValueError(f"'{text}' is not of the form NAME=RATE")
     return name, rate(per_s)
+
+
+def trace_option(text: str) -> tuple[str, str]:
+    """Return the key and the value of file=FILE or rate=N; Triton's `triton,` in front is left out."""
+    key, separator, value = text.removeprefix("triton,").partition("=")
+    if not separator or not value or key not in ("file", "rate"):
+        raise ValueError(f"'{text}' is neither file=FILE nor rate=N")
+    if key == "rate":
+        integer(1, 999_999_999)(value)
+    return key, value

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -32,12 +32,12 @@ from cohabit.server.ipc.model import Array, ModelInfo, ModelKey
 from cohabit.server.ipc.statistics import INVALID, REQUEST_SECONDS, Histogram
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.metrics import metrics_page
-from cohabit.server.observe.settings import LogSettings, TraceControl, log_changes
+from cohabit.server.observe.settings import LogSettings, log_changes
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol import descriptions
-from cohabit.server.protocol.model_config import ModelConfig, config_of
 from cohabit.server.protocol.request import InferRequest, InferResponse, respond
 from cohabit.server.protocol.shared_memory import Regions
+from cohabit.server.triton.model_config import ModelConfig, config_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -47,6 +47,8 @@ ControlParameters = Mapping[str, bool | int | float | str | bytes]
 
 _QUICK_CLASSIFICATION_BYTES = 64 << 10
 _MOST_CONTROL_PARAMETERS = 64
+MOST_JSON_BYTES = 16 << 20
+"""What describes a request and its tensors: its JSON, or its gRPC message without the raw contents."""
 _METRICS_S = 1.0
 """How long the text of the metrics is good."""
 _REPEATED_READING_S = 0.1
@@ -69,7 +71,7 @@ class DataPlane:
     ) -> None:
         self.memory = memory
         self.regions = regions
-        self.tracer = tracer or Tracer(TraceControl())
+        self.tracer = tracer or Tracer()
         self.log_settings = LogSettings()
         self._config = config
         self._client = client
@@ -86,16 +88,16 @@ class DataPlane:
         self._delayed_readers = 0
         self._under_way: dict[ModelKey, int] = {}
         """Unanswered requests by model."""
-        self._full: dict[ModelKey, float] = {}
-        """Models whose queue was full at the last answer, and the seconds after which to retry."""
+        self._full: dict[ModelKey, QueueFull] = {}
+        """The refusals of models whose queue was full at the last answer."""
         self._draining = False
         self._answered = asyncio.Event()
         self._decoding = asyncio.Lock()
-        self.max_json_bytes = config.max_json_bytes
+        self.max_json_bytes = MOST_JSON_BYTES
         """Limit of what describes a request and its tensors; tensors themselves may be larger."""
 
     def server_metadata(self) -> dict[str, Any]:
-        return descriptions.server_metadata(self._config.server_name, self.regions.refused)
+        return descriptions.server_metadata(self.regions.refused)
 
     def not_ready(self) -> str | None:
         """Return why the server is not ready, or None."""
@@ -135,7 +137,8 @@ class DataPlane:
         most = 1 if info.key in self._full else queue_limit + max(info.max_batch_size, 1)
         if self._under_way.get(info.key, 0) >= most:
             self._client.count_rejection(info.key, "queue_full")
-            error = QueueFull.of_model(model, queue_limit, self._full.get(info.key, RETRY_S))
+            full = self._full.get(info.key) or QueueFull.of_model(model, queue_limit, RETRY_S)
+            error = QueueFull(str(full), full.retry_after_s)
             error.of_request(request_id)
             raise error
         return info
@@ -224,7 +227,7 @@ class DataPlane:
         lease is left. Raises RequestError, prefixed with the client's id.
         """
         request = self.tracer.attach(request)
-        model, full_s = request.model, None
+        model, full = request.model, None
         self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
             request = replace(request, inputs={n: _shared(a, lease) for n, a in request.inputs.items()})
@@ -237,7 +240,7 @@ class DataPlane:
             return respond(request, info, outputs)
         except RequestError as error:
             if isinstance(error, QueueFull) and not isinstance(error, LevelFull):
-                full_s = error.retry_after_s
+                full = QueueFull(str(error), error.retry_after_s)
             self.tracer.failed(error)
             error.of_request(request.id)
             raise
@@ -246,10 +249,10 @@ class DataPlane:
             if not self._under_way[model]:
                 del self._under_way[model]  # models come and go
             self._answered.set()
-            if full_s is None:
+            if full is None:
                 self._full.pop(model, None)
             else:
-                self._full[model] = full_s
+                self._full[model] = full
 
     async def _execute(
         self, request: InferRequest, info: ModelInfo, lease: Lease, version: str | None
@@ -305,21 +308,26 @@ class DataPlane:
         log.apply(self.log_settings)
         self._client.change_log(self.log_settings)
 
-    def change_traces(self, changes: Mapping[str, object], model: str | None) -> None:
-        """Change which requests are traced. Raises InvalidRequest or Unsupported."""
-        self._require_only_front_end("trace settings")
-        self.tracer.control.update(changes, model)
-
     def _require_only_front_end(self, what: str) -> None:
         if self._config.frontends > 1:
             raise Unsupported(f"{what} cannot be changed with --frontends over 1: front ends do not share it")
 
-    def traced_model(self, model: str) -> str:
-        """Return a name whose trace settings may be read or changed. Raises InvalidRequest for an unknown model."""
+    def trace_settings(self, model: str | None, changes: Iterable[str]) -> dict[str, str | list[str]]:
+        """Return the trace settings, which are the same for every model.
+
+        Raises InvalidRequest for an unknown model, and Unsupported for changes.
+        """
         try:
-            return self._client.catalog.find(model).name
+            if model:
+                self._client.catalog.find(model)
         except ModelNotFound as error:
             raise InvalidRequest(f"trace settings: {error}") from error
+        if changed := ", ".join(changes):
+            raise Unsupported(
+                f"trace settings cannot be changed while the server runs ({changed[:200]});"
+                " start it with --trace-config file=FILE and rate=N"
+            )
+        return self.tracer.settings.to_wire()
 
     def is_draining(self) -> bool:
         """Whether new requests are refused, because the server ends."""

@@ -105,11 +105,8 @@ class InferenceCalls:
         return pb.CudaSharedMemoryUnregisterResponse()
 
     async def trace_setting(self, request: Any, context: Any) -> Any:
-        model = self._plane.traced_model(request.model_name) if request.model_name else None
-        changes = {key: list(setting.value) for key, setting in request.settings.items()}
-        self._plane.change_traces(changes, model)
         response = pb.TraceSettingResponse()
-        for key, value in self._plane.tracer.control.to_wire(model).items():
+        for key, value in self._plane.trace_settings(request.model_name, request.settings).items():
             response.settings[key].value.extend([value] if isinstance(value, str) else value)
         return response
 

@@ -12,8 +12,8 @@ from grpc import StatusCode
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from cohabit.server.errors import ONLY_INFERENCE, PayloadTooLarge
+from cohabit.server.frontend.access import Access, Permission
 from cohabit.server.grpc.errors import CallRefused, status_of
-from cohabit.server.observe.access import Access, Permission
 
 MESSAGE_S = 120.0
 """How long the message of a unary call may take; grpc.aio does not say how much of it has arrived."""

@@ -13,12 +13,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from tritonclient.grpc import service_pb2
 
 from cohabit.server.errors import ConfigError
+from cohabit.server.frontend.access import OPEN, Access
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.listening import TlsFiles, address_of, without_covered
 from cohabit.server.grpc.api import InferenceCalls
 from cohabit.server.grpc.handlers import MOST_CALLS, MOST_HEALTH_CALLS, CallSlots, service_handler
 from cohabit.server.grpc.health import HealthCalls
-from cohabit.server.observe.access import OPEN, Access
 
 _log = logging.getLogger("cohabit.grpc")
 
@@ -46,14 +46,10 @@ class GrpcServer:
         max_body_bytes: int,
         max_connections: int,
         keep_alive_s: float = 75.0,
-        max_connection_age_s: float | None = None,
         tls: TlsFiles | None = None,
         reuse_port: bool = False,
     ) -> None:
-        """`keep_alive_s` is when a connection without traffic is checked by a ping, and one without calls is closed.
-
-        A connection over its age takes no more calls, and ends with those that are under way.
-        """
+        """`keep_alive_s` is when a connection without traffic is checked by a ping, and one without calls is closed."""
         self._plane = plane
         self._access = access
         self._tls = tls
@@ -77,8 +73,6 @@ class GrpcServer:
             ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MS),
             ("grpc.http2.max_ping_strikes", 0),
         ]
-        if max_connection_age_s is not None:
-            self._options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1e3)))
 
     async def start(self, hosts: Sequence[str], port: int, unix: Path | None = None) -> str:
         """Listen, and return the first host with its port.

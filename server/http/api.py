@@ -15,8 +15,8 @@ from cohabit.server.http.codec import EncodedResponse, decode_request, encode_re
 from cohabit.server.http.compression import chosen_encoding, compress
 from cohabit.server.http.errors import error_response
 from cohabit.server.protocol.matching import errors_of
-from cohabit.server.protocol.model_config import config_as_json
 from cohabit.server.protocol.request import InferResponse
+from cohabit.server.triton.model_config import config_as_json
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 

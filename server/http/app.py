@@ -3,19 +3,20 @@
 import asyncio
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 
+import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from cohabit.server.errors import RequestError, Unauthenticated
+from cohabit.server.frontend.access import OPEN, Access, Permission
 from cohabit.server.frontend.dataplane import DataPlane
-from cohabit.server.http.answers import JSON, json_response
+from cohabit.server.http.answers import JSON
 from cohabit.server.http.endpoints import Endpoint, endpoints
 from cohabit.server.http.errors import error_response, response_of
 from cohabit.server.http.live_page import live_events, live_page_file
-from cohabit.server.http.openapi import document
 from cohabit.server.log import log_internal_error
-from cohabit.server.observe.access import OPEN, Access, Permission
 from cohabit.server.observe.prometheus import CONTENT_TYPE
 from cohabit.server.observe.request_trace import HEADER
 from cohabit.server.observe.tracing import Tracer
@@ -29,8 +30,7 @@ def make_app(
     plane: DataPlane, max_body_bytes: int, access: Access = OPEN, feed: LiveFeed | None = None
 ) -> web.Application:
     """Make the application of the HTTP port; a body may take `max_body_bytes`. With a feed, it has the live page."""
-    served = list(endpoints(plane, max_body_bytes))
-    described = json_response(document(product_version(), served, access)).body
+    described = _described()
 
     async def openapi(request: web.Request) -> web.Response:
         return web.Response(body=described, content_type=JSON)
@@ -40,7 +40,11 @@ def make_app(
     _add(
         app,
         access,
-        [*served, Endpoint("GET", ("/v2/openapi.json",), openapi), _metrics(plane, Permission.INFERENCE)],
+        [
+            *endpoints(plane, max_body_bytes),
+            Endpoint("GET", ("/v2/openapi.json",), openapi),
+            _metrics(plane, Permission.INFERENCE),
+        ],
     )
     if feed is not None:
         _add(app, access, [live_events(feed)])
@@ -54,6 +58,13 @@ def make_metrics_app(plane: DataPlane, access: Access = OPEN) -> web.Application
     app = web.Application(middlewares=[_answered])
     _add(app, access, [*health, _metrics(plane, Permission.METRICS)])
     return app
+
+
+def _described() -> bytes:
+    """Return the OpenAPI document, with the server's version."""
+    document = msgspec.json.decode(Path(__file__).with_name("openapi.json").read_bytes())
+    document["info"]["version"] = product_version()
+    return msgspec.json.encode(document)
 
 
 def _metrics(plane: DataPlane, permission: Permission) -> Endpoint:

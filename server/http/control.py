@@ -83,12 +83,9 @@ class ControlApi:
         return web.Response()
 
     async def trace_settings(self, request: web.Request) -> web.Response:
-        """Return all settings; a POST changes some first."""
-        name = request.match_info.get("model")
-        model = None if name is None else self._plane.traced_model(name)
-        if request.method == "POST":
-            self._plane.change_traces(await read_json(request, dict[str, Any]), model)
-        return json_response(self._plane.tracer.control.to_wire(model))
+        """Return all settings; a POST that would change some is refused."""
+        changes = await read_json(request, dict[str, Any]) if request.method == "POST" else {}
+        return json_response(self._plane.trace_settings(request.match_info.get("model"), changes))
 
     async def log_settings(self, request: web.Request) -> web.Response:
         """Return all settings; a POST changes some first."""

@@ -9,14 +9,15 @@ from cohabit.server.errors import InvalidRequest, Unsupported
 from cohabit.server.http.answers import parse_json
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.protocol.datatypes import BINARY_ONLY
-from cohabit.server.protocol.json_numbers import VALUES, nesting
 from cohabit.server.protocol.matching import InputBody, Parameters, RequestBody, errors_of, fit
 from cohabit.server.protocol.request import InferRequest, InferResponse
 from cohabit.server.protocol.shared_memory import RegionUse
-from cohabit.server.protocol.tensors import from_json, to_json
+from cohabit.server.protocol.tensors import from_json, nesting, to_json
 
 _EMPTY = re.compile(rb"[\s\[]*\]")
 _MOST_DIMENSIONS = 64
+_VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
+"""What a JSON array of numbers has besides its structure."""
 
 
 def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> InferRequest:
@@ -60,7 +61,7 @@ def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
 def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody:
     """Give a value the shape of its nesting; a batch of one is added where it is left out."""
     shape = info.wire_shape(tensor)
-    depth = nesting(memoryview(raw))
+    depth = nesting(raw)
     if depth == 0:
         return InputBody(tensor.name, tensor.datatype, [1] * len(shape), msgspec.Raw(b"[%b]" % bytes(raw)))
     if depth > _MOST_DIMENSIONS:
@@ -77,7 +78,7 @@ def _nested_shape(raw: msgspec.Raw, depth: int) -> list[int]:
     """Return the length of each level's first array, counted without its values; the decoder checks the others."""
     if _EMPTY.match(memoryview(raw)):
         return [1] * (depth - 1) + [0]
-    structure = bytes(raw).translate(None, VALUES)
+    structure = bytes(raw).translate(None, _VALUES)
     shape = []
     for inner in range(depth - 1, -1, -1):
         end = structure.find(b"]" * (inner + 1))

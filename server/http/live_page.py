@@ -7,8 +7,8 @@ from contextlib import aclosing, suppress
 from aiohttp import hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 
+from cohabit.server.frontend.access import Permission
 from cohabit.server.http.endpoints import Endpoint
-from cohabit.server.observe.access import Permission
 from cohabit.server.view.live import LiveFeed
 from cohabit.server.view.page import live_page, live_policy
 

@@ -22,12 +22,12 @@ from cohabit.server.models.prepared import random_ops
 from cohabit.server.models.repository import find, is_model_name
 from cohabit.server.placement.loader import load
 from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, float32_of_bf16
-from cohabit.server.protocol.model_config import config_text
+from cohabit.server.protocol.tensors import MOST_JSON_VALUES
+from cohabit.server.triton.model_config import config_text
 
 _LABELS = "labels.txt"
 SAMPLE = "sample.json"
 """A request of one row that the model takes, in KServe v2's JSON."""
-_MOST_SAMPLE_VALUES = 1 << 19
 _SAMPLE_DECIMALS = 3
 _LOGITS = "logits"
 _ROWS = (1, 2, 3)
@@ -175,8 +175,8 @@ def _write_sample(subject: Subject, info: ModelInfo, folder: Path) -> tuple[str,
     binary = [spec.name for spec in info.inputs if spec.datatype in BINARY_ONLY]
     if binary:
         return (f"no {SAMPLE} was written: JSON cannot have {', '.join(binary)}, which clients send as bytes",)
-    if sum(tensor.numel() for tensor in inputs.values()) > _MOST_SAMPLE_VALUES:
-        return (f"no {SAMPLE} was written: one row of the inputs has more than {_MOST_SAMPLE_VALUES} numbers",)
+    if any(tensor.numel() > MOST_JSON_VALUES for tensor in inputs.values()):
+        return (f"no {SAMPLE} was written: one row of an input has more than {MOST_JSON_VALUES} numbers",)
     tensors = [
         {"name": spec.name, "datatype": spec.datatype, "shape": list(tensor.shape), "data": _numbers(tensor)}
         for spec in info.inputs

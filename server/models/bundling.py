@@ -33,8 +33,8 @@ from cohabit.server.models.prepared import (
 from cohabit.server.models.repository import ModelSource, Unloadable, scan
 
 RECORDED = (
-    *("layout", "search", "device", "store", "model_control", "compute_lanes"),
-    *("batch_sizes", "shape_buckets", "pack_weights"),
+    *("layout", "search", "device", "store", "model_control_mode", "compute_lanes"),
+    *("batch_sizes", "shape_buckets"),
 )
 """Settings of `serve` on which plans and programs depend, or that need what a bundle lacks."""
 
@@ -72,6 +72,7 @@ def export(config: ServeConfig, output: Path, profile: str, adapt: Adapt, on_pro
             _settings(config, memory_bytes),
             tuple(entries),
             {str(p.relative_to(output)): described(p) for p in sorted(output.rglob("*")) if p.is_file()},
+            config.pack_weights,
         )
         (output / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(bundle)))
     except BaseException as error:

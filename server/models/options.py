@@ -6,8 +6,8 @@ from cohabit.runtime.lowering import packing
 from cohabit.runtime.options import Dtype, Options
 from cohabit.server.errors import RepositoryError
 from cohabit.server.models.repository import ModelSource
-from cohabit.server.protocol.config_fields import parameter_of
-from cohabit.server.protocol.model_config import ModelConfig
+from cohabit.server.triton.config_fields import parameter_of
+from cohabit.server.triton.model_config import ModelConfig
 
 PRECISION, CHANNELS_LAST, FUSED = "precision", "channels_last", "fused"
 """Keys of `parameters` in a ModelConfig, for settings that have no field."""

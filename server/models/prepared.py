@@ -35,9 +35,9 @@ from cohabit.server.models.known_models import KnownModel
 from cohabit.server.models.options import options_of
 from cohabit.server.models.repository import ModelSource
 from cohabit.server.models.worker_process import EXPECTED, WorkerProcesses, stage
-from cohabit.server.protocol.config_fields import parameter_of
-from cohabit.server.protocol.model_config import ModelConfig, config_mismatch, config_names
 from cohabit.server.resources import available_cpus
+from cohabit.server.triton.config_fields import parameter_of
+from cohabit.server.triton.model_config import ModelConfig, config_mismatch, config_names
 
 _log = logging.getLogger("cohabit.models")
 
@@ -136,7 +136,7 @@ def open_backend(config: ServeConfig) -> Backend:
     # A new engine makes a changed file anew, unless there is no new engine, or no archive to make it from.
     remade = config.engine == "process" and config.bundle is None
     link = config.link_bandwidth_bytes_per_s
-    return open_device(config.device, link, verify_reads=config.verify_reads, lost_on_change=remade)
+    return open_device(config.device, link, verify_reads=config.verifies_reads, lost_on_change=remade)
 
 
 def threads_of(config: ServeConfig) -> int:
@@ -198,7 +198,7 @@ def _prepare(
         lowered = _with_config_names(source, lowered)
         _refuse_mismatch(source, lowered)
     with stage(f"opening the weights of model '{name}'"):
-        store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
+        store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
     try:
         with stage(f"measuring model '{name}'"):
             if config.bundle is None:
@@ -264,7 +264,7 @@ def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, b
     """Open the parameters of a known model. Raises CohabitError."""
     lowered = known.lowered
     _refuse_mismatch(source, lowered)
-    store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
+    store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
     return Prepared(source, known, store, _rate(source, config))
 
 
@@ -381,8 +381,6 @@ def _marker(source: ModelSource, archive: str, config: ServeConfig, *more: str) 
     options = asdict(model_options(source, config))
     made = (archive, wanted_batches(source, config), options, threads, packing.machine())
     link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
-    if config.verify_reads:
-        link += ("verified",)
     if buckets := wanted_buckets(source, config):
         link += (buckets,)
     return cache_of(config) / "prepared" / fingerprint((*made, *link, *more))[:32]

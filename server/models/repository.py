@@ -14,10 +14,10 @@ from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
 from cohabit.server.errors import RepositoryError
 from cohabit.server.file_state import FileState
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.protocol.config_fields import defaults_of, ignored_fields, refuse_fields
-from cohabit.server.protocol.model_config import ModelConfig, read_config
 from cohabit.server.scheduling.policy import Policy
-from cohabit.server.scheduling.policy_config import policy_of
+from cohabit.server.triton.config_fields import defaults_of, ignored_fields, refuse_fields
+from cohabit.server.triton.model_config import ModelConfig, read_config
+from cohabit.server.triton.policies import policy_of
 
 _log = logging.getLogger("cohabit.models")
 

@@ -16,8 +16,8 @@ from cohabit.server.errors import load_reason
 from cohabit.server.ipc.model import ModelInfo
 from cohabit.server.models.prepared import Prepared, open_backend, prepare
 from cohabit.server.models.repository import find
-from cohabit.server.protocol.config_fields import ignored_fields, refused_fields
-from cohabit.server.protocol.model_config import read_config
+from cohabit.server.triton.config_fields import ignored_fields, refused_fields
+from cohabit.server.triton.model_config import read_config
 
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 

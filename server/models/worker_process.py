@@ -12,7 +12,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.planner.errors import CohabitError
 from cohabit.server.config.config import LogFormat, ServeConfig
 from cohabit.server.log import configure_logging, log_internal_error
 from cohabit.server.process_rights import no_new_privileges, yield_memory
@@ -23,6 +23,8 @@ _log = logging.getLogger("cohabit.models")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+PREPARING_S = 600.0
+"""Time to prepare or plan one model."""
 MOST_PREPARING = 4
 """Models that are prepared at a time: one that never ends delays no other."""
 MOST_AT_START = min(2, available_cpus())
@@ -82,7 +84,6 @@ class WorkerProcesses:
     def __init__(
         self,
         timeout_s: float | None = None,
-        memory_bytes: int | None = None,
         most: int = 1,
         environment: Mapping[str, str] | None = None,
         log_format: LogFormat = "text",
@@ -92,7 +93,6 @@ class WorkerProcesses:
         `environment` has the processes' own variables. They log to stderr.
         """
         self._timeout_s = timeout_s
-        self._memory_bytes = memory_bytes
         self._environment = environment or {}
         self._log_format = log_format
         self._room = threading.Semaphore(most)
@@ -109,16 +109,12 @@ class WorkerProcesses:
                 result, failure = process.call(function, args, kwargs, self._timeout_s)
             except (EOFError, ConnectionError) as error:
                 self._end(process)
-                most = self._memory_bytes
-                limit = "" if most is None else f" (--prepare-memory is {format_bytes(most)})"
                 raise WorkerFailed(
-                    f"the process that prepares models has died; perhaps memory has run out{limit}"
+                    "the process that prepares models has died; perhaps memory has run out"
                 ) from error
             except TimeoutError as error:
                 self._end(process)
-                raise WorkerFailed(
-                    f"it was not prepared within {self._timeout_s:g} s; give it longer with --prepare-timeout"
-                ) from error
+                raise WorkerFailed(f"it was not prepared within {self._timeout_s:g} s") from error
             self._give_back(process)
         if failure is not None:
             raise WorkerFailed(_reported(failure))
@@ -155,7 +151,7 @@ class WorkerProcesses:
             return process
 
     def _started(self, modules: Sequence[str] = ()) -> "_WorkerProcess":
-        return _WorkerProcess(self._memory_bytes, self._environment, self._log_format, modules)
+        return _WorkerProcess(self._environment, self._log_format, modules)
 
     def _give_back(self, process: "_WorkerProcess") -> None:
         """Keep one idle process, because starting one takes seconds."""
@@ -177,14 +173,13 @@ class _WorkerProcess:
 
     def __init__(
         self,
-        memory_bytes: int | None,
         environment: Mapping[str, str],
         log_format: LogFormat,
         modules: Sequence[str],
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, others = context.Pipe()
-        arguments = others, memory_bytes, environment, log_format, modules
+        arguments = others, environment, log_format, modules
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         others.close()  # so that its end is the end of the pipe
@@ -205,17 +200,13 @@ class _WorkerProcess:
 
 
 def preparing_workers(config: ServeConfig) -> WorkerProcesses:
-    return WorkerProcesses(
-        config.prepare_timeout_s, config.prepare_memory_bytes, MOST_PREPARING, log_format=config.log_format
-    )
+    return WorkerProcesses(PREPARING_S, MOST_PREPARING, log_format=config.log_format)
 
 
 def planning_workers(config: ServeConfig, *, quick: bool = False) -> WorkerProcesses:
     """Processes for planning; `quick` ones for few plans, which do not wait until the planner is compiled."""
     environment = {"COHABIT_INTERPRET": "1"} if quick else None
-    return WorkerProcesses(
-        config.prepare_timeout_s, config.prepare_memory_bytes, 2, environment, log_format=config.log_format
-    )
+    return WorkerProcesses(PREPARING_S, 2, environment, config.log_format)
 
 
 def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -225,7 +216,6 @@ def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs
 
 def _serve(
     pipe: Connection,
-    memory_bytes: int | None,
     environment: Mapping[str, str],
     log_format: LogFormat,
     modules: Sequence[str],
@@ -234,7 +224,7 @@ def _serve(
     os.nice(_NICENESS)
     configure_logging(log_format)
     no_new_privileges()
-    yield_memory(memory_bytes)
+    yield_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)
@@ -263,7 +253,7 @@ def _guarded(
     except OSError as error:
         return None, _Failure(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))
     except MemoryError:
-        return None, _Failure("memory has run out while it was prepared, see --prepare-memory")
+        return None, _Failure("memory has run out while it was prepared")
     except Exception as error:
         return None, _Failure(failed_stage(error), traceback.format_exc())
 

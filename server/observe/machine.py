@@ -1,12 +1,11 @@
 """Metrics of the machine and the device: processors, memory, GPUs, lanes, use of the arena."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import psutil
 
 from cohabit.server.ipc.model import DeviceUse
-from cohabit.server.observe.access import Access
 from cohabit.server.observe.gpus import Gpu, open_gpus
 from cohabit.server.observe.prometheus import Family, Kind, Sample, single
 
@@ -14,8 +13,9 @@ from cohabit.server.observe.prometheus import Family, Kind, Sample, single
 class Machine:
     """Reads the metrics at each call. Any thread."""
 
-    def __init__(self, access: Access, gpus: Callable[[], tuple[Gpu, ...]] = open_gpus) -> None:
-        self._access = access
+    def __init__(self, refused: Mapping[str, int], gpus: Callable[[], tuple[Gpu, ...]] = open_gpus) -> None:
+        """`refused` counts rejected calls by reason, and changes."""
+        self._refused = refused
         self._open_gpus = gpus
         self._gpus: tuple[Gpu, ...] | None = None
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class Machine:
             "cohabit_refused_calls_total",
             "counter",
             "Calls refused for want of a token that permits them",
-            [({"reason": reason}, count) for reason, count in self._access.refused.items()],
+            [({"reason": reason}, count) for reason, count in self._refused.items()],
         )
         yield from self._gpu_families()
 

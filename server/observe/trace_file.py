@@ -17,7 +17,7 @@ _log = logging.getLogger("cohabit.trace")
 
 _MOST_BYTES = 1 << 30
 _MOST_BUFFERED = 256
-"""Maximum number of buffered traces, whatever the settings."""
+"""Maximum number of buffered traces."""
 _MOST_BUFFERED_BYTES = 1 << 20
 _LONGEST_BUFFERED_S = 1.0
 """After which a trace is in the file, however few there are."""
@@ -27,20 +27,22 @@ class _Written(NamedTuple):
     """The events of a `TraceFile.write`."""
 
     events: Iterable[Event]
-    flush_after: int
     late: bool
 
 
 class TraceFile:
     """Any thread may write; a thread of the file encodes and flushes."""
 
-    def __init__(self, path: Path, most_bytes: int = _MOST_BYTES, lanes: int = 1) -> None:
-        """Create or truncate the file. Raises ConfigError."""
+    def __init__(
+        self, path: Path, most_bytes: int = _MOST_BYTES, lanes: int = 1, flush_every: int = _MOST_BUFFERED
+    ) -> None:
+        """Create or truncate the file, which is flushed every `flush_every` traces or earlier. Raises ConfigError."""
         try:
             self._file: IO[bytes] = path.open("wb")
         except OSError as error:
-            raise ConfigError(f"--trace-file: {path} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"--trace-config: {path} cannot be written: {error.strerror}") from error
         self.path = path
+        self._flush_every = flush_every
         self._free_bytes = most_bytes
         self._buffer: list[bytes] = [b"[\n" + b",\n".join(map(msgspec.json.encode, header_events(lanes)))]
         self._buffered_bytes = 0
@@ -52,8 +54,8 @@ class TraceFile:
         self._writer = threading.Thread(target=self._run, name="trace-file", daemon=True)
         self._writer.start()
 
-    def write(self, events: Iterable[Event], flush_every: int = 0, *, late: bool = False) -> None:
-        """Add a trace to the buffer, which is flushed after `flush_every` traces, its own limits, or a second.
+    def write(self, events: Iterable[Event], *, late: bool = False) -> None:
+        """Add a trace to the buffer, which is flushed when it is full, or after a second.
 
         `late` events belong to a trace that was added before, and do not count as one. Events after `close` are
         dropped.
@@ -61,7 +63,7 @@ class TraceFile:
         if self._closed:
             _log.debug("a trace came after the file was closed")
             return
-        self._queue.put(_Written(events, min(flush_every or _MOST_BUFFERED, _MOST_BUFFERED), late))
+        self._queue.put(_Written(events, late))
 
     def close(self) -> None:
         """Flush the buffer, and end the array."""
@@ -85,7 +87,7 @@ class TraceFile:
             if self._buffer and time.monotonic() >= self._flush_s:
                 self._flush()
 
-    def _add(self, events: Iterable[Event], flush_after: int, late: bool) -> None:
+    def _add(self, events: Iterable[Event], late: bool) -> None:
         try:
             lines = b"".join(b",\n" + msgspec.json.encode(event) for event in events)
         except Exception:  # a bug of the server, which is only visible in the log
@@ -102,7 +104,7 @@ class TraceFile:
         self._buffer.append(lines)
         self._buffered_bytes += len(lines)
         self._traces += not late
-        if self._traces == 0 or self._traces >= flush_after or self._buffered_bytes >= _MOST_BUFFERED_BYTES:
+        if self._traces == 0 or self._traces >= self._flush_every or self._buffered_bytes >= _MOST_BUFFERED_BYTES:
             self._flush()
 
     def _end(self) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming, OnSpans
 from cohabit.server.observe.request_trace import CURRENT, RequestTrace, new_context
-from cohabit.server.observe.settings import TraceControl
+from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.spans import events_of, lane_events
 from cohabit.server.observe.trace_file import TraceFile
 from cohabit.server.protocol.request import InferRequest
@@ -20,9 +20,11 @@ _log = logging.getLogger("cohabit.trace")
 class Tracer:
     """Belongs to the event loop's thread. Without a file, only requests with a traceparent are traced."""
 
-    def __init__(self, control: TraceControl, file: TraceFile | None = None) -> None:
-        self.control = control
+    def __init__(self, settings: TraceSettings | None = None, file: TraceFile | None = None) -> None:
+        self.settings = settings or TraceSettings()
         self._file = file
+        self._seen: dict[str, int] = {}
+        """Requests by model."""
         self._watcher: OnSpans | None = None
 
     def watch(self, watcher: OnSpans | None) -> None:
@@ -32,7 +34,7 @@ class Tracer:
     @property
     def traces_all(self) -> bool:
         """Whether requests without a traceparent may be traced."""
-        return self._file is not None and self.control.on
+        return self._file is not None
 
     @contextmanager
     def request(self, traceparent: str | None) -> Iterator[RequestTrace]:
@@ -52,17 +54,22 @@ class Tracer:
             return request
         trace.model, trace.request_id = request.model.name, request.id
         trace.fields["version"] = str(request.model.version)
-        if self._file is None or not self.control.wanted(trace.model):
+        if self._file is None or not self._is_due(trace.model):
             return request
-        file, frequency = self._file, self.control.settings(trace.model).log_frequency
+        file = self._file
         trace.wanted = True
 
         def write(spans: Sequence[DeviceSpan]) -> None:
-            file.write(lane_events(spans, trace.context.trace_id), frequency, late=True)
+            file.write(lane_events(spans, trace.context.trace_id), late=True)
             if (watcher := self._watcher) is not None:
                 watcher(spans)
 
         return msgspec.structs.replace(request, on_spans=write)
+
+    def _is_due(self, model: str) -> bool:
+        """Count a request; returns whether it is traced."""
+        self._seen[model] = self._seen.get(model, 0) + 1
+        return self._seen[model] % self.settings.rate == 0
 
     def executed(self, timing: ExecutionTiming) -> None:
         """Record the timing of the current request."""
@@ -86,5 +93,4 @@ class Tracer:
             }
             _log.debug("request", extra={"fields": fields})
         if trace.wanted and self._file is not None:
-            frequency = self.control.settings(trace.model).log_frequency
-            self._file.write(events_of(trace, ended_s), flush_every=frequency)
+            self._file.write(events_of(trace, ended_s))

@@ -18,7 +18,7 @@ from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelFootprint, Mod
 from cohabit.server.models.known_models import Plans
 from cohabit.server.models.prepared import Prepared, warn_of_interaction, warn_of_noise, warn_of_random_ops
 from cohabit.server.placement.partitions import Extent, Partitions
-from cohabit.server.protocol.model_config import with_defaults
+from cohabit.server.triton.model_config import with_defaults
 
 Programs = dict[Bucket, Program]
 

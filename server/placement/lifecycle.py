@@ -34,7 +34,7 @@ from cohabit.server.models.repository import (
 )
 from cohabit.server.models.worker_process import MOST_PREPARING, failed_stage
 from cohabit.server.placement.warmup import warm_up
-from cohabit.server.protocol.model_config import parse_config
+from cohabit.server.triton.model_config import parse_config
 
 if TYPE_CHECKING:
     from cohabit.server.placement.device_memory import PlacedModel

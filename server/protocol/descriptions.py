@@ -23,10 +23,10 @@ def product_version() -> str:
         return "0.0.0"
 
 
-def server_metadata(name: str, without: Container[str]) -> dict[str, Any]:
+def server_metadata(without: Container[str]) -> dict[str, Any]:
     """Describe the server; `without` has the extensions that are off."""
     extensions = [extension for extension in _EXTENSIONS if extension not in without]
-    return {"name": name, "version": product_version(), "extensions": extensions}
+    return {"name": "cohabit", "version": product_version(), "extensions": extensions}
 
 
 def model_metadata(info: ModelInfo, versions: Iterable[int]) -> dict[str, Any]:

@@ -290,6 +290,7 @@ class Scheduler:
         name = ticket.request.model.name
         limit = known.policy.of_level(ticket.level).limit
         if limit is not None and known.queue.waiting(ticket.level) >= limit:
-            raise LevelFull.of_model(name, limit, self._backlog_s(now_s))
+            full = LevelFull if known.policy.levels > 1 else QueueFull
+            raise full.of_model(name, limit, self._backlog_s(now_s))
         if len(known.queue) >= self._queue_limit:
             raise QueueFull.of_model(name, self._queue_limit, self._backlog_s(now_s))

@@ -250,7 +250,7 @@ def _words(extent: ArenaExtent) -> tuple[str, ...]:
 
 def _tracing(tracer: Tracer) -> str:
     if not tracer.traces_all:
-        return "Lanes are drawn while requests are traced. Start the server with --trace-file FILE --trace-rate 10."
-    rate = tracer.control.settings().trace_rate
+        return "Lanes are drawn while requests are traced. Start the server with --trace-config file=FILE."
+    rate = tracer.settings.rate
     which = "every request" if rate == 1 else f"one of {rate} requests of each model"
-    return f"{which[0].upper()}{which[1:]} is traced (--trace-rate); the others are not drawn."
+    return f"{which[0].upper()}{which[1:]} is traced (--trace-config rate=N); the others are not drawn."

@@ -24,7 +24,7 @@ from transformers import (
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.run import run_load
 from cohabit.server.cli import main
-from cohabit.server.protocol.model_config import ModelConfig, ModelInput
+from cohabit.server.triton.model_config import ModelConfig, ModelInput
 from tests.e2e.serving import Process, ask, infer, process
 
 TOKENS, CLASSES = 12, {0: "cat", 1: "striped\ncat", 2: "dog"}

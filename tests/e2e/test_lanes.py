@@ -74,7 +74,7 @@ def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answe
     repository: Path, fixed_plans: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trace = tmp_path / "spans.json"
-    tracing = {"trace_file": trace, "trace_rate": 1}
+    tracing = {"trace": {"file": str(trace), "rate": "1"}}
     with serving(repository, "9MiB", fixed_plans, batch_sizes=(1, 2), compute_lanes=LANES, **tracing) as server:
         assert set(lanes_of(server).values()) == {0, 1}
         assert_copies_stay_in_their_own_bytes(server)

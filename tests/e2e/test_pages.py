@@ -66,7 +66,7 @@ FLAGS = ("--model-control", "explicit", "--load-model", "*", "--batch-sizes", "1
 async def test_the_live_page_follows_a_server_through_an_unload_and_a_death(
     page: Page, repository: Path, plans: Path, tmp_path: Path
 ) -> None:
-    tracing = ("--trace-file", str(tmp_path / "t.json"), "--trace-rate", "1")
+    tracing = ("--trace-config", f"file={tmp_path / 't.json'}", "--trace-config", "rate=1")
     with process(repository, "24MiB", plans, *FLAGS, *tracing) as server:
         server.until_ready()
         await page.open(f"http://{server.address}/")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cohabit.loadgen.sentences import EXAMPLES
 from cohabit.loadgen.zoo.pitch import tone_frames
 from cohabit.loadgen.zoo.tokens import tokenize
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.shapes import Bucket
+from examples.sentences import SENTENCES
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, serving
 from tests.pitch import decode_hz
@@ -157,7 +157,7 @@ def test_a_tone_of_440_hz_is_heard_through_the_server(archives: Archives) -> Non
 
 
 def test_similar_sentences_lie_close_together_through_the_server(archives: Archives) -> None:
-    ids, mask = tokenize(EXAMPLES, 32)
+    ids, mask = tokenize(SENTENCES, 32)
     with serving(archives.repository("minilm_short"), "25%", archives.cache, batch_sizes=BATCHES) as server:
         together = infer(server.address, "minilm_short", {"input_ids": ids, "attention_mask": mask})["embedding"]
         alone = infer(server.address, "minilm_short", {"input_ids": ids[:1], "attention_mask": mask[:1]})

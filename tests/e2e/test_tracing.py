@@ -28,7 +28,9 @@ def traced(folder: Path) -> Iterator[Running]:
     models.export(models.Wide(), {"x": torch.zeros(3, 384)}, folder / "models" / "wide" / "1" / "model.pt2")
     changes = {"link_bandwidth_bytes_per_s": BANDWIDTH_BYTES_PER_S, "batch_sizes": (1,), "threads": 1}
     file = folder / "trace.json"
-    with serving(folder / "models", MEMORY, folder / "cache", trace_file=file, trace_rate=1, **changes) as server:
+    with serving(
+        folder / "models", MEMORY, folder / "cache", trace={"file": str(file), "rate": "1"}, **changes
+    ) as server:
         yield server
 
 

@@ -350,10 +350,6 @@ def test_head_has_no_body(server: Ports) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v2/trace/setting", {"trace_level": [[5]]}),
-        ("/v2/trace/setting", {"trace_level": [{}]}),
-        ("/v2/trace/setting", {"trace_level": [{}, {}]}),
-        ("/v2/trace/setting", {"trace_rate": {"a": 1}}),
         ("/v2/trace/setting", [[]]),
         ("/v2/logging", {"log_verbose_level": [[1]]}),
         ("/v2/logging", {"log_info": {}}),

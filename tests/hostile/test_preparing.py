@@ -30,8 +30,6 @@ from tests.hostile.test_archives import with_equal_checksums
 from tests.runtime import models
 from tests.runtime.test_archive import read
 
-GIB = 1 << 30
-
 
 def status(field: str) -> str:
     """Called in the process."""
@@ -52,16 +50,8 @@ def test_a_call_that_never_ends_blocks_no_other() -> None:
 
 def test_a_call_has_a_limit_in_time() -> None:
     workers = WorkerProcesses(timeout_s=0.1)
-    with pytest.raises(WorkerFailed, match=r"not prepared within 0\.1 s.*--prepare-timeout"):
+    with pytest.raises(WorkerFailed, match=r"not prepared within 0\.1 s"):
         workers.call(signal.pause)
-    workers.close()
-
-
-def test_a_call_has_a_limit_in_memory() -> None:
-    workers = WorkerProcesses(memory_bytes=GIB)
-    with pytest.raises(WorkerFailed, match="--prepare-memory"):
-        workers.call(bytes, 4 * GIB)
-    assert len(workers.call(bytes, 1 << 20)) == 1 << 20
     workers.close()
 
 
@@ -153,7 +143,7 @@ def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: 
         raw = prepared.lowered.weights_path.read_bytes()[start : start + own[0].nbytes]
         return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(8, 8)
 
-    config = replace(config, pack_weights=False, verify_reads=True)
+    config = replace(config, pack_weights=False)
     with closing(open_backend(config)) as backend, closing(ModelPreparer(config, backend)) as preparer:
         for _ in range(2):
             assert torch.equal(weights(preparer, "one"), own[0])
@@ -265,7 +255,6 @@ def test_weights_that_changed_without_a_trace_are_made_anew_when_their_model_is_
     source: ModelSource, config: ServeConfig
 ) -> None:
     """The model is known, and its file has the size and the time that it had; only the checksums tell."""
-    config = replace(config, verify_reads=True)
     backend = open_backend(config)
     preparer = ModelPreparer(config, backend)
     first = preparer.prepare(source)

@@ -172,7 +172,7 @@ def test_grpc_takes_no_more_description_than_json(server: Ports) -> None:
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([0.0] * (5 * MIB))
     error = call(server, "ModelInfer", request.SerializeToString())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "--max-json" in error.details()
+    assert "raw_input_contents" in error.details()
 
 
 def test_other_calls_take_small_messages(server: Ports) -> None:
@@ -191,7 +191,7 @@ def test_json_has_a_limit_of_its_own(server: Ports, path: str, key: str) -> None
         assert answer.status == 413, answer.error
     with_header = infer(server, "one", body, {"Inference-Header-Content-Length": str(len(body))})
     assert with_header.status == 413
-    assert "--max-json" in with_header.error
+    assert "send tensors as binary data" in with_header.error
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])

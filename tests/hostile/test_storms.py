@@ -34,7 +34,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> Stacks:
 def server(stacks: Stacks, tmp_path: Path) -> Iterator[Process]:
     for seed, name in enumerate("ab"):
         stacks.put(tmp_path / "models", name, seed)
-    flags = ("--store", "file", "--batch-sizes", "1", "--prepare-memory", "4GiB")
+    flags = ("--store", "file", "--batch-sizes", "1")
     with process(tmp_path / "models", "5MiB", tmp_path / "cache", *flags) as running:
         running.until_ready()
         yield running
@@ -135,7 +135,7 @@ def on_disk(request: pytest.FixtureRequest, stacks: Stacks, tmp_path: Path) -> I
     """A server with its cache on a disk, the image of that disk, and whether its reads are verified."""
     for seed, name in enumerate("ab"):
         stacks.put(tmp_path / "models", name, seed)
-    flags = ("--store", "file", "--batch-sizes", "1", *["--verify-reads"] * request.param)
+    flags = ("--store", "verified-file" if request.param else "file", "--batch-sizes", "1")
     with (
         disk_in_a_file(tmp_path / "cache", "64M") as image,
         process(tmp_path / "models", "5MiB", tmp_path / "cache", *flags) as server,

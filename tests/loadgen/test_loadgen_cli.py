@@ -53,7 +53,7 @@ def test_no_server_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no server answers at 127.0.0.1:9" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["prepare", "--help"], ["sentences", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["prepare", "--help"]])
 def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     assert "--help" in capsys.readouterr().out

@@ -65,13 +65,13 @@ def test_torchcrepe_hears_the_pitch_of_a_tone() -> None:
 
 
 def test_minilm_puts_similar_sentences_close_together_whatever_their_padding() -> None:
-    from cohabit.loadgen.sentences import EXAMPLES
     from cohabit.loadgen.zoo.tokens import tokenize
+    from examples.sentences import SENTENCES
 
     model, _ = ZOO["minilm"].build()
     with torch.no_grad():
         of_128, of_32 = (
-            model(*map(torch.from_numpy, tokenize(EXAMPLES, length)))["embedding"].numpy() for length in (128, 32)
+            model(*map(torch.from_numpy, tokenize(SENTENCES, length)))["embedding"].numpy() for length in (128, 32)
         )
     similarity = of_128 @ of_128.T
     assert np.diag(similarity) == pytest.approx([1, 1, 1], abs=1e-5)

@@ -14,12 +14,12 @@ from rich.console import Console
 from server_fakes import FakeLoaded, FakeServable, config, identity, serving
 
 from cohabit.server import engine_host
-from cohabit.server.cli import serve_until_stopped
+from cohabit.server.commands.serve import serve_until_stopped
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.engine_host import OnProgress
+from cohabit.server.frontend.access import TokenFiles
 from cohabit.server.ipc.model import Array
 from cohabit.server.models.repository import ModelSource
-from cohabit.server.observe.access import TokenFiles
 
 REPOSITORY, FOLDER, WAITS, *TOKEN_FILES = sys.argv[1:]
 

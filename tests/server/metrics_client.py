@@ -8,7 +8,6 @@ from server_fakes import Running
 from server_http import ask
 
 from cohabit.server.ipc.model import DeviceUse
-from cohabit.server.observe.access import OPEN
 from cohabit.server.observe.gpus import Gpu
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.prometheus import written
@@ -66,4 +65,4 @@ class FakeNvml(SimpleNamespace):
 
 
 def machine_samples(use: DeviceUse, gpus: tuple[Gpu, ...] = ()) -> Samples:
-    return parsed(written(Machine(OPEN, lambda: gpus).families(use)).decode())
+    return parsed(written(Machine({"unauthenticated": 0}, lambda: gpus).families(use)).decode())

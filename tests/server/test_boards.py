@@ -9,7 +9,7 @@ import torch
 
 from cohabit.planner.profile import Link
 from cohabit.server.cli import main
-from cohabit.server.tools.boards import BOARDS
+from cohabit.server.commands.planning.boards import BOARDS
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 
@@ -21,11 +21,20 @@ PROFILE = profile_of(GRAPH, op_s=1e-3, bandwidth=1e9)
 def test_a_board_has_the_times_of_its_cores_and_its_store(name: str) -> None:
     board = BOARDS[name]
     scaled = board.scaled(PROFILE)
-    assert scaled.compute_s == pytest.approx(PROFILE.compute_s * board.compute_factor)
-    assert scaled.swap_in == scaled.swap_out == Link(board.latency_s, board.bandwidth_bytes_per_s)
+    assert scaled.compute_s == pytest.approx(PROFILE.compute_s * board.compute_factor.value)
+    assert scaled.swap_in == scaled.swap_out == Link(board.latency_s.value, board.bandwidth_bytes_per_s.value)
     assert scaled.graph == GRAPH.fingerprint
     assert scaled.fingerprint != PROFILE.fingerprint
     assert scaled.device == f"{name}, scaled from a profile of {PROFILE.device}"
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_figure_of_a_board_has_a_source_and_is_known_as_an_estimate(name: str) -> None:
+    board = BOARDS[name]
+    figures = (board.latency_s, board.bandwidth_bytes_per_s, board.compute_factor, board.memory_bytes)
+    assert all(figure.source for figure in figures)
+    assert board.compute_factor.is_estimate, "no data sheet compares a core with this machine's"
+    assert "compute_factor" in board.estimates
 
 
 def test_plans_are_predicted_for_a_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +53,18 @@ def test_a_board_needs_a_model_that_is_measured(capsys: pytest.CaptureFixture[st
     assert "--graph and --profile FILE are there to plan without a model" in capsys.readouterr().err
 
 
-def test_the_command_line_knows_boards_without_torch_or_the_planner() -> None:
-    unwanted = {"torch", "numba", "cohabit.planner.profile"}
-    script = f"import sys, cohabit.server.tools.flags; sys.exit(bool({unwanted} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["serve", "--help"], ["check", "--help"], ["export-bundle", "--help"]]
+)
+def test_help_needs_neither_torch_nor_the_planner(arguments: list[str]) -> None:
+    unwanted = {"torch", "numba", "scipy", "cohabit.planner.profile"}
+    script = f"""
+import sys
+from cohabit.server.cli import main
+try:
+    main({arguments})
+except SystemExit as stop:
+    assert stop.code == 0
+sys.exit(bool({unwanted} & set(sys.modules)))
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False, stdout=subprocess.DEVNULL).returncode == 0

@@ -11,8 +11,8 @@ from google.protobuf import text_format
 from cohabit.server.errors import RepositoryError
 from cohabit.server.ipc.model import ModelInfo, TensorSpec
 from cohabit.server.models.repository import Unloadable, scan
-from cohabit.server.protocol.config_fields import FIELDS, ConfigField, defaults_of, ignored_fields, refuse_fields
-from cohabit.server.protocol.model_config import (
+from cohabit.server.triton.config_fields import FIELDS, ConfigField, defaults_of, ignored_fields, refuse_fields
+from cohabit.server.triton.model_config import (
     ModelConfig,
     config_as_json,
     config_mismatch,

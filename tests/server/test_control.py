@@ -12,7 +12,6 @@ from server_http import ask
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.errors import LoadFailed, NotInRepository
-from cohabit.server.observe.settings import TraceControl
 
 
 class Orders:
@@ -107,25 +106,25 @@ def test_malformed_orders_are_refused(own: Running, orders: Orders) -> None:
     assert orders.given == []
 
 
-def test_trace_settings_of_the_server_and_of_models(client: Client) -> None:
-    client.raw.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"] * 2, "trace_rate": "5"})
-    client.raw.update_trace_settings("one", {"trace_rate": "2", "trace_count": "7"})
-    assert _trace(client.raw.get_trace_settings("one")) == {
+@pytest.mark.parametrize("model", [None, "one"])
+def test_trace_settings_are_read(client: Client, model: str | None) -> None:
+    assert _trace(client.raw.get_trace_settings(model)) == {
         "trace_file": "",
-        "trace_level": ["TIMESTAMPS"],
-        "trace_rate": "2",
-        "trace_count": "7",
+        "trace_level": ["OFF"],
+        "trace_rate": "1000",
+        "trace_count": "-1",
         "log_frequency": "0",
         "trace_mode": "triton",
     }
-    assert _trace(client.raw.get_trace_settings())["trace_rate"] == "5"
-    client.raw.update_trace_settings("one", {"trace_rate": None})
-    assert _trace(client.raw.get_trace_settings("one"))["trace_rate"] == "5"
-    client.raw.update_trace_settings(
-        settings={"trace_level": None, "trace_rate": None, "trace_count": None, "log_frequency": None}
-    )
-    assert _trace(client.raw.get_trace_settings())["trace_level"] == ["OFF"]
-    client.raw.update_trace_settings("one", {"trace_count": None})
+
+
+@pytest.mark.parametrize("model", [None, "one"])
+def test_trace_settings_are_not_changed_while_the_server_runs(client: Client, model: str | None) -> None:
+    before = _trace(client.raw.get_trace_settings(model))
+    with pytest.raises(InferenceServerException, match=r"trace_rate.*start it with --trace-config") as caught:
+        client.raw.update_trace_settings(model, {"trace_rate": "5"})
+    assert client.status(caught.value) in ("501", "UNIMPLEMENTED")
+    assert _trace(client.raw.update_trace_settings(model, {})) == before, "a change of nothing reads them"
 
 
 def _trace(settings: Any) -> dict[str, Any]:
@@ -135,43 +134,10 @@ def _trace(settings: Any) -> dict[str, Any]:
     return {key: value if key == "trace_level" else value[0] for key, value in values.items()}
 
 
-@pytest.mark.parametrize(
-    ("settings", "status"),
-    [
-        ({"trace_level": ["LOUD"]}, "400"),
-        ({"trace_level": ["TIMESTAMPS", "LOUD"]}, "400"),
-        ({"trace_level": ["OFF", "TIMESTAMPS"]}, "400"),
-        ({"trace_level": ["TENSORS"]}, "501"),
-        ({"trace_level": ["TIMESTAMPS", "TENSORS"]}, "501"),
-        ({"trace_rate": "0"}, "400"),
-        ({"trace_rate": "often"}, "400"),
-        ({"trace_count": "-2"}, "400"),
-        ({"trace_depth": "1"}, "400"),
-        ({"trace_file": "/etc/passwd"}, "501"),
-    ],
-    ids=str,
-)
-def test_bad_trace_settings(client: Client, settings: dict[str, Any], status: str) -> None:
-    with pytest.raises(InferenceServerException) as caught:
-        client.raw.update_trace_settings(settings=settings)
-    assert client.status(caught.value) in (status, {"400": "INVALID_ARGUMENT", "501": "UNIMPLEMENTED"}[status])
-
-
 def test_trace_settings_of_unknown_models(client: Client) -> None:
     with pytest.raises(InferenceServerException, match="'nope' is not found") as caught:
         client.raw.get_trace_settings("nope")
     assert client.status(caught.value) in ("400", "INVALID_ARGUMENT")
-
-
-def test_every_nth_request_is_traced_until_the_count_is_used_up() -> None:
-    traces = TraceControl()
-    assert not traces.on
-    assert not any(traces.wanted("m") for _ in range(5000))
-    traces.update({"trace_level": "TIMESTAMPS", "trace_rate": 3, "trace_count": 2})
-    assert [traces.wanted("m") for _ in range(12)] == [False, False, True] * 2 + [False] * 6
-    traces.update({"trace_level": "OFF"}, "other")
-    assert traces.on
-    assert not any(traces.wanted("other") for _ in range(6))
 
 
 def test_log_settings_act_on_the_log(client: Client, caplog: pytest.LogCaptureFixture) -> None:

@@ -174,7 +174,7 @@ def test_what_front_ends_would_not_share_is_refused(server: Server) -> None:
 
 
 def test_shared_memory_and_traces_need_a_single_front_end() -> None:
-    for changes in ({"client_shm": "on"}, {"trace_file": Path("t.json")}, {"engine": "in-process"}):
+    for changes in ({"client_shm": "on"}, {"trace": {"file": "t.json"}}, {"engine": "in-process"}):
         ports = {"http_port": 1, "grpc_port": 2, "metrics_port": 3}
         with pytest.raises(ConfigError, match="--frontends"):
             check_consistent(config(**({"engine": "process", "frontends": 2} | ports | changes)))

@@ -61,7 +61,7 @@ def end(event: Event) -> float:
 def test_a_traced_request_shows_every_op_and_every_copy_of_its_run(bench: Bench, tmp_path: Path) -> None:
     plan = evicting_plan(bench.graph)
     model = servable(bench, bench.program(plan))
-    with running(serving(model), trace_file=tmp_path / "t.json", trace_rate=1) as handle:  # type: ignore[arg-type]
+    with running(serving(model), trace={"file": str(tmp_path / "t.json"), "rate": "1"}) as handle:  # type: ignore[arg-type]
         assert infer(handle, "wide", BODY).status == 200
         events = written(handle, bench, tmp_path / "t.json")
     ops, copies = track(events, COMPUTE, "wide"), track(events, SWAP_IN, "wide")
@@ -102,7 +102,7 @@ def test_a_copy_during_an_op_overlaps_with_it(bench: Bench, tmp_path: Path) -> N
     slow = replace(op, calls=(wait, *op.calls, lambda _: store.open.set()))
     program = replace(program, computes=(slow, *others), swap_ins=(ungated, second_copy, *later))
     model = servable(bench, program)
-    with running(serving(model), trace_file=tmp_path / "t.json", trace_rate=1) as handle:  # type: ignore[arg-type]
+    with running(serving(model), trace={"file": str(tmp_path / "t.json"), "rate": "1"}) as handle:  # type: ignore[arg-type]
         assert infer(handle, "wide", BODY).status == 200
         events = written(handle, bench, tmp_path / "t.json")
     computing, copying = track(events, COMPUTE, "wide")[0], track(events, SWAP_IN, "wide")[1]
@@ -112,7 +112,7 @@ def test_a_copy_during_an_op_overlaps_with_it(bench: Bench, tmp_path: Path) -> N
 
 def test_requests_that_are_not_sampled_leave_nothing_of_the_lanes(bench: Bench, tmp_path: Path) -> None:
     model = servable(bench, bench.program(evicting_plan(bench.graph)))
-    with running(serving(model), trace_file=tmp_path / "t.json", trace_rate=3) as handle:  # type: ignore[arg-type]
+    with running(serving(model), trace={"file": str(tmp_path / "t.json"), "rate": "3"}) as handle:  # type: ignore[arg-type]
         for _ in range(7):
             assert infer(handle, "wide", BODY, {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}).status == 200
         events = written(handle, bench, tmp_path / "t.json")

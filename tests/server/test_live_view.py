@@ -20,7 +20,7 @@ from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming
 from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
-from cohabit.server.observe.settings import TraceControl, TraceSettings
+from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.trace_file import TraceFile
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.view.live import LiveFeed
@@ -54,7 +54,7 @@ class Feed:
         self.client = client
         self.now_s = 100.0
         self.draining = False
-        self.tracer = tracer or Tracer(TraceControl())
+        self.tracer = tracer or Tracer()
         serve_config: ServeConfig = config(**changes)
         self.feed = LiveFeed(
             serve_config,
@@ -258,7 +258,7 @@ async def test_a_feed_that_cannot_be_made_is_an_error_for_who_watches_and_begins
 @pytest.fixture
 def traced(tmp_path: Path) -> Iterator[Tracer]:
     file = TraceFile(tmp_path / "trace.json")
-    yield Tracer(TraceControl(str(file.path), TraceSettings("TIMESTAMPS", 10)), file)
+    yield Tracer(TraceSettings(str(file.path), 10), file)
     file.close()
 
 
@@ -299,7 +299,7 @@ async def test_lanes_are_drawn_of_what_is_traced(traced: Tracer) -> None:
 async def test_without_tracing_it_says_how_lanes_are_seen() -> None:
     document = await Feed(Reporting(ready(A))).after(1.0, lambda: None)
     assert document["chart"] is None
-    assert "--trace-file" in document["tracing"]
+    assert "--trace-config file=FILE" in document["tracing"]
 
 
 # ---- Over HTTP.

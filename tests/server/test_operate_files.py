@@ -1,4 +1,4 @@
-"""What is shipped beside the server must fit it: the dashboard's metrics, the deployment's flags and ports."""
+"""What is shipped beside the server must fit it: the dashboard, the deployment, the guides, the developer's tools."""
 
 import argparse
 import json
@@ -88,13 +88,26 @@ def test_the_deployment_starts_the_server_with_settings_that_exist() -> None:
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert container[probe]["httpGet"]["port"] in ("http", "metrics"), "which both answer health"
         assert container[probe]["httpGet"]["path"].startswith("/v2/health/")
-    assert config.health_access == "open", "probes carry no token"
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     paths = [config.repository, config.cache, *config.token_files, *config.control_token_files]
     for path in paths:
         assert any(Path(mount) in (path, *path.parents) for mount in mounts), path
     assert pod["terminationGracePeriodSeconds"] > config.exit_timeout_s
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_developers_use_the_linter_that_ci_uses() -> None:
+    hooks = yaml.safe_load((DOCS.parent / ".pre-commit-config.yaml").read_text())["repos"]
+    (ruff,) = [hook["rev"] for hook in hooks if "ruff" in hook["repo"]]
+    pinned = re.findall(r"^ruff==(\S+)", (DOCS.parent / "constraints.txt").read_text(), re.MULTILINE)
+    assert [f"v{version}" for version in pinned] == [ruff]
+
+
+def test_the_dev_container_is_a_stage_of_the_dockerfile() -> None:
+    folder = DOCS.parent / ".devcontainer"
+    text = "\n".join(line for line in (folder / "devcontainer.json").read_text().splitlines() if line[:2] != "//")
+    build = json.loads(text)["build"]
+    assert f" AS {build['target']}\n" in (folder / build["dockerfile"]).read_text()
 
 
 def test_every_command_of_the_operating_guide_parses() -> None:
@@ -107,6 +120,13 @@ def test_every_command_of_the_operating_guide_parses() -> None:
         _parser().parse_args(shlex.split(command, comments=True)[1:])
 
 
+def test_the_files_that_contributing_names_exist() -> None:
+    text = (DOCS.parent / "CONTRIBUTING.md").read_text()
+    paths = set(re.findall(r"`((?:[a-z_]+/)+(?:\w+\.\w+)?)`", text)) | set(re.findall(r"\]\(([^)]+)\)", text))
+    assert len(paths) > 15
+    assert [path for path in sorted(paths) if "NAME" not in path and not (DOCS.parent / path).exists()] == []
+
+
 def test_the_guides_settings_file_is_accepted(tmp_path: Path) -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", (DOCS / "operating.md").read_text(), re.DOTALL)
     path = tmp_path / "cohabit.toml"
@@ -114,7 +134,7 @@ def test_the_guides_settings_file_is_accepted(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     config = read_settings(parser.parse_args(["--config", str(path)]), {}).config
-    assert config.model_rates
+    assert config.model_rates["resnet50"] == 40
 
 
 def test_every_metric_of_the_guide_exists(server: Running) -> None:

@@ -1,11 +1,16 @@
 """Settings of `cohabit serve`: four sources, one outcome, and errors that name the origin of a value."""
 
 import argparse
+import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+import grpc
 import pytest
+from server_fakes import identity, running, serving
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 
 from cohabit.server.cli import main
 from cohabit.server.config.config import SETTINGS, ServeConfig, decode_config, encode_config
@@ -50,16 +55,16 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
 
 
 def test_a_file_alone_is_enough(tmp_path: Path) -> None:
-    path = file(tmp_path, 'repository = "zoo"\nmemory = "2GiB"\nbatch_sizes = [4, 1]\npack_weights = false\n')
+    path = file(tmp_path, 'repository = "zoo"\nmemory = "2GiB"\nbatch_sizes = [4, 1]\nquick_start = false\n')
     found = config("--config", path)
     assert (found.repository, found.memory) == (Path("zoo"), FixedSize(2 << 30))
-    assert (found.batch_sizes, found.pack_weights) == ((1, 4), False)
+    assert (found.batch_sizes, found.quick_start) == ((1, 4), False)
 
 
 def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
     path = file(tmp_path, 'repository = "zoo"\n')
-    found = config(environment={"COHABIT_CONFIG": path, "COHABIT_MEMORY": "64MiB", "COHABIT_PACK_WEIGHTS": "no"})
-    assert (found.repository, found.memory, found.pack_weights) == (Path("zoo"), FixedSize(64 << 20), False)
+    found = config(environment={"COHABIT_CONFIG": path, "COHABIT_MEMORY": "64MiB", "COHABIT_QUICK_START": "no"})
+    assert (found.repository, found.memory, found.quick_start) == (Path("zoo"), FixedSize(64 << 20), False)
 
 
 def test_a_flag_that_repeats_the_default_is_still_a_flag() -> None:
@@ -67,14 +72,66 @@ def test_a_flag_that_repeats_the_default_is_still_a_flag() -> None:
 
 
 def test_rates_of_models_are_merged_and_the_upper_layer_wins(tmp_path: Path) -> None:
-    path = file(tmp_path, "[models.a]\nrate = 1\n[models.b]\nrate = 2.5\n")
+    path = file(tmp_path, 'model_rate = ["a=1", "b=2.5"]\n')
     found = config(*NEEDED, "--config", path, "--model-rate", "a=7", environment={"COHABIT_MODEL_RATE": "c=3"})
     assert found.model_rates == {"a": 7.0, "b": 2.5, "c": 3.0}
 
 
-def test_models_tables_say_what_is_loaded(tmp_path: Path) -> None:
-    path = file(tmp_path, 'model_control = "explicit"\n[models.a]\nload = true\n[models.b]\nload = false\n')
-    assert config(*NEEDED, "--config", path).load_models == ("a",)
+def test_earlier_names_of_settings_work_in_every_source(tmp_path: Path) -> None:
+    path = file(tmp_path, 'model_control = "poll"\n')
+    found = config(*NEEDED, "--config", path, "--exit-timeout", "3", environment={"COHABIT_POLL_INTERVAL": "2"})
+    assert (found.model_control, found.poll_interval_s, found.exit_timeout_s) == ("poll", 2.0, 3.0)
+    assert config(*NEEDED, "--model-control", "poll") == config(*NEEDED, "--model-control-mode", "poll")
+
+
+def test_there_are_at_most_40_settings_and_each_is_told_in_one_sentence() -> None:
+    assert len(SETTINGS) <= 40
+    for setting in SETTINGS:
+        assert setting.help[0].islower() or setting.help.startswith("CPU"), setting.flag
+        assert ". " not in setting.help, setting.flag
+        assert len(setting.help.split()) <= 40, setting.flag
+
+
+def test_a_unix_folder_is_listened_on_in_addition_to_the_addresses() -> None:
+    alone, added = (
+        config(*NEEDED, "--host", "unix:/run/c"),
+        config(*NEEDED, "--host", "::", "--host", "unix:/run/c"),
+    )
+    assert (alone.addresses, alone.unix_folder) == (("127.0.0.1",), Path("/run/c"))
+    assert (added.addresses, added.unix_folder) == (("::",), Path("/run/c"))
+    assert alone.is_loopback
+    assert config(*NEEDED).unix_folder is None
+
+
+def test_the_unix_folder_has_a_socket_for_each_protocol(tmp_path: Path) -> None:
+    sockets = [tmp_path / "http.sock", tmp_path / "grpc.sock"]
+    with running(serving(identity("id", "FP32")), hosts=(f"unix:{tmp_path}",)) as own:
+        assert own.server.http_url.startswith("http://127.0.0.1:")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(sockets[0]))
+            client.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b'{"live":true}' in b"".join(iter(lambda: client.recv(4096), b""))
+        with grpc.insecure_channel(f"unix:{sockets[1]}") as channel:
+            assert service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest()).live
+    assert not any(path.exists() for path in sockets)
+
+
+def test_only_one_kind_of_store_leaves_reads_unverified() -> None:
+    kinds = {store: config(*NEEDED, "--store", store) for store in ("ram", "file", "verified-file")}
+    assert {store: found.store_kind for store, found in kinds.items()} == {
+        "ram": "ram",
+        "file": "file",
+        "verified-file": "file",
+    }
+    assert [store for store, found in kinds.items() if not found.verifies_reads] == ["file"]
+
+
+def test_tracing_is_set_as_in_triton() -> None:
+    found = config(*NEEDED, "--trace-config", "triton,file=a=b.json", "--trace-config", "rate=7")
+    assert (found.trace_file, found.trace_rate) == (Path("a=b.json"), 7)
+    given = config(*NEEDED, environment={"COHABIT_TRACE_CONFIG": "file=t.json"})
+    assert (given.trace_file, given.trace_rate) == (Path("t.json"), 1000)
+    assert config(*NEEDED).trace_file is None
 
 
 @pytest.mark.parametrize(
@@ -83,18 +140,17 @@ def test_models_tables_say_what_is_loaded(tmp_path: Path) -> None:
         ("http_prot = 1", "http_prot in FILE: there is no such setting"),
         ("http_port = 70000", "http_port in FILE: '70000' is not a whole number"),
         ("http_port = true", "http_port in FILE: it must be a text or a number"),
-        ("pack_weights = 1", "pack_weights in FILE: it must be true or false"),
+        ("quick_start = 1", "quick_start in FILE: it must be true or false"),
         ("load_model = true", "load_model in FILE: it must be a list"),
         (
             "layout = 'flat'",
             "layout in FILE: 'flat' is none of partitioned, resident, time_shared, pipelined, lru, on_demand",
         ),
         ("[http]\nport = 1", "http in FILE: there is no such setting"),
-        ("models = 3", "models in FILE: it must be a table of models"),
-        ("[models]\na = 3", "[models.a] in FILE: it must be a table"),
-        ("[models.a]\nrat = 3", "[models.a] in FILE: a model has no setting 'rat'; there are rate and load"),
-        ("[models.a]\nrate = '3'", "[models.a] in FILE: rate must be a number of requests per second"),
-        ("[models.a]\nrate = -3", "[models] in FILE: '-3' is not a rate in requests per second"),
+        ("[models.a]\nrate = 3", "models in FILE: there is no such setting"),
+        ("model_rate = ['a=-3']", "model_rate in FILE: '-3' is not a rate in requests per second"),
+        ("trace_config = ['rate=0']", "trace_config in FILE: '0' is not a whole number"),
+        ("trace_config = ['level=OFF']", "trace_config in FILE: 'level=OFF' is neither file=F"),
         ("http_port = ", "--config: FILE is not TOML: Invalid value"),
     ],
 )
@@ -110,7 +166,7 @@ def test_what_a_file_gets_wrong_is_named(tmp_path: Path, text: str, message: str
         ("COHABIT_http_port", "1", "COHABIT_http_port: there is no such setting"),
         ("COHABIT_HTTP_PORT", "x", "COHABIT_HTTP_PORT: 'x' is not a whole number"),
         ("COHABIT_STORE", "tape", "COHABIT_STORE: 'tape' is none of ram, file"),
-        ("COHABIT_PACK_WEIGHTS", "maybe", "COHABIT_PACK_WEIGHTS: 'maybe' is neither true nor false"),
+        ("COHABIT_QUICK_START", "maybe", "COHABIT_QUICK_START: 'maybe' is neither true nor false"),
         ("COHABIT_CONFIG", "/nowhere.toml", "--config: /nowhere.toml cannot be read: No such file"),
     ],
 )
@@ -128,13 +184,8 @@ def test_what_is_missing_is_named_with_the_ways_to_give_it() -> None:
     assert "COHABIT_MEMORY" in message
 
 
-def test_variables_that_kubernetes_sets_for_a_service_are_ignored() -> None:
-    links = {"COHABIT_SERVICE_HOST": "10.0.0.1", "COHABIT_PORT": "tcp://10.0.0.1", "COHABIT_PORT_8000_TCP": "x"}
-    assert config(*NEEDED, environment=links) == config(*NEEDED)
-
-
 def test_what_is_printed_reads_back_to_the_same_config_and_names_origins(tmp_path: Path) -> None:
-    path = file(tmp_path, 'load_model = ["a", "b"]\nmodel_control = "explicit"\n[models.a]\nrate = 2\n')
+    path = file(tmp_path, 'load_model = ["a", "b"]\nmodel_control = "explicit"\nmodel_rate = ["a=2"]\n')
     found = effective(*NEEDED, "--config", path, environment={"COHABIT_MODEL_RATE": "a=3,b=1"})
     printed = as_toml(found)
     assert config("--config", file(tmp_path, printed)) == found.config
@@ -153,7 +204,6 @@ def test_print_config_prints_and_starts_nothing(capsys: pytest.CaptureFixture[st
 
 def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_path: Path) -> None:
     given = {
-        "--host": "::1",
         "--model-rate": "a=2.5",
         "--model-control": "explicit",
         "--load-model": "a",
@@ -163,8 +213,8 @@ def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_pat
         "--tls-key": "key.pem",
         "--grpc-port": "off",
         "--metrics-port": "off",
-        "--http-unix": "http.sock",
-        "--max-connection-age": "60",
+        "--host": "unix:/run/cohabit",
+        "--trace-config": "file=t.json",
         "--engine": "in-process",
     }
     found = effective(*NEEDED, *(part for pair in given.items() for part in pair))
@@ -178,8 +228,8 @@ def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_pat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--load-model", "a"), "--load-model needs --model-control explicit"),
-        (("--model-control", "poll", "--layout", "lru"), "--model-control poll needs a layout"),
+        (("--load-model", "a"), "--load-model needs --model-control-mode explicit"),
+        (("--model-control", "poll", "--layout", "lru"), "--model-control-mode poll needs a layout"),
         (("--compute-lanes", "2", "--layout", "lru"), "--compute-lanes 2 needs a layout"),
         (("--model-control", "explicit", "--memory", "25%"), "--memory: a share of the weights"),
         (("--tls-cert", "c"), "--tls-cert and --tls-key need each other"),
@@ -187,7 +237,9 @@ def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_pat
         (("--tls-client-ca", "ca"), "--tls-client-ca needs --tls-cert"),
         (("--frontends", "2", "--engine", "in-process"), "--frontends 2 needs --engine process"),
         (("--frontends", "2", "--grpc-port", "0"), "--frontends 2 needs fixed ports"),
-        (("--http-unix", "s", "--grpc-unix", "s"), "--http-unix and --grpc-unix need different paths"),
+        (("--host", "unix:a", "--host", "unix:b"), "--host: give one folder for Unix sockets"),
+        (("--trace-config", "rate=1"), "--trace-config rate= needs --trace-config file=FILE"),
+        (("--trace-config", "file=t", "--frontends", "2"), "--trace-config file= needs --frontends 1"),
         (("--watchdog", "-1"), "--watchdog: '-1' is not a number of seconds"),
     ],
 )

@@ -12,7 +12,7 @@ from server_fakes import Running, config, identity, running, serving
 from server_http import ask
 
 from cohabit.server.errors import Unauthenticated
-from cohabit.server.observe.access import Permission, TokenFiles, open_access
+from cohabit.server.frontend.access import Permission, TokenFiles, open_access
 
 OLD, NEW, CONTROL = "the-old-token-0123456789", "the-new-token-0123456789", "control-token-0123456789"
 

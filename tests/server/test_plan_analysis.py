@@ -34,10 +34,10 @@ from cohabit.planner.schedule.table import (
 )
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
-from cohabit.server.tools.terminal import draw
 from cohabit.server.view.analysis import LANES, PlanAnalysis, analyze, bytes_in_use
 from cohabit.server.view.page import plan_page
 from cohabit.server.view.plan_document import plan_document
+from cohabit.server.view.terminal import draw
 from tests.planner.graphs import (
     PAGE,
     chain,

@@ -19,11 +19,11 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.search import registry
 from cohabit.planner.search.searcher import AnySearcher
 from cohabit.server.cli import main
+from cohabit.server.commands import compare_plans
+from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.errors import RepositoryError
+from cohabit.server.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
 from cohabit.server.models.repository import find
-from cohabit.server.tools import flags
-from cohabit.server.tools.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
-from cohabit.server.tools.progress import SearchProgress
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 
@@ -218,10 +218,10 @@ def test_show_opens_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compare_shows_every_searcher_and_hides_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(flags, "SEARCHERS", (*registry.SEARCHERS, "missing"))
+    monkeypatch.setattr(compare_plans, "SEARCHERS", (*registry.SEARCHERS, "missing"))
     searchers = ["--searchers", "best,on_demand,missing"]
     monkeypatch.setattr(registry, "_COUNTED", registry._COUNTED | {"missing": "nowhere:Nothing"})
-    monkeypatch.setattr(registry, "SEARCHERS", flags.SEARCHERS)
+    monkeypatch.setattr(registry, "SEARCHERS", compare_plans.SEARCHERS)
     assert (
         main(["compare-plans", *PAIR, "--memory", "48KiB", "--evaluations", "2", *searchers, "--output", "kept"])
         == 1
@@ -333,7 +333,6 @@ def test_ticks_are_round_and_few() -> None:
 
 
 def test_help_names_every_searcher(capsys: pytest.CaptureFixture[str]) -> None:
-    assert registry.SEARCHERS == flags.SEARCHERS
     for command in ("plan", "show", "compare-plans"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])

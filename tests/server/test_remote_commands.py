@@ -12,8 +12,8 @@ from server_http import infer, x
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.cli import main
+from cohabit.server.commands.remote import tables
 from cohabit.server.ipc.model import ModelFootprint, ModelKey
-from cohabit.server.tools.remote import tables
 
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cohabit.planner.shapes import Bucket
-from cohabit.server.errors import ModelNotFound, QueueFull, RateLimited, RequestTimedOut
+from cohabit.server.errors import LevelFull, ModelNotFound, QueueFull, RateLimited, RequestTimedOut
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.protocol.request import InferRequest
 from cohabit.server.scheduling.order import BYPASSES
@@ -88,6 +88,15 @@ def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
     assert (scheduler.pending(key("a")), scheduler.pending(key("b")), len(scheduler._live)) == (2, 1, 3)
     scheduler.next(0.0)
     scheduler.submit(0.0, request("a"))
+
+
+@pytest.mark.parametrize(("count", "kind"), [(1, QueueFull), (2, LevelFull)])
+def test_a_models_own_limit_fills_its_queue_or_one_of_its_levels(count: int, kind: type[QueueFull]) -> None:
+    scheduler = scheduler_of(policy=Policy(levels=count, default=LevelPolicy(limit=1)))
+    scheduler.submit(0.0, request())
+    with pytest.raises(QueueFull, match="1 requests wait") as refusal:
+        scheduler.submit(0.0, request())
+    assert type(refusal.value) is kind
 
 
 def test_cancelled_request_never_runs_and_makes_room() -> None:

@@ -15,7 +15,8 @@ from rich.console import Console
 from server_fakes import config, eventually, identity, serving
 from server_http import ask, infer, x
 
-from cohabit.server.cli import EXIT_FAILED, main, serve_until_stopped
+from cohabit.server.cli import EXIT_FAILED, main
+from cohabit.server.commands.serve import serve_until_stopped
 from cohabit.server.engine_host import load_repository
 from cohabit.server.serve import Server
 
@@ -133,7 +134,7 @@ def test_the_server_listens_while_it_loads_and_can_be_stopped_then(tmp_path: Pat
         (["--memory", "1GiB", "--threads", "0"], "--threads: '0'"),
         (["--memory", "1GiB", "--exit-timeout-secs", "nan"], "--exit-timeout-secs: 'nan'"),
         (["--memory", "1GiB", "--max-body", "-1"], "--max-body"),
-        (["--memory", "1GiB", "--queue-limit", "0"], "--queue-limit: '0'"),
+        (["--memory", "1GiB", "--max-connections", "0"], "--max-connections: '0'"),
         (["--memory", "1GiB", "--engine", "in-process", *PORTS], "model repository nowhere does not exist"),
     ],
 )

@@ -15,7 +15,7 @@ from cohabit.server.errors import RepositoryError
 from cohabit.server.models.options import options_of
 from cohabit.server.models.prepared import SHAPE_BUCKETS, wanted_buckets, warn_without_packing
 from cohabit.server.models.repository import ModelSource
-from cohabit.server.protocol.model_config import ModelConfig
+from cohabit.server.triton.model_config import ModelConfig
 
 
 def source(**parameters: str) -> ModelSource:

@@ -4,9 +4,9 @@ import pytest
 from google.protobuf import text_format
 
 from cohabit.server.errors import RepositoryError
-from cohabit.server.protocol.model_config import ModelConfig
 from cohabit.server.scheduling.policy import LevelPolicy, Policy
-from cohabit.server.scheduling.policy_config import policy_of
+from cohabit.server.triton.model_config import ModelConfig
+from cohabit.server.triton.policies import policy_of
 
 
 def policy(text: str) -> Policy:

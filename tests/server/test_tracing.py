@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from clients import PROTOCOLS, connect
 from server_fakes import FakeServable, Running, broken, eventually, identity, running, serving
 from server_http import ask, infer, x
 from tritonclient.grpc import service_pb2 as pb
@@ -33,7 +32,7 @@ def standard() -> tuple[FakeServable, ...]:
 @pytest.fixture
 def traced(tmp_path: Path) -> Iterator[tuple[Running, Path]]:
     path = tmp_path / "trace.json"
-    with running(serving(*standard()), trace_file=path, trace_rate=1) as handle:
+    with running(serving(*standard()), trace={"file": str(path), "rate": "1"}) as handle:
         yield handle, path
 
 
@@ -57,7 +56,7 @@ def spans(events: list[dict[str, Any]]) -> dict[str, dict[str, tuple[float, floa
 
 def test_a_traced_request_is_a_sequence_of_spans(tmp_path: Path) -> None:
     slow = FakeServable(identity("id", "FP32").info, lambda x: time.sleep(0.3) or {"y": x})  # longer than its stall
-    with running(serving(slow), trace_file=tmp_path / "trace.json", trace_rate=1) as handle:
+    with running(serving(slow), trace={"file": str(tmp_path / "trace.json"), "rate": "1"}) as handle:
         assert infer(handle, "id", {"inputs": [x()]}).status == 200
         (request,) = spans(written(handle, tmp_path / "trace.json")).values()
     names = ["decode", "queue", "prepare", "swap stall", "compute", "encode"]
@@ -112,34 +111,19 @@ def test_errors_are_traced_with_their_kind(traced: tuple[Running, Path]) -> None
     assert begin["args"]["error"] == "ExecutionFailed"
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_rate_and_count_are_honoured(traced: tuple[Running, Path], protocol: str) -> None:
-    handle, path = traced
-    client = connect(handle, protocol)
-    client.raw.update_trace_settings("id", {"trace_rate": "3", "trace_count": "2"})
-    for _ in range(12):
-        client.raw.infer("id", [client.input("x", np.ones((1, 4), np.float32), "FP32")])
-    client.raw.update_trace_settings("id", {"trace_level": ["OFF"]})
-    client.raw.infer("id", [client.input("x", np.ones((1, 4), np.float32), "FP32")])
-    assert len(spans(written(handle, path))) == 2
+def test_every_nth_request_of_a_model_is_traced(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with running(serving(*standard()), trace={"file": str(path), "rate": "3"}) as handle:
+        assert all(infer(handle, "id", {"inputs": [x()]}).status == 200 for _ in range(7))
+        assert all(infer(handle, "broken", {"inputs": [x()]}).status == 500 for _ in range(2))
+        assert len(spans(written(handle, path))) == 2
 
 
-def test_settings_show_the_file_and_begin_as_the_flags_say(traced: tuple[Running, Path]) -> None:
+def test_settings_show_what_the_flag_says(traced: tuple[Running, Path]) -> None:
     handle, path = traced
-    settings = ask(handle, "GET", "/v2/trace/setting").json
+    settings = ask(handle, "GET", "/v2/models/id/trace/setting").json
     assert settings["trace_file"] == str(path)
     assert (settings["trace_level"], settings["trace_rate"]) == (["TIMESTAMPS"], "1")
-    changed = ask(handle, "POST", "/v2/trace/setting", b'{"trace_rate": "9"}').json
-    assert changed["trace_rate"] == "9"
-    assert ask(handle, "POST", "/v2/trace/setting", b'{"trace_rate": null}').json["trace_rate"] == "1"
-
-
-def test_log_frequency_writes_while_the_server_runs(traced: tuple[Running, Path]) -> None:
-    handle, path = traced
-    assert ask(handle, "POST", "/v2/trace/setting", b'{"log_frequency": "1"}').status == 200
-    assert infer(handle, "id", {"inputs": [x()]}).status == 200
-    eventually(lambda: b"encode" in path.read_bytes())
-    assert json.loads(path.read_bytes() + b"]")  # not ended yet, which Perfetto does not mind
 
 
 def test_a_single_trace_is_in_the_file_while_the_server_runs(traced: tuple[Running, Path]) -> None:
@@ -218,12 +202,6 @@ def test_a_request_without_traceparent_is_not_traced_without_a_file() -> None:
     assert seen[1] is not None
 
 
-def test_tracing_without_a_file_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    with running(serving(*standard())) as own:
-        assert ask(own, "POST", "/v2/trace/setting", b'{"trace_level": ["TIMESTAMPS"]}').status == 200
-    assert "start the server with --trace-file" in caplog.text
-
-
 @pytest.mark.parametrize(
     "header",
     [
@@ -252,7 +230,7 @@ def test_later_versions_of_traceparent_are_read_as_far_as_they_are_known() -> No
 
 
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--trace-file: .*nowhere/t\.json cannot be written: No such file"):
+    with pytest.raises(ConfigError, match=r"--trace-config: .*nowhere/t\.json cannot be written: No such file"):
         TraceFile(tmp_path / "nowhere" / "t.json")
 
 
@@ -267,11 +245,11 @@ def test_a_full_file_takes_no_more_and_stays_sound(tmp_path: Path, caplog: pytes
 
 
 def test_what_comes_late_to_a_trace_that_is_written_is_written_at_once(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "t.json")
-    file.write([{"ph": "X", "name": "request"}], flush_every=2)
-    file.write([{"ph": "X", "name": "with it"}], flush_every=2, late=True)
-    file.write([{"ph": "X", "name": "another"}], flush_every=2)
-    file.write([{"ph": "X", "name": "lanes"}], flush_every=2, late=True)
+    file = TraceFile(tmp_path / "t.json", flush_every=2)
+    file.write([{"ph": "X", "name": "request"}])
+    file.write([{"ph": "X", "name": "with it"}], late=True)
+    file.write([{"ph": "X", "name": "another"}])
+    file.write([{"ph": "X", "name": "lanes"}], late=True)
     eventually(lambda: b"lanes" in (tmp_path / "t.json").read_bytes())
     file.close()
     file.write([{"ph": "X", "name": "too late"}])

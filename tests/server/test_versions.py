@@ -13,6 +13,7 @@ from server_fakes import FakeLoaded, FakeServable, Running, identity, running, s
 from transport_fakes import FakeEngine, FakeModel
 from tritonclient.utils import InferenceServerException
 
+from cohabit.server.commands.remote import tables
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.engine_host import Engine
@@ -23,10 +24,9 @@ from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 from cohabit.server.models.prepared import _rate
 from cohabit.server.models.repository import ModelSource, Unloadable
-from cohabit.server.protocol.model_config import ModelConfig
 from cohabit.server.protocol.request import InferRequest
 from cohabit.server.protocol.shared_memory import Regions
-from cohabit.server.tools.remote import tables
+from cohabit.server.triton.model_config import ModelConfig
 
 VERSIONS = (1, 2, 10)
 X = np.array([[1, 2, 3, 4]], np.float32)

@@ -16,7 +16,7 @@ from cohabit.server.file_state import FileState
 from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.models.repository import ModelSource, Unloadable, scan
 from cohabit.server.placement.warmup import warm_up
-from cohabit.server.protocol.model_config import ModelConfig
+from cohabit.server.triton.model_config import ModelConfig
 
 INPUTS = (("x", "FP32", (2,)), ("ids", "INT64", (3,)))
 

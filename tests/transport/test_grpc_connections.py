@@ -14,8 +14,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc import service_pb2 as pb
 
+from cohabit.server.frontend.access import Access, Permission
 from cohabit.server.grpc import handlers
-from cohabit.server.observe.access import Access, Permission
 
 SERVICE = "/inference.GRPCInferenceService"
 INFER, STREAM = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"

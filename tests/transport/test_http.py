@@ -20,7 +20,7 @@ def split(answer: Answer) -> tuple[Any, bytes]:
 
 @pytest.mark.parametrize("path", ["/v2", "/v2/"])
 def test_server_metadata(server: Ports, path: str) -> None:
-    assert ask(server, "GET", path).json["name"] == "triton"
+    assert ask(server, "GET", path).json["name"] == "cohabit"
 
 
 def test_health_answers_are_json(server: Ports) -> None:

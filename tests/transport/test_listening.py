@@ -161,16 +161,3 @@ async def test_a_port_is_shared_where_that_is_asked_for(server: Ports) -> None:
     assert await second.start(["127.0.0.1"], int(url.rpartition(":")[2]), None, "--metrics-port") == url
     for metrics in (first, second):
         await metrics.stop(0)
-
-
-def test_a_grpc_connection_over_its_age_is_asked_to_leave() -> None:
-    options = {"max_connection_age_s": 0.1}
-    with running(identity("one"), grpc_options=options) as server:
-        host, _, port = server.grpc.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
-            received = b""
-            while b"max_age" not in received:  # the reason that GOAWAY gives
-                part = connection.recv(1 << 16)
-                assert part
-                received += part

@@ -17,7 +17,7 @@ from transport_fakes import Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from cohabit.server.errors import RepositoryError
-from cohabit.server.protocol.model_config import read_config
+from cohabit.server.triton.model_config import read_config
 
 ROUNDS = 400
 FORESEEN = {
@@ -103,13 +103,12 @@ def test_json_with_binary_tensors(own: Ports) -> None:
         assert answer.status in ACCEPTED, answer.body
 
 
-@pytest.mark.parametrize("path", ["infer", "generate", "trace/setting"])
+@pytest.mark.parametrize("path", ["infer", "generate"])
 def test_json(own: Ports, path: str) -> None:
     generator = random.Random(6)
     bodies = {
         "infer": json_body(),
         "generate": b'{"id": "7", "x": [1, 2, 3, 4], "parameters": {"timeout": 99999999}}',
-        "trace/setting": b'{"trace_level": ["TIMESTAMPS"], "trace_rate": "5", "trace_count": null}',
     }
     for _ in range(ROUNDS):
         answer = ask(own, "POST", f"/v2/models/one/{path}", mutated(bodies[path], generator))

@@ -66,7 +66,7 @@ def test_health(client: Client) -> None:
 
 def test_metadata_has_the_batch_in_front(client: Client) -> None:
     server = asked(client, "get_server_metadata")
-    assert server["name"] == "triton"
+    assert server["name"] == "cohabit"
     assert {"binary_tensor_data", "statistics"} <= set(server["extensions"])
     metadata = asked(client, "get_model_metadata", "adder")
     assert metadata["versions"] == [3]

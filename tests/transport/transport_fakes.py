@@ -16,6 +16,7 @@ import uvloop
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.errors import ExecutionFailed, InvalidRequest, RequestError
+from cohabit.server.frontend.access import OPEN, Access
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.memory import Lease, RequestMemory
 from cohabit.server.grpc.server import GrpcServer
@@ -25,7 +26,6 @@ from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.execution import ExecutionTiming, InferResult
 from cohabit.server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
-from cohabit.server.observe.access import OPEN, Access
 from cohabit.server.observe.settings import LogSettings
 from cohabit.server.protocol.datatypes import float32_of_bf16
 from cohabit.server.protocol.request import InferRequest
@@ -207,7 +207,7 @@ def running(
 
     async def start() -> Ports:
         engine = FakeEngine(*models)
-        config = ServeConfig(repository=Path("fakes"), memory=FixedSize(MIB), server_name="triton")
+        config = ServeConfig(repository=Path("fakes"), memory=FixedSize(MIB))
         memory = RequestMemory(queue_bytes)
         plane = DataPlane(config, engine, memory, Regions(open_region if client_shm else no_system), clock=clock)
         both = {"max_connections": max_connections, **options}

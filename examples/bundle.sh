@@ -1,0 +1,13 @@
+#!/bin/sh
+# Prepare the models of ./models on a workstation for a board with 64 MiB to spare, and serve them there.
+#
+#     sh examples/bundle.sh [further settings of `cohabit serve`]
+set -eu
+
+# On the workstation. Weights are not packed for its processor, and op times are scaled to the board's: see
+# server/commands/planning/boards.json for the boards, and for which of their figures are estimates.
+cohabit export-bundle models --memory 64MiB --batch-sizes 1 --profile pi5-sd --no-pack-weights -o bundle
+
+# On the board, after copying the folder. One process takes less memory than two; parameters stream from the bundle's
+# files, and no search runs. Without archives and worker processes, a model cannot be replaced while it is served.
+exec cohabit serve bundle --engine in-process "$@"

@@ -1,0 +1,117 @@
+"""`cohabit check`: says whether a model can be served, in how much memory, and why not."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cohabit.planner.errors import format_bytes
+from cohabit.server.commands.planning.subject import MEASURING, MODEL_HELP, add_measuring, budgets
+from cohabit.server.config.sources import config_of, given, typed
+from cohabit.server.format import gap, make_table, milliseconds, percent, tensor_table
+
+if TYPE_CHECKING:
+    from cohabit.server.models.servability import MemoryReport, ServabilityReport
+
+
+_EXAMPLES = """examples:
+  cohabit check models/resnet50
+  cohabit check models/resnet50 --memory 64MiB,25%
+  cohabit check model.pt2 --json
+
+The model is lowered and measured as `cohabit serve` does it at its first start, which finds the results in the
+cache. Exit status: 0 if the model can be served, and in every memory size of --memory; 1 if not.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say whether a model can be served and in how much memory: its inputs and outputs, the least memory, and what\n"
+        "each memory size is predicted to cost in latency."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument("model", type=Path, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--memory",
+        type=typed(budgets),
+        default=(),
+        metavar="SIZE,...",
+        help="device memory to check: 64MiB, 82MB, or 25%% of its weights (default: the least, and some shares)",
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    add_measuring(parser, "batch_sizes")
+
+
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Check a model. Returns 0 if it can be served, also in every memory size that was asked for, and else 1."""
+    settings = given(options, (*MEASURING, "batch_sizes"))
+    config = config_of({"repository": str(options.model), "memory": "1B", **settings})
+    with errors.status(Text(f"{options.model}: starting torch")) as status:
+        from cohabit.server.models.servability import report
+
+        sizes = [budget.size for budget in options.memory]
+        found = report(options.model, config, sizes, lambda stage: status.update(Text(f"{options.model}: {stage}")))
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        _show(found, out)
+    return 0 if found.servable else 1
+
+
+def _show(found: "ServabilityReport", out: Console) -> None:
+    for kind, fields in (("refused", found.refused_fields), ("ignored", found.ignored_fields)):
+        for field, reason in fields.items():
+            out.print(f"config.pbtxt: {field} is {kind}: {reason}", soft_wrap=True)
+    if found.info is None or found.memory is None:
+        out.print(f"{found.name} cannot be served: {found.reason}", soft_wrap=True)
+        return
+    memory = found.memory
+    out.print(tensor_table(found.info))
+    out.print(
+        f"weights       {format_bytes(memory.weight_bytes)}: {format_bytes(memory.swappable_bytes)} can be swapped,"
+        f" {format_bytes(memory.table_bytes)} are tables in host memory"
+    )
+    out.print(f"batch sizes   {', '.join(map(str, found.batch_sizes))}")
+    if found.interaction is not None:
+        out.print(
+            f"rows          influence one another, so requests run alone: {found.interaction}", soft_wrap=True
+        )
+    else:
+        out.print("rows          independent, so requests are padded and batched")
+    offloaded = memory.least_without_offloading_bytes
+    note = (
+        f", with activations offloaded; {format_bytes(offloaded)} without" if offloaded > memory.least_bytes else ""
+    )
+    out.print(f"least memory  {format_bytes(memory.least_bytes)} ({memory.least_bytes} bytes){note}")
+    out.print(_budgets(memory))
+    for budget in memory.budgets:
+        if budget.reason is not None:
+            out.print(f"{format_bytes(budget.memory_bytes)} is not enough: {budget.reason}", soft_wrap=True)
+    verdict = "can be served" if found.servable else "cannot be served in every memory size of --memory"
+    out.print(f"{found.name} {verdict}")
+
+
+def _budgets(memory: "MemoryReport") -> Table:
+    """List what each memory size is split into, and its predicted latencies over those of a resident model."""
+    smallest, *_, largest = [*memory.resident_s, *memory.resident_s]
+    buckets = dict.fromkeys((smallest, largest))
+    timed = [heading for bucket in buckets for heading in (f"batch {bucket}", "over resident")]
+    table = make_table("memory", "of weights", "partition", "workspace", *timed)
+    for budget in memory.budgets:
+        share = percent(budget.memory_bytes / memory.weight_bytes) if memory.weight_bytes else "-"
+        row = [format_bytes(budget.memory_bytes), share]
+        if budget.partition_bytes is None or budget.workspace_bytes is None:
+            row += ["does not fit"]
+        else:
+            row += [format_bytes(budget.partition_bytes), format_bytes(budget.workspace_bytes)]
+            for bucket in buckets:
+                row += [
+                    milliseconds(budget.latency_s[bucket]),
+                    gap(budget.latency_s[bucket], memory.resident_s[bucket]),
+                ]
+        table.add_row(*row)
+    return table

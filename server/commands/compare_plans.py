@@ -1,0 +1,138 @@
+"""`cohabit compare-plans`: runs every searcher on one model, batch size and memory size.
+
+Of a model with dynamic dimensions, it is the largest bucket.
+"""
+
+import argparse
+import logging
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from cohabit.planner.bounds.bound import latency_bound
+from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.planner.memory import Memory
+from cohabit.planner.plan import Plan, Provenance
+from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.registry import SEARCHERS
+from cohabit.server.commands import EXIT_FAILED
+from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
+from cohabit.server.commands.planning.instances import Instance, instances
+from cohabit.server.commands.planning.progress import SearchProgress
+from cohabit.server.commands.planning.subject import add_effort, add_subject, budget
+from cohabit.server.config.sources import typed
+from cohabit.server.config.values import LARGEST_BATCH, integer
+from cohabit.server.format import gap, make_table, milliseconds
+
+_log = logging.getLogger("cohabit.plans")
+
+_Result = tuple[str, Plan, Provenance, float]
+"""A searcher, its plan, how that came about, and the seconds that it took, the split of the memory included."""
+
+
+_EXAMPLES = """examples:
+  cohabit compare-plans models/resnet50 --memory 64MiB
+  cohabit compare-plans models/resnet50 --memory 25% --searchers best,genetic,greedy --time-limit 30s
+  cohabit compare-plans --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
+
+`best`, `streaming`, `offloading` and `genetic` split the memory into a partition and a workspace, as serving does.
+The other searchers plan it as one budget.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Run every searcher on one model, batch size and memory size, one after the other."
+    parser.epilog = _EXAMPLES
+    one_batch = integer(1, LARGEST_BATCH)
+    add_subject(parser, "N", typed(lambda text: (one_batch(text),)), "batch size (default: 1, or the graph's)")
+    parser.add_argument(
+        "--memory",
+        required=True,
+        type=typed(budget),
+        metavar="SIZE",
+        help="device memory for the model: 64MiB, 82MB, or 25%% of its weights",
+    )
+    parser.add_argument(
+        "--searchers",
+        type=typed(_searchers),
+        default=SEARCHERS,
+        metavar="NAME,...",
+        help=f"some of {', '.join(SEARCHERS)} (default: all)",
+    )
+    add_effort(parser, "10s")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write the plans, the graph and the profile here"
+    )
+
+
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Run the searchers one after the other. Returns 1 if one broke, or none found a plan.
+
+    A searcher that does not support the problem is a result, not a failure.
+    """
+    results: list[_Result] = []
+    reasons: dict[str, str] = {}
+    broke = False
+    with SearchProgress(errors) as progress:
+        *_, instance = instances(options, progress.doing)
+        for name in options.searchers:
+            progress.doing(name)
+            started_s = time.monotonic()
+            try:
+                plan = instance.search(name, options.memory, options, progress)
+                assert plan.provenance is not None
+                results.append((name, plan, plan.provenance, time.monotonic() - started_s))
+            except CohabitError as error:
+                reasons[name] = str(error)
+            except Exception as error:
+                _log.debug("searcher failed", exc_info=True)
+                reasons[name] = f"unexpected {type(error).__name__}: {error}"
+                broke = True
+    if options.output is not None:
+        write_graph(options.output, instance.graph)
+        write_profile(options.output, instance.graph, instance.profile)
+        for name, plan, *_ in results:
+            write_plan(options.output, instance.graph, plan, options.memory.text, name)
+    table = _table(instance, instance.bytes_of(options.memory), results)
+    for name in reasons:
+        table.add_row(name, "no plan", *["-"] * 5, "")
+    out.print(table)
+    for name, reason in reasons.items():
+        errors.print(f"cohabit: {name}: {reason}", markup=False, soft_wrap=True)
+    return 0 if results and not broke else EXIT_FAILED
+
+
+def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Table:
+    """Return a table of the results, lowest latency first."""
+    graph, profile = instance.graph, instance.profile
+    bound_s = latency_bound(graph, profile, Memory(memory_bytes, counted=True))
+    table = make_table(
+        *("searcher", "latency", "over bound", "over resident"),
+        *("over link", "planned in", "evaluations", "memory as"),
+        left=("searcher", "memory as"),
+        title=f"{graph.name} at batch {graph.bucket} in {format_bytes(memory_bytes)}:"
+        f" {milliseconds(profile.compute_s)} resident, lower bound {milliseconds(bound_s)}",
+    )
+    for _, plan, made, seconds in sorted(results, key=lambda r: r[2].latency_s):
+        split = f"{format_bytes(plan.memory.partition_bytes)} + {format_bytes(plan.memory.workspace_bytes)}"
+        table.add_row(
+            made.searcher,
+            milliseconds(made.latency_s),
+            gap(made.latency_s, bound_s),
+            gap(made.latency_s, profile.compute_s),
+            format_bytes(simulate(graph, plan, profile).link_bytes),
+            f"{seconds:.2f} s",
+            str(made.evaluations),
+            "one budget" if plan.memory.counted else split,
+        )
+    return table
+
+
+def _searchers(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in SEARCHERS:
+            raise ValueError(f"no searcher is called {name}; there are {', '.join(SEARCHERS)}")
+    return names

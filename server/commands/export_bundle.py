@@ -1,0 +1,105 @@
+"""`cohabit export-bundle`: prepares a repository for one memory size, to be served on another machine."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from cohabit.planner.errors import format_bytes
+from cohabit.server.commands.planning.boards import BOARDS, Board
+from cohabit.server.commands.planning.progress import SearchProgress
+from cohabit.server.config.bundle import Bundle
+from cohabit.server.config.config import BY_KEY
+from cohabit.server.config.sources import add_flag, config_of, given
+from cohabit.server.format import gap, make_table, milliseconds
+
+_EXAMPLES = """examples:
+  cohabit export-bundle models --memory 64MiB -o bundle && cohabit serve bundle
+  cohabit export-bundle models --memory 25% --profile pi5-sd --no-pack-weights --batch-sizes 1 -o bundle
+
+Weights are packed for this processor and this version of torch. --no-pack-weights makes a bundle for other processors.
+"""
+_SETTINGS = ("cache", "threads", "search", "batch_sizes", "shape_buckets", "compute_lanes", "model_rate")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Lower, measure and plan every model of a repository for one memory size, and write all that `cohabit serve`\n"
+        "needs to a folder. It serves that folder without archives, worker processes or searches."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument("repository", metavar="REPOSITORY", help="folder of NAME/VERSION/model.pt2")
+    parser.add_argument(
+        "--memory",
+        required=True,
+        metavar="SIZE",
+        help="device memory for all models, as of `cohabit serve`: 64MiB, 82MB, or 25%% of the sum of their weights",
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="new folder for the bundle")
+    parser.add_argument(
+        "--profile",
+        choices=BOARDS,
+        metavar="BOARD",
+        help=f"plan for a board's store and cores: {', '.join(BOARDS)} (default: this machine)",
+    )
+    store = BY_KEY["store"]
+    parser.add_argument(
+        "--store", choices=store.choices, default="file", help=f"{store.help} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pack-weights",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prepack weights for oneDNN (CPU-specific; default: yes)",
+    )
+    for key in _SETTINGS:
+        add_flag(parser, BY_KEY[key])
+
+
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Export a bundle, and print what each model takes and how long it is predicted to take."""
+    needed = {"repository": options.repository, "memory": options.memory, "store": options.store}
+    config = config_of({**needed, **given(options, _SETTINGS)})
+    config = replace(config, engine="in-process", pack_weights=options.pack_weights)
+    board = None if options.profile is None else BOARDS[options.profile]
+    profile = "measured on the exporting machine" if board is None else f"scaled for {board.name}"
+    with SearchProgress(errors) as progress:
+        progress.doing("starting torch")
+        from cohabit.server.models.bundling import export
+
+        def show(name: str, stage: str) -> None:
+            progress.doing(f"{name}: {stage}")
+
+        adapt = None if board is None else board.scaled
+        bundle = export(config, options.output, profile, adapt, show)
+    most_bytes = bundle.memory_bytes if board is None else round(board.memory_bytes.value)
+    if board is not None and bundle.memory_bytes > most_bytes:
+        memory, most = format_bytes(bundle.memory_bytes), format_bytes(most_bytes)
+        errors.print(f"cohabit: {memory} is more than the {most} of {board.name}; export again with less --memory")
+    _show(bundle, board, options, out)
+    return 0
+
+
+def _show(bundle: Bundle, board: Board | None, options: argparse.Namespace, out: Console) -> None:
+    where = "this machine" if board is None else f"{board.name}, scaled from a profile of this machine"
+    table = make_table(
+        *("model", "weights", "partition", "predicted", "over resident"),
+        left=("model",),
+        title=f"{format_bytes(bundle.memory_bytes)}, a workspace of {format_bytes(bundle.workspace_bytes)} among them;"
+        f" predicted for {where}",
+        caption=f"serve it with: cohabit serve {options.output}",
+    )
+    for model in bundle.models:
+        table.add_row(
+            model.name if model.version == 1 else f"{model.name} version {model.version}",
+            format_bytes(model.weight_bytes),
+            format_bytes(model.partition_bytes),
+            milliseconds(model.latency_s),
+            gap(model.latency_s, model.resident_s),
+        )
+    out.print(table)
+    if board is not None:
+        out.print(f"estimates for {board.name}: {', '.join(board.estimates)}", soft_wrap=True)
+    total = format_bytes(sum(file.nbytes for file in bundle.files.values()))
+    out.print(f"{options.output}: {len(bundle.files)} files, {total}, for {bundle.machine}", soft_wrap=True)

@@ -1,0 +1,172 @@
+"""`cohabit import`: makes a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint."""
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from cohabit.planner.errors import format_bytes
+from cohabit.server.config.config import BY_KEY
+from cohabit.server.config.sizes import write_size
+from cohabit.server.config.sources import add_flag, config_of, given, typed
+from cohabit.server.config.values import LARGEST_BATCH, integer
+from cohabit.server.errors import ConfigError
+from cohabit.server.format import tensor_table
+from cohabit.server.importing.declared_input import parse_input
+
+if TYPE_CHECKING:
+    from cohabit.server.importing.entry import ImportedEntry
+    from cohabit.server.importing.subject import Subject
+
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_UNUSUAL = re.compile(r"[^A-Za-z0-9_.\-]+")
+_MIB = 1 << 20
+
+
+_EXAMPLES = """examples:
+  cohabit import ~/bert-base-uncased
+  cohabit import ~/vit-base --repository models --name classifier
+  cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
+  cohabit import ranker.safetensors --factory mypackage.models:make_ranker
+
+Importing runs code: that of MODULE and of what it imports, or of the installed transformers. Code in a model
+directory is never run, and pickles may hold tensors only. Import what you would run.
+"""
+_SETTINGS = ("cache", "threads")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Export a model with a dynamic batch, compare it with eager PyTorch, and write it to a model repository with\n"
+        "its configuration. Importing a model runs its code."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="a Hugging Face model directory (config.json and safetensors), MODULE:FUNCTION that returns a"
+        " torch.nn.Module, or a checkpoint of --factory",
+    )
+    parser.add_argument(
+        "--factory",
+        metavar="MODULE:FUNCTION",
+        help="function that returns the module into which a checkpoint is loaded: safetensors, or a state_dict of"
+        " torch.save",
+    )
+    parser.add_argument(
+        "--input",
+        dest="inputs",
+        type=typed(parse_input),
+        action="append",
+        default=[],
+        metavar="NAME:TYPE:DIMS",
+        help="input of the module, such as image:FP32:-1,3,224,224, where -1 is the batch; repeatable (default: the"
+        " module's `example_inputs`, or what the Hugging Face model takes)",
+    )
+    parser.add_argument(
+        "--sequence-length",
+        type=typed(integer(1, 1 << 20)),
+        metavar="N",
+        help="export a text model for sequences of N tokens only",
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=typed(integer(1, LARGEST_BATCH)),
+        default=8,
+        metavar="N",
+        help="largest batch size; 1 exports a fixed batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repository",
+        type=Path,
+        default=Path("models"),
+        metavar="DIR",
+        help="the model repository (default: ./%(default)s)",
+    )
+    parser.add_argument("--name", metavar="NAME", help="the entry's name (default: from PATH)")
+    for key in _SETTINGS:
+        add_flag(parser, BY_KEY[key])
+
+
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Import a model and print what it became. Raises ImportFailed and what else loading raises."""
+    name = options.name or _default_name(options)
+    with errors.status(Text(f"{name}: starting torch")) as status:
+        from cohabit.server.importing.entry import refuse_name, write_entry
+
+        def progress(stage: str) -> None:
+            status.update(Text(f"{name}: {stage}"))
+            if not errors.is_terminal:
+                errors.print(f"{name}: {stage}", markup=False, soft_wrap=True)
+
+        refuse_name(options.repository, name)
+        subject = _subject(options, progress)
+        settings = given(options, _SETTINGS)
+        config = config_of({"repository": str(options.repository), "memory": "1B", **settings})
+        entry = write_entry(subject, options.repository, name, options.max_batch, config, progress)
+    _show(entry, options.repository, out)
+    return 0
+
+
+def _default_name(options: argparse.Namespace) -> str:
+    path = Path(options.path)
+    if path.exists():
+        name = path.resolve().name if path.is_dir() else path.stem
+    else:
+        name = str(options.path).rpartition(":")[2]
+    return _UNUSUAL.sub("_", name).lstrip("-.")
+
+
+def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) -> "Subject":
+    from cohabit.server.importing.factory import from_factory
+    from cohabit.server.importing.huggingface import from_folder, is_folder
+
+    path = Path(options.path)
+    if options.sequence_length is not None and not path.is_dir():
+        raise ConfigError("--sequence-length is for Hugging Face models; give the dimensions with --input")
+    on_progress(f"loading {options.path}")
+    if options.factory is not None:
+        if not _FACTORY.fullmatch(options.factory):
+            raise ConfigError(f"--factory: '{options.factory}' is not MODULE:FUNCTION")
+        if not path.is_file():
+            raise ConfigError(f"{path} is no checkpoint file, which is what --factory's module would load")
+        return from_factory(options.factory, options.inputs, path)
+    if path.is_dir():
+        if not is_folder(path):
+            raise ConfigError(f"{path} is no Hugging Face model directory: it has no config.json")
+        return from_folder(path, options.inputs, options.sequence_length)
+    if path.is_file():
+        raise ConfigError(f"{path} is a checkpoint; name the function that makes its module with --factory")
+    if not _FACTORY.fullmatch(options.path):
+        raise ConfigError(f"{path} does not exist; give a folder, a checkpoint, or MODULE:FUNCTION")
+    return from_factory(options.path, options.inputs)
+
+
+def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
+    from cohabit.server.importing.entry import SAMPLE
+
+    out.print(f"{entry.folder}: {format_bytes(entry.archive_bytes)}, {format_bytes(entry.weight_bytes)} of weights")
+    out.print(tensor_table(entry.info))
+    if entry.errors:
+        batches = f" at batch {', '.join(map(str, entry.errors))}" if entry.info.max_batch_size else ""
+        unit = "an output's largest value"
+        if any(spec.datatype.startswith(("INT", "UINT", "BOOL")) for spec in entry.info.outputs):
+            unit += ", or of the elements of integers,"
+        out.print(f"largest difference from eager PyTorch: {max(entry.errors.values()):.1e} of {unit}{batches}")
+    else:
+        out.print("not compared with eager PyTorch: the model draws random numbers")
+    if entry.info.only_batches:
+        only = ", ".join(map(str, entry.info.only_batches))
+        out.print(f"note: rows influence one another, so requests run alone, in batches of {only}")
+    for note in entry.notes:
+        out.print(f"note: {note}", soft_wrap=True)
+    if (entry.folder / SAMPLE).is_file():
+        url = f"localhost:8000/v2/models/{entry.info.name}/infer"
+        out.print(f"a request that it takes: curl {url} --data-binary @{entry.folder / SAMPLE}", soft_wrap=True)
+    needed = write_size(-(-entry.memory_bytes // _MIB) * _MIB)
+    out.print(f"serve it with: cohabit serve {repository} --memory {needed}")
+    out.print(f"in less memory: cohabit check {entry.folder}")

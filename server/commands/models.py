@@ -1,0 +1,24 @@
+"""`cohabit models`: lists the models of a running server and why some are not served."""
+
+import argparse
+
+import msgspec
+from rich.console import Console
+
+from cohabit.server.commands.remote import tables
+from cohabit.server.commands.remote.client import add_server_flags, server_of
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "List the models of a running server, their memory, and why some are not served."
+    add_server_flags(parser)
+
+
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    server = server_of(options)
+    index = server.index()
+    if options.json:
+        print(msgspec.json.encode(index).decode())
+    else:
+        out.print(tables.models(index, server.metrics()))
+    return 0

@@ -1,0 +1,137 @@
+"""`cohabit plan`: writes one plan file for each memory size and bucket."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from cohabit.planner.errors import InfeasibleBudget, format_bytes
+from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.registry import SEARCHERS, SERVING
+from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
+from cohabit.server.commands.planning.instances import Instance, instances
+from cohabit.server.commands.planning.progress import SearchProgress
+from cohabit.server.commands.planning.subject import MemoryBudget, add_effort, add_subject, budgets
+from cohabit.server.config.sources import typed
+from cohabit.server.config.values import batches, integer
+from cohabit.server.errors import ConfigError
+from cohabit.server.format import gap, make_table, milliseconds
+
+EXIT_INFEASIBLE = 2
+
+_COLUMNS = ("memory", "batch", "latency", "resident", "bound", "gap", "over link", "period")
+
+
+_EXAMPLES = """examples:
+  cohabit plan models/resnet50 --memory 64MiB
+  cohabit plan models/resnet50 --memory 25%,50%,75% --batch-sizes 1,16 --output plans
+  cohabit plan models/bert --memory 32MiB --search genetic --time-limit 30s --workers 4
+  cohabit plan models/bert --devices 4
+  cohabit plan --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
+
+Each batch size is planned on its own. When `cohabit serve` plans several batch sizes of a model, their plans keep
+the same parameters resident.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plan how a model runs in some memory: which parameters stay resident, when the others are copied, and to\n"
+        "which addresses. Writes plans, graphs and profiles as JSON files."
+    )
+    parser.epilog = _EXAMPLES
+    add_subject(parser, "N,N,...", typed(batches), "batch sizes to plan (default: 1, or the graph's)")
+    parser.add_argument(
+        "--memory",
+        default=(),
+        type=typed(budgets),
+        metavar="SIZE,...",
+        help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its weights",
+    )
+    parser.add_argument(
+        "--devices",
+        type=typed(integer(2, 1024)),
+        metavar="N",
+        help="instead, say how the weights of a model of linear layers would be split over so many devices, each with"
+        " --memory for weights (default: an even share and a tenth)",
+    )
+    parser.add_argument(
+        "--search",
+        default="best",
+        choices=SEARCHERS,
+        help="how to search; best, streaming, offloading and genetic plan a partition and a workspace, as serving does,"
+        " the others one budget (default: %(default)s)",
+    )
+    add_effort(parser, None)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("plans"),
+        metavar="DIR",
+        help="folder for the plans, graphs and profiles (default: ./%(default)s)",
+    )
+
+
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Plan every memory size and bucket. Returns 2 if one was infeasible; the others are planned all the same.
+
+    Raises ConfigError without a memory size or a number of devices.
+    """
+    if options.devices is not None:
+        from cohabit.server.commands.tile import plan_devices  # the planner of tilings takes a while to import
+
+        return plan_devices(options, out)
+    if not options.memory:
+        raise ConfigError("plan: give --memory SIZE, or --devices N")
+    rows: list[list[str]] = []
+    files: list[Path] = []
+    with SearchProgress(errors) as progress:
+        planned = instances(options, progress.doing)
+        for instance in planned:
+            write_graph(options.output, instance.graph)
+            write_profile(options.output, instance.graph, instance.profile)
+            for memory in options.memory:
+                where = [format_bytes(instance.bytes_of(memory)), str(instance.graph.bucket)]
+                try:
+                    cells, path = _plan(instance, memory, options, progress)
+                    rows.append([*where, *cells, path.name])
+                    files.append(path)
+                except InfeasibleBudget as error:
+                    errors.print(f"cohabit: batch {where[1]}: {error}", markup=False, soft_wrap=True)
+                    least = format_bytes(error.least_bytes)
+                    rows.append([*where, *["-"] * 6, f"infeasible: needs {least}"])
+    if files:
+        graph, device, weight_bytes = planned[0].graph, planned[0].profile.device, planned[0].weight_bytes
+        table = make_table(
+            *_COLUMNS,
+            "file",
+            left=("file",),
+            title=f"{graph.name}, {format_bytes(weight_bytes)} of weights, on {device}",
+            caption=f"in {options.output}; draw one with: cohabit show {files[0]}",
+        )
+        for row in rows:
+            table.add_row(*row)
+        out.print(table)
+    return 0 if len(files) == len(rows) else EXIT_INFEASIBLE
+
+
+def _plan(
+    instance: Instance, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
+) -> tuple[list[str], Path]:
+    """Search and write a plan; returns its cells of the table and its file."""
+    graph, searcher = instance.graph, options.search
+    progress.doing(f"{graph.name} at batch {graph.bucket} in {memory.text}")
+    plan = instance.search(searcher, memory, options, progress)
+    label = f"{searcher}-single" if options.single and searcher in SERVING else searcher
+    path = write_plan(options.output, graph, plan, memory.text, label)
+    about = plan.provenance
+    assert about is not None
+    cells = [
+        milliseconds(about.latency_s),
+        milliseconds(about.resident_s),
+        milliseconds(about.bound_s),
+        gap(about.latency_s, about.bound_s),
+        format_bytes(simulate(graph, plan, instance.profile).link_bytes),
+        milliseconds(about.period_s),
+    ]
+    return cells, path

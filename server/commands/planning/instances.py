@@ -1,0 +1,90 @@
+"""Planning instances: a model's graph and profile in one bucket, measured from the model or read from files."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cohabit.planner.graph import Graph
+from cohabit.planner.memory import Memory
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Profile
+from cohabit.planner.search.driver import search
+from cohabit.planner.search.registry import SERVING
+from cohabit.planner.sizing.fitting import split_budget
+from cohabit.server.commands.planning.boards import Board
+from cohabit.server.commands.planning.files import read_graph, read_profile
+from cohabit.server.commands.planning.progress import SearchProgress
+from cohabit.server.commands.planning.subject import MEASURING, MemoryBudget
+from cohabit.server.config.sources import config_of, given
+from cohabit.server.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    graph: Graph
+    profile: Profile
+    weight_bytes: int
+    """The model's weights, with embedding tables that stay in the host store; of a graph's file, without them."""
+
+    def bytes_of(self, memory: MemoryBudget) -> int:
+        return memory.size.of(self.weight_bytes)
+
+    def search(
+        self, searcher: str, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
+    ) -> Plan:
+        """Plan with the flags' effort. Raises InfeasibleBudget and what else `planner.search.driver` raises."""
+        return search(
+            self._problem(self.bytes_of(memory), searcher, options.single),
+            searcher,
+            seed=options.seed,
+            limit=Limit(options.evaluations, options.time_limit),
+            workers=options.workers,
+            on_progress=progress.searched,
+            is_stopped=lambda: progress.is_stopped,
+        )
+
+    def _problem(self, memory_bytes: int, searcher: str, single: bool) -> Problem:
+        if searcher not in SERVING or single:
+            return Problem(self.graph, self.profile, Memory(memory_bytes, counted=True))
+        bucket = self.graph.bucket
+        memory = split_budget({bucket: self.graph}, {bucket: self.profile}, memory_bytes)
+        return Problem(self.graph, self.profile, memory)
+
+
+def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
+    """Return an instance per bucket, smallest first. Raises CohabitError."""
+    if options.model is None:
+        if isinstance(options.profile, Board):
+            raise ConfigError(
+                f"--profile {options.profile.name} scales what is measured here; give a MODEL with it"
+            )
+        if options.graph is None or options.profile is None:
+            raise ConfigError("give a MODEL, or both --graph and --profile")
+        graph = read_graph(options.graph)
+        profile = read_profile(options.profile, graph)
+        if options.batch_sizes not in (None, (graph.batch,)):
+            raise ConfigError(f"--batch-sizes: {options.graph} is a graph for batch {graph.batch}")
+        return [Instance(graph, profile, graph.weight_bytes)]
+    board = options.profile
+    if options.graph is not None or not isinstance(board, Board | None):
+        raise ConfigError("--graph and --profile FILE are there to plan without a model; leave out MODEL or them")
+    measured = _measured(options, on_progress)
+    return measured if board is None else [replace(i, profile=board.scaled(i.profile)) for i in measured]
+
+
+def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
+    from cohabit.server.models.repository import find
+
+    config = config_of({"repository": str(options.model), "memory": "1B", **given(options, MEASURING)})
+    config = replace(config, batch_sizes=options.batch_sizes or (1,))
+    source = replace(find(options.model), config=None)
+    on_progress(f"{source.name}: starting torch")
+    from cohabit.server.models.prepared import prepare_closed
+
+    prepared = prepare_closed(source, config, lambda name, stage: on_progress(f"{name}: {stage}"))
+    graphs, profiles, batches = prepared.lowered.graphs, prepared.profiles, prepared.lowered.batches
+    if missing := sorted(set(options.batch_sizes or ()) - set(batches)):
+        has = ", ".join(map(str, batches)) if not prepared.lowered.batched else "smaller ones"
+        raise ConfigError(f"--batch-sizes: {source.name} was not exported for batch {missing[0]}, but for {has}")
+    return [Instance(graphs[bucket], profiles[bucket], prepared.weight_bytes) for bucket in sorted(graphs)]

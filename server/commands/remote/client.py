@@ -1,0 +1,130 @@
+"""A client of a running server: its v2 endpoints and /metrics, all on its HTTP port."""
+
+import argparse
+import http.client
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from cohabit.server.errors import ConfigError, RemoteError
+
+VersionSamples = Mapping[tuple[str, str, str], float]
+"""Samples by metric, model and version."""
+
+_MOST_BYTES = 64 << 20
+_TIMEOUT_S = 10.0
+
+
+class RemoteServer:
+    """One server. Every call blocks, and raises RemoteError if the server refuses it or does not answer."""
+
+    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
+        self.url = _checked(url)
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._timeout_s = timeout_s
+
+    def index(self) -> list[dict[str, str]]:
+        listed: list[dict[str, str]] = self._json("POST", "/v2/repository/index", {})
+        return listed
+
+    def statistics(self, model: str | None) -> list[dict[str, Any]]:
+        path = "/v2/models/stats" if model is None else f"/v2/models/{quote(model, safe='')}/stats"
+        answer: dict[str, list[dict[str, Any]]] = self._json("GET", path)
+        return answer["model_stats"]
+
+    def load(self, model: str) -> None:
+        """Load a model; returns once it is served, without a timeout."""
+        self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/load", b"", None)
+
+    def unload(self, model: str) -> None:
+        self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/unload", b"", None)
+
+    def metrics(self) -> VersionSamples:
+        """Return the samples of models that have no other label."""
+        body = self._ask("GET", f"{self.url}/metrics", None, self._timeout_s)
+        try:
+            return {
+                (sample.name, sample.labels["model"], sample.labels["version"]): sample.value
+                for family in text_string_to_metric_families(body.decode())
+                for sample in family.samples
+                if sample.labels.keys() == {"model", "version"}
+            }
+        except ValueError as error:
+            raise RemoteError(f"{self.url}/metrics is not in Prometheus' format: {error}") from error
+
+    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        sent = None if body is None else msgspec.json.encode(body)
+        answer = self._ask(method, f"{self.url}{path}", sent, self._timeout_s)
+        try:
+            return msgspec.json.decode(answer)
+        except msgspec.DecodeError as error:
+            raise RemoteError(f"{self.url}{path} did not answer with JSON: {error}") from error
+
+    def _ask(self, method: str, url: str, body: bytes | None, timeout_s: float | None) -> bytes:
+        request = urllib.request.Request(url, body, dict(self._headers), method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                answer: bytes = response.read(_MOST_BYTES)
+                return answer
+        except urllib.error.HTTPError as error:
+            raise RemoteError(f"{url} answered {error.code}: {_reason(error)}") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise RemoteError(f"{url} does not answer: {reason}") from error
+
+
+def read_token(path: Path) -> str:
+    """Return the first token of a file like the server's. Raises ConfigError."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file: {path} cannot be read: {error}") from error
+    token = next((line for line in lines if line and not line.startswith("#")), None)
+    if token is None:
+        raise ConfigError(f"--token-file: {path} has no token")
+    return token
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of every command that queries a running server."""
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server's HTTP port (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file whose first token is sent to the server"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+
+
+def server_of(options: argparse.Namespace) -> RemoteServer:
+    """Raises ConfigError."""
+    token = None if options.token_file is None else read_token(options.token_file)
+    return RemoteServer(options.url, token, _TIMEOUT_S)
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    body = error.read(_MOST_BYTES)
+    try:
+        return str(msgspec.json.decode(body)["error"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return error.reason
+
+
+def _checked(url: str) -> str:
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(full)
+        sound = (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        )
+    except ValueError:
+        sound = False
+    if not sound:
+        raise ConfigError(f"--url: '{url}' is no http or https address")
+    return full.rstrip("/")

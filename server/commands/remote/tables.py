@@ -1,0 +1,65 @@
+"""The tables of `cohabit models` and `cohabit stats`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from cohabit.planner.errors import format_bytes
+from cohabit.server.commands.remote.client import VersionSamples
+from cohabit.server.format import make_table
+
+_NOTHING = "-"
+_STATES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "UNAVAILABLE": "red"}
+
+
+def models(index: Iterable[Mapping[str, str]], metrics: VersionSamples) -> Table:
+    """List a repository index, with the models' memory."""
+    text = ("model", "state", "reason")
+    table = make_table("model", "version", "state", "partition", "resident", "reason", left=text)
+    for entry in index:
+        state = entry.get("state", "")
+        own = entry["name"], entry.get("version", "")
+        table.add_row(
+            Text(entry["name"]),
+            entry.get("version", _NOTHING),
+            Text(state or "not loaded", style=_STATES.get(state, "dim")),
+            _bytes(metrics.get(("cohabit_partition_bytes", *own))),
+            _share(metrics.get(("cohabit_resident_share", *own))),
+            Text(entry.get("reason", "")),
+        )
+    return table
+
+
+def statistics(models: Iterable[Mapping[str, Any]]) -> Table:
+    """List what each model has done since it was loaded; times are means."""
+    counts = ("answered", "failed", "executions", "rows/exec")
+    table = make_table("model", "version", *counts, "queue", "compute", "batches", left=("model", "batches"))
+    for model in models:
+        stats = model["inference_stats"]
+        executions = model["execution_count"]
+        table.add_row(
+            Text(model["name"]),
+            model["version"],
+            str(stats["success"]["count"]),
+            str(stats["fail"]["count"]),
+            str(executions),
+            f"{model['inference_count'] / executions:.2f}" if executions else _NOTHING,
+            _mean(stats["queue"]),
+            _mean(stats["compute_infer"]),
+            " ".join(f"{b['batch_size']}:{b['compute_infer']['count']}" for b in model["batch_stats"]),
+        )
+    return table
+
+
+def _bytes(nbytes: float | None) -> str:
+    return _NOTHING if nbytes is None else format_bytes(round(nbytes))
+
+
+def _share(share: float | None) -> str:
+    return _NOTHING if share is None else f"{share:.1%}"
+
+
+def _mean(total: Mapping[str, int]) -> str:
+    return f"{total['ns'] / total['count'] / 1e6:.1f} ms" if total["count"] else _NOTHING

@@ -1,0 +1,148 @@
+"""`cohabit serve`: serves a model repository to KServe v2 and Triton clients."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from cohabit.planner.errors import CohabitError
+from cohabit.server.commands import EXIT_FAILED, exit_status
+from cohabit.server.config import sources
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.process_rights import allow_connections, no_new_privileges
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from cohabit.server.serve import Server
+
+Tell = Callable[..., None]
+"""Takes an event's name, its text for people, and its fields for programs; writes one or the other to stderr."""
+
+_log = logging.getLogger("cohabit.cli")
+
+_PROGRESS_LINE_S = 1.5
+
+_EXAMPLES = """examples:
+  cohabit serve ./models --memory 8GiB
+  cohabit serve ./models --memory 25% --store file --link-bandwidth 400MB/s
+  cohabit serve ./models --memory 8GiB --model-rate resnet50=40 --model-rate bert=5
+  cohabit serve --config cohabit.toml --print-config
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare every setting as a flag."""
+    parser.usage = "cohabit serve REPOSITORY --memory SIZE [options]"
+    parser.description = "Serve the models of a repository to KServe v2 and Triton clients."
+    parser.epilog = _EXAMPLES
+    sources.add_flags(parser)
+
+
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Serve until SIGTERM or SIGINT. Raises CohabitError if the server cannot start; as JSON, that is logged."""
+    effective = sources.read_settings(options, os.environ)
+    if options.print_config:
+        print(sources.as_toml(effective), end="")
+        return 0
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # other processes are spawned, never forked
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log has bytes of clients in it as they came
+    import uvloop
+
+    from cohabit.server.log import configure_logging
+    from cohabit.server.resources import refuse_impossible
+
+    no_new_privileges()
+    allow_connections()
+    configure_logging(effective.config.log_format)
+    try:
+        refuse_impossible(effective.config, effective.origins)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(serve_until_stopped(effective.config, errors))
+    except CohabitError as error:
+        if effective.config.log_format != "json":
+            raise
+        _log.error("the server has ended", extra={"fields": {"reason": str(error)}})
+        return exit_status(error)
+
+
+async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
+    """Listen, load, and serve until SIGTERM or SIGINT; returns the exit status."""
+    from cohabit.server.serve import Server
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = Server(config)
+    is_failed = False
+    as_json = config.log_format == "json"
+    tell: Tell = _as_records if as_json else partial(_as_text, console)
+    if config.token_files or config.control_token_files:
+        loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(server.tokens.reread()))
+    try:
+        await server.start()
+        _announce(server)
+        with nullcontext() if as_json else console.status("loading") as status:
+            loading = asyncio.create_task(server.load(_progress(status, tell, is_terminal=console.is_terminal)))
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            _report(server, loading.result(), tell)
+            failed = asyncio.create_task(server.failed())
+            await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+            is_failed = failed.done()
+            failed.cancel()
+            tell("stopping", "stopping: answering the requests in flight")
+        else:
+            loading.cancel()
+    finally:
+        clean = await server.stop()
+    return 0 if clean and not is_failed else EXIT_FAILED
+
+
+def _as_records(event: str, text: str, **fields: object) -> None:
+    _log.info(event, extra={"fields": fields})
+
+
+def _as_text(console: Console, event: str, text: str, **fields: object) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _progress(status: "Status | None", tell: Tell, *, is_terminal: bool) -> Callable[[str, str], None]:
+    """Show the newest stage on a terminal; elsewhere tell it every few seconds."""
+    written_s = time.monotonic()
+
+    def show(model: str, stage: str) -> None:
+        nonlocal written_s
+        if status is not None:
+            status.update(Text(f"{model}: {stage}"))
+        if not (status and is_terminal) and time.monotonic() - written_s > _PROGRESS_LINE_S:
+            written_s = time.monotonic()
+            tell("loading", f"loading: {model}: {stage}", model=model, stage=stage)
+
+    return show
+
+
+def _announce(server: "Server") -> None:
+    print(f"http: {server.http_url}")
+    print(f"metrics: {server.metrics_url or 'off'}")
+    print(f"grpc: {server.grpc_address or 'off'}", flush=True)
+
+
+def _report(server: "Server", memory_map: str, tell: Tell) -> None:
+    if memory_map:
+        tell("memory map", memory_map, lines=memory_map.split("\n"))
+    entries = list(server.client.catalog)
+    count, total = sum(entry.info is not None for entry in entries), len(entries)
+    url = server.http_url
+    tell("ready", f"ready: {count} of {total} models at {url}", served=count, models=total, url=url)

@@ -1,0 +1,260 @@
+"""`cohabit tile`: plans how the arrays of a NumPy program are tiled over workers, draws it, and runs it."""
+
+import argparse
+import functools
+import inspect
+import math
+import os
+import runpy
+import sys
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cohabit.planner.errors import InfeasibleBudget, format_bytes
+from cohabit.planner.tiling.arrays import Expression, JoinUpdate, LazyArray, View
+from cohabit.planner.tiling.costs import bounds
+from cohabit.planner.tiling.graph import Tiling, TilingGraph
+from cohabit.planner.tiling.search import SEARCHES, TilingPlan, plan_tiling
+from cohabit.server.commands.planning.files import write_file
+from cohabit.server.config.sizes import parse_memory
+from cohabit.server.config.sources import typed
+from cohabit.server.config.values import integer
+from cohabit.server.errors import ConfigError
+from cohabit.server.format import make_table, milliseconds
+
+_GLYPHS = {"row": "▤", "column": "▥", "block": "▦", "transposed block": "▦", "duplicated": "▤▥", "replicated": "■"}
+_COLOURS = ("#4878a8", "#d1823d", "#5f9e62", "#a8585c", "#8671a8", "#8a7460", "#c27ba8", "#8c8c8c")
+_LEFT = 250
+"""Where the arcs of a picture end and its tiles begin."""
+_COMPARED = ("exact", "greedy", "recursive", "row", "column", "worst")
+
+
+_EXAMPLES = """examples:
+  cohabit tile examples/tiling_regression.py:program --workers 4
+  cohabit tile examples/tiling_regression.py:program --workers 4 --run --svg tiling.svg
+  torchrun --nproc-per-node 4 -m cohabit.server.cli tile script.py:program --workers 4
+
+FUNCTION takes nothing, makes its arrays with `cohabit.planner.tiling.newarray`, computes with NumPy's functions and
+returns arrays. The script is run.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Choose how the arrays of a NumPy program are tiled over workers so that the fewest bytes move between them,\n"
+        "and run the program on torch.distributed."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "program", metavar="SCRIPT:FUNCTION", help="a Python file and the function that builds the program"
+    )
+    parser.add_argument(
+        "--workers", type=typed(integer(1, 4096)), default=4, metavar="N", help="processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--search", default="exact", choices=tuple(SEARCHES), help="how to choose tilings (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--copies",
+        type=typed(parse_memory),
+        metavar="SIZE",
+        help="memory per worker for copies of arrays: 64MiB, or a share of its part of the inputs (default: 10%%)",
+    )
+    parser.add_argument(
+        "--run",
+        dest="execute",
+        action="store_true",
+        help="run the program in processes of this machine; torchrun's run it always",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
+
+
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Plan, draw and, if asked, run a program. Raises ConfigError and the planner's errors."""
+    graph = _graph(options.program, options.workers, options.copies)
+    plan = plan_tiling(graph, options.search)
+    runs = None
+    if options.execute or "TORCHELASTIC_RUN_ID" in os.environ:
+        from cohabit.runtime.tiling.worker import start
+
+        task = functools.partial(_run, options.program, options.workers, options.copies, plan.picks)
+        runs = start(task, options.workers)
+        if runs is None:  # another process of torchrun reports
+            return 0
+    _draw(plan, out)
+    table = make_table("tiling", "on the wire", "read and updated", "copies per worker", left=("tiling",))
+    for search in dict.fromkeys((options.search, *_COMPARED)):
+        other = plan if search == options.search else plan_tiling(graph, search)
+        sizes = (other.moved.wire, other.moved.logical, other.extra_bytes)
+        table.add_row(search, *map(format_bytes, sizes), style="bold" if other is plan else None)
+    out.print(table)
+    if runs is not None:
+        moved, seconds = runs
+        out.print(
+            f"run: {milliseconds(seconds)}, {format_bytes(moved.wire)} on the wire ({moved.wire} bytes counted,"
+            f" {plan.moved.wire} predicted)",
+            soft_wrap=True,
+        )
+    if options.svg is not None:
+        write_file(options.svg, drawing(plan).encode())
+        errors.print(f"{options.svg}: {format_bytes(options.svg.stat().st_size)}", markup=False, highlight=False)
+    return 0
+
+
+def plan_devices(options: argparse.Namespace, out: Console) -> int:
+    """Split a model's weights over devices, exactly and as Megatron-LM does.
+
+    Raises InfeasibleBudget for less memory than an even share.
+    """
+    from cohabit.runtime.tiling.model import by_hand, read_model
+    from cohabit.server.models.repository import find
+
+    if options.model is None:
+        raise ConfigError("--devices: give a MODEL; a graph of `cohabit plan` has no shapes")
+    source, devices, batch = find(options.model), options.devices, (options.batch_sizes or (1,))[0]
+    model = read_model(source.path, batch, devices)
+    share = -(-model.weight_bytes // devices)
+    columns = ("memory", "tiling", "bytes per request", "weights per device")
+    title = f"{source.name} at batch {batch} on {devices} devices, {format_bytes(model.weight_bytes)} of weights"
+    table = make_table(*columns, left=("tiling",), title=title)
+    for memory in options.memory or (None,):
+        limit = share // 10 if memory is None else memory.size.of(model.weight_bytes) - share
+        if limit < 0:
+            raise InfeasibleBudget(source.name, None, limit + share, share)
+        graph = TilingGraph.of(model.outputs, devices, limit, frees_results=True)
+        for name, plan in (("exact", plan_tiling(graph)), ("Megatron-LM's", by_hand(model, devices))):
+            sizes = (format_bytes(share + limit), name, format_bytes(plan.moved.wire))
+            table.add_row(*sizes, format_bytes(share + plan.extra_bytes))
+    out.print(table)
+    return 0
+
+
+def _graph(program: str, workers: int, copies: Any) -> TilingGraph:
+    """Capture a program. `copies` is the memory per worker for copies, or a share of its part of the inputs."""
+    path, _, name = program.rpartition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"{program}: there is no file {path!r}; write SCRIPT.py:FUNCTION")
+    function = runpy.run_path(path).get(name)
+    if not inspect.isfunction(function):
+        raise ConfigError(f"{program}: {path} defines no function {name!r}")
+    outputs = _called(function)
+    arrays = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    if not arrays or not all(isinstance(array, LazyArray) for array in arrays):
+        raise ConfigError(
+            f"{program}: {name} must return arrays made from `newarray`, and returned {outputs!r:.60}"
+        )
+    graph = TilingGraph.of(arrays, workers)
+    limit = None if copies is None else copies.of(graph.input_bytes // workers)
+    return TilingGraph.of(arrays, workers, limit)
+
+
+def _called(function: Any) -> Any:
+    """Call a program, and name arrays as its local variables are named in the end."""
+
+    def name_arrays(frame: Any, event: str, _: Any) -> None:
+        if event == "return" and frame.f_code is function.__code__:
+            for name, value in frame.f_locals.items():
+                if isinstance(value, LazyArray) and not value.expression.name:
+                    value.expression.name = name
+
+    sys.setprofile(name_arrays)
+    try:
+        return function()
+    finally:
+        sys.setprofile(None)
+
+
+def _run(program: str, workers: int, copies: Any, picks: tuple[int, ...], worker: Any) -> Any:
+    from cohabit.runtime.tiling.execute import measured
+
+    _, moved, seconds = measured(TilingPlan(_graph(program, workers, copies), picks), worker, repeats=2)
+    return moved, seconds[-1]  # the first run loads parts of torch
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What is shown of one array."""
+
+    expression: Expression
+    name: str
+    shape: str
+    tiling: Tiling
+    moves: str
+    """The bytes on the wire that each input costs, and the sum of partial results."""
+
+
+def _lines(plan: TilingPlan) -> list[_Line]:
+    graph, names, lines = plan.graph, dict[int, str](), []
+    for number, expression in enumerate(graph.expressions):
+        operator = expression.operator
+        function = getattr(operator, "function", type(operator).__name__.lower())
+        function = "dot" if isinstance(operator, JoinUpdate) and operator.is_dot else function
+        names[id(expression)] = expression.name or f"{getattr(function, '__name__', function)} {number}"
+    for expression in (e for e in graph.expressions if not isinstance(e.operator, View)):
+        moves = [
+            f"{'sum' if edge.reads is expression else names[id(edge.reads)]} {format_bytes(moved.wire)}"
+            for edge, moved in zip(graph.edges, plan.edges, strict=True)
+            if edge.by is expression and moved.wire
+        ]
+        shape = " x ".join(map(str, expression.shape)) or "scalar"
+        name, tiling = names[id(expression)], plan.tiling(expression)
+        lines.append(_Line(expression, name, shape, tiling, ", ".join(moves)))
+    return lines
+
+
+def _draw(plan: TilingPlan, out: Console) -> None:
+    columns = ("array", "shape", "tiling", "moves")
+    title = f"{len(plan.graph.expressions)} arrays, {plan.graph.workers} workers"
+    table = make_table(*columns, left=columns, title=title)
+    for line in _lines(plan):
+        tiling = line.tiling.name
+        table.add_row(line.name, line.shape, f"{_GLYPHS[tiling]:<2} {tiling}", line.moves or "-")
+    out.print(table)
+
+
+def drawing(plan: TilingPlan) -> str:
+    """Draw a plan as SVG: a line per array with its tiles coloured by worker, and arcs as wide as their bytes."""
+    graph, lines = plan.graph, _lines(plan)
+    heights = {graph.group_of(line.expression): 60 + 34 * number for number, line in enumerate(lines)}
+    most = max((moved.wire for moved in plan.edges), default=0)
+    drawn = []
+    for edge, moved in sorted(zip(graph.edges, plan.edges, strict=True), key=lambda pair: pair[1].wire):
+        top, bottom = heights.get(edge.source), heights[graph.group_of(edge.by)]
+        if top is None:  # from a placeholder to its result, which are one line
+            continue
+        reach = max(30, _LEFT - 24 - 0.45 * (bottom - top))
+        colour, width = ("#d1572f", 1.5 + 6.5 * math.sqrt(moved.wire / most)) if moved.wire else ("#c8cdd2", 1.0)
+        path = f"M{_LEFT},{top} C{reach:.0f},{top} {reach:.0f},{bottom} {_LEFT},{bottom}"
+        drawn.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:.1f}"/>')
+    for line, y in zip(lines, heights.values(), strict=True):
+        drawn += _tiles(graph, line, y)
+        for x, style, text in (
+            (96, 'font-weight="bold"', line.name),
+            (260, 'fill="#555"', f"{line.shape}, {line.tiling.name}"),
+            (470, 'fill="#d1572f"', line.moves),
+        ):
+            drawn.append(f'<text x="{_LEFT + x}" y="{y + 4}" {style}>{escape(text)}</text>')
+    title = f"{format_bytes(plan.moved.wire)} between {graph.workers} workers; colours are workers, orange moves"
+    size = f'width="{_LEFT + 750}" height="{34 * len(lines) + 70}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    ground = f'<rect width="100%" height="100%" fill="white"/><text x="20" y="28" font-size="15">{title}</text>'
+    return "\n".join([head, ground, *drawn, "</svg>"])
+
+
+def _tiles(graph: TilingGraph, line: _Line, y: float) -> list[str]:
+    """Draw each form of an array as a small picture of its tiles."""
+    drawn = []
+    rows, columns = [n or 1 for n in (*line.expression.shape, 1, 1)[:2]]
+    for number, form in enumerate(line.tiling.forms):
+        for worker, tile in reversed(list(enumerate(bounds(line.expression.shape, form, graph.mesh)))):
+            (top, bottom), (first, end) = [*tile.tolist(), (0, 1), (0, 1)][:2]
+            x = _LEFT + 14 + 38 * number + 30 * first / columns
+            place = f'x="{x:.1f}" y="{y - 12 + 24 * top / rows:.1f}"'
+            size = f'width="{30 * (end - first) / columns:.1f}" height="{24 * (bottom - top) / rows:.1f}"'
+            colour = "#555" if set(form) == {None} else _COLOURS[worker % len(_COLOURS)]
+            drawn.append(f'<rect {place} {size} fill="{colour}" stroke="white" stroke-width="0.6"/>')
+    return drawn

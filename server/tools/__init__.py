@@ -1,1 +1,0 @@
-"""The commands other than `serve`: those that plan, and in `remote` those that query a running server."""

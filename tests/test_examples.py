@@ -1,0 +1,124 @@
+"""Every example runs as its first lines say, and is at most a page long."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from cohabit.loadgen.client import address_of
+from cohabit.loadgen.server_process import running_server
+from examples.sentences import embed, table
+from examples.serve_module import Scorer
+from tests.loadgen.fake_kserve import serving_app
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PAGE_LINES = 66
+PORTS = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
+START_S = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working folder of all of them: one example serves what another has made."""
+    folder = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        yield folder
+
+
+def output_of(example: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / example), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@contextmanager
+def served(*command: str) -> Iterator[str]:
+    """Yields the address, on a loop of its own."""
+    with asyncio.Runner() as runner:
+        server = running_server(command, START_S)
+        address = address_of(runner.run(server.__aenter__()))
+        try:
+            yield address
+        finally:
+            runner.run(server.__aexit__(None, None, None))
+
+
+def is_score_of_the_module(printed: str) -> bool:
+    """Compare what `client.py` prints with the module itself."""
+    features = torch.from_numpy(np.random.default_rng(0).uniform(0, 1, (1, 256)).astype(np.float32))
+    torch.manual_seed(0)
+    expected = Scorer().eval()(features)["score"].item()
+    name, _, value = printed.strip().partition(" ")
+    return name == "score" and float(value.strip("[]")) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_module_is_served_and_then_from_a_bundle() -> None:
+    with served(sys.executable, str(EXAMPLES / "serve_module.py"), "--memory", "1MiB", *PORTS) as address:
+        assert is_score_of_the_module(output_of("client.py", "scorer", address))
+    with served("sh", str(EXAMPLES / "bundle.sh"), *PORTS) as address:
+        assert is_score_of_the_module(output_of("client.py", "scorer", address))
+
+
+def test_a_hugging_face_model_is_imported() -> None:
+    assert "tiny_bert can be served" in output_of("huggingface.py")
+
+
+def test_a_plan_is_made_and_shown() -> None:
+    printed = output_of("plan.py")
+    assert "resident 24.0 ms" in printed
+    shown = subprocess.run(["cohabit", "show", "plans/chain.plan.json"], check=True, capture_output=True, text=True)
+    assert "chain, batch 1, in 16.0 MiB" in shown.stdout
+
+
+LENGTH = 12
+
+
+async def metadata(request: web.Request) -> web.Response:
+    inputs = [{"name": n, "datatype": "INT64", "shape": [-1, LENGTH]} for n in ("input_ids", "attention_mask")]
+    return web.json_response({"name": "minilm", "inputs": inputs, "outputs": []})
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """Answer as an embedding the number of tokens that the mask lets through, and 1."""
+    body = await request.read()
+    head = json.loads(body[: int(request.headers["Inference-Header-Content-Length"])])
+    assert [i["name"] for i in head["inputs"]] == ["input_ids", "attention_mask"]
+    ids, mask = np.frombuffer(body[-2 * 3 * LENGTH * 8 :], np.int64).reshape(2, 3, LENGTH)
+    assert (ids[mask == 0] == 0).all()
+    vectors = np.array([[float(n), 1.0] for n in mask.sum(axis=1)])
+    output = {"name": "embedding", "datatype": "FP32", "shape": [3, 2], "data": vectors.ravel().tolist()}
+    return web.json_response({"model_name": "minilm", "model_version": "1", "outputs": [output]})
+
+
+async def test_sentences_are_cut_and_padded_to_the_models_length() -> None:
+    app = web.Application()
+    app.router.add_get("/v2/models/minilm", metadata)
+    app.router.add_post("/v2/models/minilm/infer", count_tokens)
+    sentences = ["Hello.", "One two three.", "word " * 50]
+    async with serving_app(app) as url:
+        vectors = await asyncio.to_thread(embed, address_of(url), sentences)
+    counts = np.array([4.0, 6.0, LENGTH])
+    np.testing.assert_allclose(vectors[:, 0] / vectors[:, 1], counts, rtol=1e-5)
+    assert table(["a", "b"], np.array([[1.0, 0.0], [0.6, 0.8]], np.float32)).split() == [
+        *("a", "1.000", "0.600"),
+        *("b", "0.600", "1.000"),
+    ]
+
+
+def test_every_example_is_a_page_and_has_a_test() -> None:
+    tested = Path(__file__).read_text() + (Path(__file__).parent / "runtime" / "test_tiling_model.py").read_text()
+    for example in EXAMPLES.iterdir():
+        if example.suffix in (".py", ".sh"):
+            assert len(example.read_text().splitlines()) <= PAGE_LINES, example
+            assert example.name in tested or f"examples.{example.stem} " in tested, example
