@@ -1,14 +1,15 @@
 """An engine in the front end's process: less memory, but no isolation from crashes."""
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.ipc.catalog import Catalog
-from cohabit.server.ipc.execution import InferResult
-from cohabit.server.ipc.model import ModelInfo, ModelKey
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
-from cohabit.server.protocol.request import InferRequest
 
 if TYPE_CHECKING:
     from cohabit.server.engine_host import Engine
@@ -30,12 +31,15 @@ class InProcessEngine:
             return f"the device is lost: {lost}"
         return None if self._engine.started else "the engine is starting"
 
-    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
+    async def infer(self, request: Request, lease: Lease, on_spans: OnSpans | None = None) -> Answer:
         lease.hold()
+        execution = asyncio.ensure_future(self._engine.infer(request, on_spans))
+        execution.add_done_callback(lambda _: lease.release())
         try:
-            return await self._engine.infer(request)
-        finally:
-            lease.release()
+            return await asyncio.shield(execution)
+        except asyncio.CancelledError:
+            execution.cancel()  # it ends, and gives the memory back, when nothing uses that any more
+            raise
 
     async def load(self, model: str, config: str | None) -> None:
         await self._engine.lifecycle.load(model, config)

@@ -5,14 +5,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import msgspec
-
-from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming
+from cohabit.server.ipc.request import Request, Timing
+from cohabit.server.ipc.spans import DeviceSpan, OnSpans
 from cohabit.server.observe.request_trace import CURRENT, RequestTrace, new_context
 from cohabit.server.observe.settings import TraceControl
 from cohabit.server.observe.spans import events_of, lane_events
 from cohabit.server.observe.trace_file import TraceFile
-from cohabit.server.protocol.request import InferRequest
 
 _log = logging.getLogger("cohabit.trace")
 
@@ -40,24 +38,24 @@ class Tracer:
             CURRENT.reset(token)
             self._end(trace)
 
-    def attach(self, request: InferRequest) -> InferRequest:
-        """Ask the engine for spans if the request is selected for the trace file."""
+    def attach(self, request: Request) -> OnSpans | None:
+        """Attach a request to its trace; returns what is to receive its spans, if it is selected for the trace file."""
         trace = CURRENT.get()
         if trace is None:
-            return request
+            return None
         trace.model, trace.request_id = request.model.name, request.id
         trace.fields["version"] = str(request.model.version)
         if self._file is None or not self.control.wanted(trace.model):
-            return request
+            return None
         file, frequency = self._file, self.control.settings(trace.model).log_frequency
         trace.wanted = True
 
         def write(spans: Sequence[DeviceSpan]) -> None:
             file.write(lane_events(spans, trace.context.trace_id), frequency, late=True)
 
-        return msgspec.structs.replace(request, on_spans=write)
+        return write
 
-    def executed(self, timing: ExecutionTiming) -> None:
+    def executed(self, timing: Timing) -> None:
         """Record the timing of the current request."""
         if (trace := CURRENT.get()) is not None:
             trace.timing = timing
