@@ -83,6 +83,9 @@ class FrontendConnection:
         on_spans = self._spans_of(request.number) if request.traced else None
         try:
             self.channel.send(await self._service.engine.infer(request, on_spans))
+        except asyncio.CancelledError:
+            await self._service.engine.lanes.of(request.model).ended(request)
+            raise
         except CohabitError as error:
             self.channel.send(messages.Failed(request.number, to_wire(error)))
 

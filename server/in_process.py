@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.ipc.catalog import Catalog
-from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.model import ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
@@ -24,6 +24,8 @@ class InProcessEngine:
         """`catalog` is the one that the engine publishes to."""
         self.catalog = catalog
         self._engine = engine
+        self._ending: set[asyncio.Task[None]] = set()
+        """One for each cancelled request whose memory its execution still uses."""
 
     @property
     def unavailable(self) -> str | None:
@@ -31,15 +33,21 @@ class InProcessEngine:
             return f"the device is lost: {lost}"
         return None if self._engine.started else "the engine is starting"
 
-    async def infer(self, request: Request, lease: Lease, on_spans: OnSpans | None = None) -> Answer:
+    async def infer(
+        self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
+    ) -> Answer:
         lease.hold()
-        execution = asyncio.ensure_future(self._engine.infer(request, on_spans))
-        execution.add_done_callback(lambda _: lease.release())
         try:
-            return await asyncio.shield(execution)
+            return await self._engine.infer(request, on_spans)
         except asyncio.CancelledError:
-            execution.cancel()  # it ends, and gives the memory back, when nothing uses that any more
+            lease.hold()
+            ending = asyncio.create_task(self._engine.lanes.of(request.model).ended(request))
+            ending.add_done_callback(lambda _: lease.release())
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
             raise
+        finally:
+            lease.release()
 
     async def load(self, model: str, config: str | None) -> None:
         await self._engine.lifecycle.load(model, config)

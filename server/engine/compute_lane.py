@@ -21,7 +21,7 @@ from cohabit.server.errors import (
     ShuttingDown,
 )
 from cohabit.server.ipc.model import Array, ModelKey
-from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.request import MARK_BYTES, Answer, Request
 from cohabit.server.ipc.shared_memory import round_up
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import FailureReason, ModelStatistics
@@ -104,9 +104,9 @@ class ComputeLane:
     async def infer(self, request: Request, on_spans: OnSpans | None = None) -> Answer:
         """Execute a request, and write the outputs that it wants into its room. `on_spans` receives its spans.
 
-        Cancelling this takes it out of the queue. If it has started, this ends after its execution, which uses its
-        places. Raises Overloaded, RequestTimedOut, ShuttingDown, DeviceUnavailable, ModelNotFound, ExecutionFailed, or
-        the servable's InvalidRequest.
+        Cancelling this takes it out of the queue. If it has started, its places are in use until it has `ended`.
+        Raises Overloaded, RequestTimedOut, ShuttingDown, DeviceUnavailable, ModelNotFound, ExecutionFailed, or the
+        servable's InvalidRequest.
         """
         self._require_running()
         try:
@@ -125,10 +125,16 @@ class ComputeLane:
         try:
             answer, ended_s = await future
         except asyncio.CancelledError:
-            await self._cancel(ticket)
+            self._cancel(ticket)
             raise
         self._scheduler.answered(time.monotonic() - ended_s)
         return answer if request.room is None else _hand_out(request, answer, request.room)
+
+    async def ended(self, request: Request) -> None:
+        """Wait until a cancelled request uses its places no more."""
+        while any(ticket.request is request for ticket in self._waiting):
+            self._answered.clear()
+            await self._answered.wait()
 
     async def call_on_lane(self, action: Callable[[], _T]) -> _T:
         """Call a function on the lane's thread between two executions. It should take less time than one."""
@@ -218,17 +224,13 @@ class ComputeLane:
         if self.lost is not None:
             raise DeviceUnavailable(self.lost)
 
-    async def _cancel(self, ticket: Ticket) -> None:
-        """Remove a request from the queue; wait for one that has started. That is counted, and its answer dropped."""
+    def _cancel(self, ticket: Ticket) -> None:
+        """Remove a request from the queue; one that has started is executed and counted, and its answer dropped."""
         with self.device.changed:
             never_ran = self._scheduler.cancel(ticket)
         if never_ran:
             self.device.models[ticket.request.model, ticket.generation].statistics.cancelled()
             self._forget(ticket)
-        elif ticket in self._waiting:
-            self._waiting[ticket] = self._loop.create_future()
-            with suppress(RequestError):
-                await self._waiting[ticket]
 
     def _settle(self, ticket: Ticket, outcome: tuple[Answer, float] | RequestError) -> None:
         future = self._forget(ticket)
@@ -307,7 +309,7 @@ def _hand_out(request: Request, answer: Answer, room: Array) -> Answer:
     missing = [wanted.name for wanted in request.outputs if wanted.name not in answer.outputs]
     if missing:
         raise ExecutionFailed(request.model.name, f"it returned no {', '.join(missing)}")
-    offset = 0
+    offset = MARK_BYTES
     for wanted in request.outputs:
         array = answer.outputs[wanted.name]
         if offset + array.nbytes > room.nbytes:

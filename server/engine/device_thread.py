@@ -163,7 +163,7 @@ class DeviceThread:
         started_s = time.monotonic()
         self.executing = (started_s, batch.predicted_s)
         for ticket in tickets:
-            ticket.request.mark[:] = self.executing
+            ticket.request.mark(*self.executing)
         inputs = [ticket.request.inputs for ticket in tickets]
         rows = sum([ticket.request.batch for ticket in tickets])
         try:

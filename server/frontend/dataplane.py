@@ -24,7 +24,7 @@ from cohabit.server.errors import (
     Unsupported,
 )
 from cohabit.server.frontend.engine_client import EngineClient
-from cohabit.server.frontend.memory import Lease, RequestMemory, in_leased_memory
+from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
 from cohabit.server.frontend.threads import call
 from cohabit.server.ipc.model import ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request
@@ -110,7 +110,7 @@ class DataPlane:
 
     def describe(self, model: str, version: str | None = None) -> ModelInfo:
         """Return the description of a version, or of the highest READY one. Raises ModelNotFound or ModelNotReady."""
-        if not self._client.catalog.versions(model) and (reason := self._client.unavailable) is not None:
+        if (reason := self._client.unavailable) is not None and not self._client.catalog.versions(model):
             raise ModelNotReady(model, reason)  # the engine has not read the repository yet
         return self._client.catalog.require(model, version)
 
@@ -220,8 +220,8 @@ class DataPlane:
         model, full_s = request.model, None
         self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
-            placed = in_leased_memory(request, info, lease, time.monotonic())
-            answer = await self._execute(placed, info, lease, version, on_spans)
+            request = replace(request, inputs=inputs_in(lease, request.inputs), arrived_s=time.monotonic())
+            answer = await self._execute(request, info, lease, version, on_spans)
             self.tracer.executed(answer.timing)
             return answer
         except RequestError as error:
@@ -248,7 +248,7 @@ class DataPlane:
         If the version was replaced after the request had come, one without a version goes to the present one.
         """
         try:
-            return await self._client.infer(request, lease, on_spans)
+            return await self._client.infer(request, info, lease, on_spans)
         except ModelNotFound:
             entry = self._client.catalog.get(*info.key)
             if version is not None or entry is None or entry.wanted:
@@ -256,7 +256,7 @@ class DataPlane:
             present = self.describe(info.name)
             if replace(present, version=info.version) != info:
                 raise
-        return await self._client.infer(replace(request, model=present.key), lease, on_spans)
+        return await self._client.infer(replace(request, model=present.key), present, lease, on_spans)
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
         """Load a model. Raises ControlOff, NotInRepository, LoadFailed, and Unsupported for files."""

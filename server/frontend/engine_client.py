@@ -4,7 +4,7 @@ from typing import Protocol
 
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.ipc.catalog import Catalog
-from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.model import ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
@@ -29,8 +29,10 @@ class EngineClient(Protocol):
         """How often the engine's process was restarted."""
         ...
 
-    async def infer(self, request: Request, lease: Lease, on_spans: OnSpans | None = None) -> Answer:
-        """Execute a request whose places are in leased memory. The answer's arrays are valid as long as the lease.
+    async def infer(
+        self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
+    ) -> Answer:
+        """Execute a request whose inputs are in leased memory. The answer's arrays are valid as long as the lease.
 
         `on_spans` receives the spans of its execution. Cancelling this removes the request from the queue, if it has
         not started. Raises RequestError.

@@ -21,11 +21,11 @@ from cohabit.server.errors import (
     ShuttingDown,
     from_wire,
 )
-from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.frontend.memory import Lease, RequestMemory, room_for
 from cohabit.server.ipc import messages
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.channel import MessageChannel
-from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.model import ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
@@ -57,15 +57,6 @@ class PendingRequest:
     """Of these deaths, those because it took too long."""
     is_hung: bool = False
     """Whether the present process is being ended for that."""
-
-    @property
-    def started_s(self) -> float:
-        """When its execution began; 0 while it is queued."""
-        return float(self.request.mark[0])
-
-    @property
-    def predicted_s(self) -> float:
-        return float(self.request.mark[1])
 
     @property
     def deadline_s(self) -> float:
@@ -161,11 +152,11 @@ class EngineConnection:
             if pending.future.done():  # the client has disconnected
                 self._forget(id_)
                 continue
-            pending.deaths += pending.started_s > 0
+            pending.deaths += pending.request.marked[0] > 0
             pending.hangs += pending.is_hung
             pending.is_hung = False
             pending.sent = False
-            pending.request.mark[:] = 0.0
+            pending.request.mark(0.0, 0.0)
             if pending.deaths >= DEATHS_PER_REQUEST:
                 self._fail(id_, EngineFailed(pending.request.model.name, reason))
             if pending.hangs >= DEATHS_PER_REQUEST:
@@ -195,8 +186,8 @@ class EngineConnection:
         beat_s, oldest_s, predicted_s = self._memory.heartbeat()
         stalled = beat_s > 0 and now_s - beat_s > watchdog_s
         for pending in self._pending.values():
-            started_s = pending.started_s
-            limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * pending.predicted_s)
+            started_s, expected_s = pending.request.marked
+            limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * expected_s)
             if started_s > 0 and now_s - started_s > limit_s:
                 pending.is_hung = not stalled  # a process that does nothing at all may have been stopped
                 return f"an execution of model '{pending.request.model.name}' takes longer than {limit_s:.3g} s"
@@ -205,15 +196,19 @@ class EngineConnection:
             return f"an execution takes longer than {limit_s:.3g} s"
         return f"its event loop has not run for {watchdog_s:.3g} s" if stalled else None
 
-    async def infer(self, request: Request, lease: Lease, on_spans: OnSpans | None = None) -> Answer:
+    async def infer(
+        self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
+    ) -> Answer:
         if self._gave_up is not None:
             raise EngineUnavailable(self._gave_up)
         if self._closing:
             raise ShuttingDown
         self._next_id += 1
         number = self._next_id
-        numbered = replace(request, number=number, traced=on_spans is not None)
-        pending = PendingRequest(numbered, asyncio.get_running_loop().create_future(), lease)
+        room = room_for(request, info, lease)
+        request = replace(request, room=room, number=number, traced=on_spans is not None)
+        request.mark(0.0, 0.0)
+        pending = PendingRequest(request, asyncio.get_running_loop().create_future(), lease)
         lease.hold()
         self._pending[number] = pending
         if on_spans is not None:

@@ -9,14 +9,13 @@ import mmap
 import os
 
 import numpy as np
-from msgspec.structs import replace
 
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.free_list import FreeList
 from cohabit.server.errors import ConfigError, Overloaded
-from cohabit.server.ipc.model import Array, ModelInfo
-from cohabit.server.ipc.request import Request
-from cohabit.server.ipc.shared_memory import ALIGNMENT, HEARTBEAT, PAGE_BYTES, SharedMemory, round_up
+from cohabit.server.ipc.model import Array, Inputs, ModelInfo
+from cohabit.server.ipc.request import MARK_BYTES, Request
+from cohabit.server.ipc.shared_memory import HEARTBEAT, PAGE_BYTES, SharedMemory, round_up
 from cohabit.server.protocol.datatypes import DTYPES
 
 _KEPT_BYTES = 64 << 20
@@ -67,7 +66,7 @@ class RequestMemory(SharedMemory):
 
         Without, the first write would end the process there. Memory that a client announces only gets none.
         """
-        end = offset + nbytes
+        end = round_up(offset + nbytes)  # the next block begins there
         if end <= self._filled:
             return
         is_next = offset <= self._filled
@@ -178,31 +177,27 @@ class Lease:
             self._blocks.clear()
 
 
-def in_leased_memory(request: Request, info: ModelInfo, lease: Lease, arrived_s: float) -> Request:
-    """Return a request that arrived at this time and has all its places: inputs, mark, and room for the outputs.
+def inputs_in(lease: Lease, inputs: Inputs) -> Inputs:
+    """Return arrays in leased memory: those that are there, and copies of the others. Raises Overloaded."""
+    return {
+        name: _copied(array, lease) if lease.memory.offset_of(array) is None else array
+        for name, array in inputs.items()
+    }
 
-    Inputs that are not in leased memory are copied there. Raises Overloaded.
-    """
-    wanted = {output.name for output in request.outputs}
-    symbols = info.dynamic.symbols(request.sizes)
+
+def room_for(request: Request, info: ModelInfo, lease: Lease) -> Array:
+    """Return leased memory for a request's mark and outputs. Raises Overloaded."""
     rows = request.batch if info.max_batch_size else 1
-    output_bytes = sum(
-        round_up(rows * math.prod(tensor.at(symbols)) * DTYPES[tensor.datatype].itemsize)
-        for tensor in info.outputs
-        if tensor.name in wanted
-    )
-    inputs = {name: _leased(array, lease) for name, array in request.inputs.items()}
-    offset = lease.take(ALIGNMENT + output_bytes)
-    mark = lease.memory.array(offset, "<f8", (2,))
-    mark[:] = 0.0
-    room = lease.memory.array(offset + ALIGNMENT, "|u1", (output_bytes,))
-    return replace(request, inputs=inputs, mark=mark, room=room, arrived_s=arrived_s)
+    wanted = [output.name for output in request.outputs]
+    symbols = info.dynamic.symbols(request.sizes)
+    nbytes = MARK_BYTES
+    for tensor in info.outputs:
+        if tensor.name in wanted:
+            nbytes += round_up(rows * math.prod(tensor.at(symbols)) * DTYPES[tensor.datatype].itemsize)
+    return lease.memory.array(lease.take(nbytes), "|u1", (nbytes,))
 
 
-def _leased(array: Array, lease: Lease) -> Array:
-    """Return an array in leased memory: the array itself, or a copy of it."""
-    if lease.memory.offset_of(array) is not None:
-        return array
+def _copied(array: Array, lease: Lease) -> Array:
     own = np.ndarray(array.shape, array.dtype, lease.allocate(array.nbytes))
     own[...] = array
     return own

@@ -1,6 +1,6 @@
 """HTTP's endpoints for inference, health and descriptions."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import hdrs, web
 
@@ -14,7 +14,7 @@ from cohabit.server.http.body import read_body
 from cohabit.server.http.codec import decode_request, encode_response, parse_header_length
 from cohabit.server.http.compression import chosen_encoding, compress
 from cohabit.server.http.errors import error_response
-from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.ipc.model import ModelInfo
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.protocol.matching import errors_of
 from cohabit.server.protocol.model_config import config_as_json
@@ -26,6 +26,8 @@ _BINARY = "application/octet-stream"
 _EVENTS = "text/event-stream; charset=utf-8"
 _QUICK_JSON_BYTES = 64 << 10
 """The event loop parses and writes JSON up to this size; threads do the rest."""
+_JSON_BYTES = 8
+"""What a number takes in JSON, about."""
 _QUICK_BINARY_BYTES = 4 << 20
 _QUICK_COMPRESSION_BYTES = 8 << 10
 
@@ -109,7 +111,7 @@ class InferenceApi:
                 with self._plane.fitting(info.key):
                     decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
                 answer = await self._plane.infer(decoded, info, lease, version)
-                slow = _json_bytes(answer.outputs.values()) > _QUICK_JSON_BYTES
+                slow = _JSON_BYTES * sum(a.size for a in answer.outputs.values()) > _QUICK_JSON_BYTES
                 written = await call(slow, generate.encode_response, decoded, answer, info)
             return LeasedResponse(lease, (before, written, after), headers)
 
@@ -118,19 +120,15 @@ async def _encode(
     request: Request, answer: Answer, info: ModelInfo, regions: RegionUse
 ) -> list[bytes | memoryview]:
     """Encode an answer: on a thread if it is large, or much of it is JSON or to be classified."""
-    as_bytes = {o.name for o in request.outputs if (o.binary or o.in_region) and not o.classes}
-    written = [array for name, array in answer.outputs.items() if name not in as_bytes]
-    slow = (
-        sum(array.nbytes for array in answer.outputs.values()) > _QUICK_BINARY_BYTES
-        or _json_bytes(written) > _QUICK_JSON_BYTES
-    )
+    nbytes = json_bytes = 0
+    for asked in request.outputs:
+        array = answer.outputs[asked.name]
+        nbytes += array.nbytes
+        if asked.classes or not (asked.binary or asked.in_region):
+            json_bytes += _JSON_BYTES * array.size
+    slow = nbytes > _QUICK_BINARY_BYTES or json_bytes > _QUICK_JSON_BYTES
     with errors_of(request.id):
         return await call(slow, encode_response, request, answer, info, regions)
-
-
-def _json_bytes(arrays: Iterable[Array]) -> int:
-    """Estimate how much JSON arrays take."""
-    return 8 * sum(array.size for array in arrays)
 
 
 async def _infer_response(

@@ -1,14 +1,18 @@
 """An inference request and its answer: the same records in the front end, on the socket, and in the engine."""
 
+import struct
 from collections.abc import Mapping
 
 import msgspec
-import numpy as np
 
 from cohabit.server.ipc.model import Array, ModelKey
 
 Parameters = dict[str, bool | int | float | str]
 """KServe's parameters of a request or of a tensor."""
+
+MARK_BYTES = 64
+"""What a mark takes of a request's room."""
+_MARK = struct.Struct("<2d")
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):
@@ -33,7 +37,7 @@ class RequestedOutput(msgspec.Struct, frozen=True):
         return "shared_memory_region" in self.parameters
 
 
-class Request(msgspec.Struct, frozen=True, eq=False, tag="infer"):
+class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True, tag="infer"):
     """An inference request that fits its model. Equal only to itself.
 
     Its arrays are places in the memory that the front end shares with the engine. On the socket an array is its dtype,
@@ -55,14 +59,25 @@ class Request(msgspec.Struct, frozen=True, eq=False, tag="infer"):
     """Of the model's dynamic dimensions; only requests of the same sizes are batched."""
     arrived_s: float | None = None
     """When the request arrived, by `time.monotonic`; None for now."""
-    mark: Array = msgspec.field(default_factory=lambda: np.zeros(2))
-    """When its execution began, by `time.monotonic`, and its predicted seconds; zeros before. The engine writes it."""
     room: Array | None = None
-    """Bytes for the outputs, one after the other. None leaves the outputs in the engine's memory."""
+    """Bytes for its mark, then for the outputs, one after the other. None leaves the outputs in the engine's memory."""
     number: int = 0
     """Unique on its connection: `Answer`, `Failed`, `Cancel` and `Traced` name it."""
     traced: bool = False
     """Whether the engine sends its spans."""
+
+    def mark(self, started_s: float, predicted_s: float) -> None:
+        """Note for the watchdog when its execution began, by `time.monotonic`, and its predicted seconds."""
+        if self.room is not None:
+            _MARK.pack_into(self.room.data, 0, started_s, predicted_s)
+
+    @property
+    def marked(self) -> tuple[float, float]:
+        """What was noted last; zeros before its execution."""
+        if self.room is None:
+            return 0.0, 0.0
+        started_s, predicted_s = _MARK.unpack_from(self.room.data)
+        return started_s, predicted_s
 
 
 class Timing(msgspec.Struct, frozen=True):

@@ -41,10 +41,13 @@ class SharedMemory:
         return offset if inside and array.flags.c_contiguous else None
 
     def place_of(self, array: Array) -> Place:
-        """Return what a message has in place of an array, which must lie in this memory or be empty."""
-        offset = self.offset_of(array) if array.nbytes else 0
-        assert offset is not None
-        return array.dtype.str, array.shape, offset
+        """Return what a message has in place of an array, which must be contiguous in this memory, or empty."""
+        interface = array.__array_interface__
+        offset: int = interface["data"][0] - self._base
+        if not 0 <= offset < self.nbytes:
+            assert array.nbytes == 0
+            offset = 0
+        return interface["typestr"], interface["shape"], offset
 
     def array_at(self, _: type, place: Place) -> Array:
         """Return the array that a message names; msgspec passes the field's type."""

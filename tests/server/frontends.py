@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from cohabit.server.config.config import ServeConfig, encode_config
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.engine_connection import EngineConnection
-from cohabit.server.frontend.memory import Lease, RequestMemory, in_leased_memory
+from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
 from cohabit.server.frontend.supervisor import Supervisor
 from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog
@@ -39,8 +39,8 @@ class FrontEnd:
 
     def request(self, lease: Lease, info: ModelInfo, timeout_s: float | None = None, **arrays: Array) -> Request:
         outputs = tuple(RequestedOutput(tensor.name, {"binary_data": True}) for tensor in info.outputs)
-        asked = Request(info.key, arrays, len(next(iter(arrays.values()))), outputs, timeout_s=timeout_s)
-        return in_leased_memory(asked, info, lease, self.clock())
+        batch, inputs = len(next(iter(arrays.values()))), inputs_in(lease, arrays)
+        return Request(info.key, inputs, batch, outputs, timeout_s=timeout_s, arrived_s=self.clock())
 
     async def infer(
         self, model: str, timeout_s: float | None = None, version: str | None = None, **arrays: Array
@@ -52,7 +52,7 @@ class FrontEnd:
     ) -> Answer:
         info = self.client.catalog.require(model, version)
         with self.memory.lease() as lease:
-            answer = await self.client.infer(self.request(lease, info, timeout_s, **arrays), lease)
+            answer = await self.client.infer(self.request(lease, info, timeout_s, **arrays), info, lease)
             return replace(answer, outputs={name: array.copy() for name, array in answer.outputs.items()})
 
     async def all_released(self) -> None:

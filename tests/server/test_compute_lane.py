@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 from server_fakes import FakeServable, Gate, identity
 
 from cohabit.planner.shapes import Bucket
@@ -21,7 +22,7 @@ from cohabit.server.errors import (
     ShuttingDown,
 )
 from cohabit.server.ipc.model import Array, ModelKey
-from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.request import MARK_BYTES, Answer, Request
 from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.scheduling.scheduler import Scheduler
 
@@ -113,9 +114,9 @@ async def test_a_request_that_fails_in_a_batch_fails_alone() -> None:
 
 async def test_the_start_of_an_execution_is_marked_with_its_prediction() -> None:
     async with lane_of(replace(identity("m", "FP32"), predicted_s=FASTER)) as lane:
-        asked = request(batch=2)
+        asked = structs.replace(request(batch=2), room=np.zeros(MARK_BYTES, np.uint8))
         timing = (await lane.infer(asked)).timing
-    assert asked.mark.tolist() == [timing.started_s, FASTER[Bucket(2)]]
+    assert asked.marked == (timing.started_s, FASTER[Bucket(2)])
 
 
 # Chores.

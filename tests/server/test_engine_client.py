@@ -76,7 +76,7 @@ async def test_a_model_that_is_not_there_is_an_error(front_end: FrontEnd) -> Non
     with front_end.memory.lease() as lease:
         request = replace(front_end.request(lease, info, x=rows(1)), model=unknown.key)
         with pytest.raises(ModelNotFound):
-            await front_end.client.infer(request, lease)
+            await front_end.client.infer(request, unknown, lease)
 
 
 async def test_what_cannot_be_answered_in_time_is_refused_on_arrival(front_end: FrontEnd) -> None:

@@ -77,7 +77,9 @@ class FakeEngine:
         self.catalog.update(ModelEntry("damaged", 1, ModelState.UNAVAILABLE, "model.pt2 is truncated"))
         self._statistics = {key: ModelStatistics() for key in self.models}
 
-    async def infer(self, request: Request, lease: Lease, on_spans: OnSpans | None = None) -> Answer:
+    async def infer(
+        self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
+    ) -> Answer:
         model = self.models[request.model]
         model.requests.append(request)
         arrived_s = time.monotonic()
