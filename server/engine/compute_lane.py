@@ -128,7 +128,7 @@ class ComputeLane:
             self._cancel(ticket)
             raise
         self._scheduler.answered(time.monotonic() - ended_s)
-        return answer if request.room is None else _hand_out(request, answer, request.room)
+        return _hand_out(request, answer)
 
     async def ended(self, request: Request) -> None:
         """Wait until a cancelled request uses its places no more."""
@@ -303,12 +303,14 @@ class ComputeLane:
         self._on_lost(reason)
 
 
-def _hand_out(request: Request, answer: Answer, room: Array) -> Answer:
-    """Write the wanted outputs into a request's room. Raises ExecutionFailed if one is missing or too large."""
-    written: dict[str, Array] = {}
+def _hand_out(request: Request, answer: Answer) -> Answer:
+    """Write the wanted outputs into a request's room, if it has one. Raises ExecutionFailed for missing or large ones."""
     missing = [wanted.name for wanted in request.outputs if wanted.name not in answer.outputs]
     if missing:
         raise ExecutionFailed(request.model.name, f"it returned no {', '.join(missing)}")
+    if (room := request.room) is None:
+        return answer
+    written: dict[str, Array] = {}
     offset = MARK_BYTES
     for wanted in request.outputs:
         array = answer.outputs[wanted.name]
