@@ -304,7 +304,10 @@ class ComputeLane:
 
 
 def _hand_out(request: Request, answer: Answer) -> Answer:
-    """Write the wanted outputs into a request's room, if it has one. Raises ExecutionFailed for missing or large ones."""
+    """Write the wanted outputs into a request's room, if it has one.
+
+    Raises ExecutionFailed for an output that is missing or larger than its model's description says.
+    """
     missing = [wanted.name for wanted in request.outputs if wanted.name not in answer.outputs]
     if missing:
         raise ExecutionFailed(request.model.name, f"it returned no {', '.join(missing)}")
