@@ -14,8 +14,9 @@ from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
-from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import DeviceUse
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.log import report_suppressed
 from cohabit.server.models.registry import Registry
@@ -24,7 +25,6 @@ from cohabit.server.models.worker_process import MOST_AT_START, PREPARING, prepa
 from cohabit.server.placement.lifecycle import Lifecycle
 from cohabit.server.placement.polling import Poller
 from cohabit.server.placement.warmup import warm_up
-from cohabit.server.protocol.request import InferRequest
 from cohabit.server.triton.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -144,10 +144,10 @@ class Engine:
         self.started = True
         return memory_map
 
-    async def infer(self, request: InferRequest) -> InferResult:
+    async def infer(self, request: Request, on_spans: OnSpans | None = None) -> Answer:
         """Execute a request. See `ComputeLane.infer`."""
         try:
-            return await self.lanes.infer(request)
+            return await self.lanes.infer(request, on_spans)
         except RequestError as error:
             self.registry.rejected(request.model, error)
             raise

@@ -13,11 +13,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
-import numpy as np
 import uvloop
 
 from cohabit.planner.errors import CohabitError
@@ -28,12 +27,12 @@ from cohabit.server.errors import ExecutionFailed, StartFailed, to_wire
 from cohabit.server.ipc import messages
 from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.channel import MessageChannel
-from cohabit.server.ipc.execution import DeviceSpan, InferResult, OnSpans
-from cohabit.server.ipc.shared_layout import HEARTBEAT, MARK, round_up
+from cohabit.server.ipc.request import Request
+from cohabit.server.ipc.shared_memory import HEARTBEAT, SharedMemory
+from cohabit.server.ipc.spans import DeviceSpan, OnSpans
 from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
 from cohabit.server.process_rights import end_with_parent, no_new_privileges
-from cohabit.server.protocol.request import InferRequest
 
 EXIT_DEVICE_LOST = 70
 _HEARTBEAT_S = 0.25
@@ -46,14 +45,13 @@ _log = logging.getLogger("cohabit.engine")
 class FrontendConnection:
     """One front end: its messages, and its shared memory. Event loop's thread only."""
 
-    def __init__(self, service: "EngineService", shared: mmap.mmap) -> None:
+    def __init__(self, service: "EngineService", shared: SharedMemory) -> None:
         self._service = service
-        self._shared = shared
-        self._heartbeat = np.ndarray((1,), HEARTBEAT, shared, 0)
+        self._heartbeat = shared.array(0, HEARTBEAT, (1,))
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._operations: set[asyncio.Task[None]] = set()
         self.channel: MessageChannel[messages.ToEngine] = MessageChannel(
-            messages.decode_to_engine, self._received, self._closed
+            messages.encoder(shared), messages.decoder_to_engine(shared), self._received, self._closed
         )
 
     def beat(self) -> None:
@@ -67,12 +65,12 @@ class FrontendConnection:
 
     def _received(self, message: messages.ToEngine) -> None:
         match message:
-            case messages.Infer():
+            case Request():
                 task = asyncio.create_task(self._infer(message))
-                self._requests[message.id] = task
+                self._requests[message.number] = task
                 task.add_done_callback(partial(self._ended, message))
             case messages.Cancel():
-                if (request := self._requests.get(message.id)) is not None:
+                if (request := self._requests.get(message.number)) is not None:
                     request.cancel()
             case messages.LoadModel() | messages.UnloadModel() | messages.AskReport():
                 operation = asyncio.create_task(self._run_operation(message))
@@ -81,70 +79,34 @@ class FrontendConnection:
             case _:
                 self._service.received(message, self)
 
-    async def _infer(self, message: messages.Infer) -> None:
+    async def _infer(self, request: Request) -> None:
+        on_spans = self._spans_of(request.number) if request.traced else None
         try:
-            result = await self._service.engine.infer(self._request(message))
-            self.channel.send(messages.Inferred(message.id, self._written(message, result), result.timing))
+            self.channel.send(await self._service.engine.infer(request, on_spans))
+        except asyncio.CancelledError:
+            await self._service.engine.lanes.of(request.model).ended(request)
+            raise
         except CohabitError as error:
-            self.channel.send(messages.Failed(message.id, to_wire(error)))
+            self.channel.send(messages.Failed(request.number, to_wire(error)))
 
-    def _ended(self, message: messages.Infer, task: asyncio.Task[None]) -> None:
+    def _ended(self, request: Request, task: asyncio.Task[None]) -> None:
         """Answer a request that was cancelled or has crashed: the front end keeps its memory until then."""
-        del self._requests[message.id]
+        del self._requests[request.number]
         reason = "it was cancelled"
         if not task.cancelled():
             if (error := task.exception()) is None:
                 return
             _log.error("a request has failed", exc_info=error)
             reason = str(error)
-        self.channel.send(messages.Failed(message.id, to_wire(ExecutionFailed(message.model.name, reason))))
+        self.channel.send(messages.Failed(request.number, to_wire(ExecutionFailed(request.model.name, reason))))
 
-    def _request(self, message: messages.Infer) -> InferRequest:
-        shared = self._shared
-        mark = np.ndarray((1,), MARK, shared, message.mark_offset)
-
-        def started(now_s: float, predicted_s: float) -> None:
-            mark[0] = (now_s, predicted_s)
-
-        return InferRequest(
-            message.model,
-            {t.name: np.ndarray(t.shape, t.dtype, shared, t.offset) for t in message.inputs},
-            message.batch,
-            (),
-            message.request_id,
-            message.priority,
-            message.timeout_s,
-            message.arrived_s,
-            started,
-            self._spans_of(message.id) if message.traced else None,
-            message.sizes,
-        )
-
-    def _spans_of(self, id_: int) -> OnSpans:
+    def _spans_of(self, number: int) -> OnSpans:
         loop = asyncio.get_running_loop()
 
-        def send(spans: list[DeviceSpan]) -> None:
-            loop.call_soon_threadsafe(self.channel.send, messages.Traced(id_, spans))
+        def send(spans: Sequence[DeviceSpan]) -> None:
+            loop.call_soon_threadsafe(self.channel.send, messages.Traced(number, list(spans)))
 
-        return send  # type: ignore[return-value]
-
-    def _written(self, message: messages.Infer, result: InferResult) -> list[messages.SharedTensor]:
-        """Write the wanted outputs to the request's shared memory. Raises ExecutionFailed if they do not fit."""
-        offset = message.mark_offset + round_up(MARK.itemsize)
-        end = offset + message.output_bytes
-        written = []
-        for name in message.outputs:
-            array = result.outputs.get(name)
-            if array is None:
-                continue  # the front end reports missing outputs
-            if offset + array.nbytes > end:
-                raise ExecutionFailed(
-                    message.model.name, f"output '{name}' is larger than the model's description says"
-                )
-            np.ndarray(array.shape, array.dtype, self._shared, offset)[...] = array
-            written.append(messages.SharedTensor(name, array.dtype.str, array.shape, offset))
-            offset += round_up(array.nbytes)
-        return written
+        return send
 
     async def _run_operation(
         self, operation: messages.LoadModel | messages.UnloadModel | messages.AskReport
@@ -278,7 +240,7 @@ class EngineService:
             frontend.channel.send(message)
 
 
-def _receive_memory(connection: socket.socket) -> mmap.mmap:
+def _receive_memory(connection: socket.socket) -> SharedMemory:
     """Receive the descriptor of a front end's shared memory, which is its first message. Raises OSError."""
     connection.settimeout(_HANDSHAKE_S)
     size, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
@@ -286,7 +248,7 @@ def _receive_memory(connection: socket.socket) -> mmap.mmap:
     if not descriptors:
         raise ConnectionError("it has sent no memory")
     try:
-        return mmap.mmap(descriptors[0], int.from_bytes(size, "little"))
+        return SharedMemory(mmap.mmap(descriptors[0], int.from_bytes(size, "little")))
     finally:
         os.close(descriptors[0])
 

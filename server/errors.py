@@ -1,4 +1,4 @@
-"""The server's errors. They know no HTTP: `server.http.errors` maps them to status codes.
+"""The server's errors, and the one table of the statuses that clients get for them: `ANSWERS`.
 
 CohabitError
 ├── ConfigError              an invalid setting; the server does not start
@@ -35,7 +35,8 @@ CohabitError
     └── NotInRepository      the repository has no such model, or none that can be read
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -272,6 +273,42 @@ class EngineFailed(RequestError):
 
 class EngineUnavailable(Overloaded):
     """The engine's process is down, and restarts have failed so far."""
+
+
+class Statuses(NamedTuple):
+    """What a client gets for an error: HTTP's status, and the name of gRPC's."""
+
+    http: int
+    grpc: str
+
+
+ANSWERS: Mapping[type[RequestError], Statuses] = {
+    Unauthenticated: Statuses(401, "UNAUTHENTICATED"),
+    PermissionMissing: Statuses(403, "PERMISSION_DENIED"),
+    InvalidRequest: Statuses(400, "INVALID_ARGUMENT"),
+    AlreadyRegistered: Statuses(400, "ALREADY_EXISTS"),
+    RegionNotFound: Statuses(404, "NOT_FOUND"),
+    ModelNotFound: Statuses(404, "NOT_FOUND"),
+    ModelNotReady: Statuses(503, "UNAVAILABLE"),
+    PayloadTooLarge: Statuses(413, "RESOURCE_EXHAUSTED"),
+    ClientTooSlow: Statuses(408, "DEADLINE_EXCEEDED"),
+    Unsupported: Statuses(501, "UNIMPLEMENTED"),
+    Overloaded: Statuses(503, "UNAVAILABLE"),
+    RateLimited: Statuses(429, "UNAVAILABLE"),
+    RequestTimedOut: Statuses(503, "DEADLINE_EXCEEDED"),
+    ShuttingDown: Statuses(503, "UNAVAILABLE"),
+    ExecutionFailed: Statuses(500, "INTERNAL"),
+    EngineFailed: Statuses(500, "INTERNAL"),
+    DeviceUnavailable: Statuses(503, "UNAVAILABLE"),
+    ControlOff: Statuses(503, "UNAVAILABLE"),
+    LoadFailed: Statuses(400, "INVALID_ARGUMENT"),
+    NotInRepository: Statuses(500, "INTERNAL"),
+}
+"""An error that is not listed has its base class's. Differences from Triton are in docs/migrating-from-triton.md."""
+
+
+def statuses_of(error: RequestError) -> Statuses:
+    return next(ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS)
 
 
 class WireError(msgspec.Struct, frozen=True):

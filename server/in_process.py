@@ -1,14 +1,15 @@
 """An engine in the front end's process: less memory, but no isolation from crashes."""
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.ipc.catalog import Catalog
-from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import ModelInfo, ModelKey
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
-from cohabit.server.protocol.request import InferRequest
 
 if TYPE_CHECKING:
     from cohabit.server.engine_host import Engine
@@ -23,6 +24,8 @@ class InProcessEngine:
         """`catalog` is the one that the engine publishes to."""
         self.catalog = catalog
         self._engine = engine
+        self._ending: set[asyncio.Task[None]] = set()
+        """One for each cancelled request whose memory its execution still uses."""
 
     @property
     def unavailable(self) -> str | None:
@@ -30,10 +33,19 @@ class InProcessEngine:
             return f"the device is lost: {lost}"
         return None if self._engine.started else "the engine is starting"
 
-    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
+    async def infer(
+        self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
+    ) -> Answer:
         lease.hold()
         try:
-            return await self._engine.infer(request)
+            return await self._engine.infer(request, on_spans)
+        except asyncio.CancelledError:
+            lease.hold()
+            ending = asyncio.create_task(self._engine.lanes.of(request.model).ended(request))
+            ending.add_done_callback(lambda _: lease.release())
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            raise
         finally:
             lease.release()
 

@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from cohabit.server.engine.device_thread import BackgroundWork, DeviceThread, Executed, LoadedModel, PendingWork
+import numpy as np
+from msgspec.structs import replace
+
+from cohabit.server.engine.device_thread import BackgroundWork, DeviceThread, LoadedModel, Outcome, PendingWork
 from cohabit.server.engine.execution import Servable
 from cohabit.server.errors import (
     DeviceUnavailable,
@@ -17,10 +20,11 @@ from cohabit.server.errors import (
     RequestTimedOut,
     ShuttingDown,
 )
-from cohabit.server.ipc.execution import InferResult
-from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.model import Array, ModelKey
+from cohabit.server.ipc.request import MARK_BYTES, Answer, Request
+from cohabit.server.ipc.shared_memory import round_up
+from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import FailureReason, ModelStatistics
-from cohabit.server.protocol.request import InferRequest
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.scheduling.queues import Ticket
 from cohabit.server.scheduling.scheduler import Scheduler
@@ -45,8 +49,8 @@ class ComputeLane:
         """The generation of each model that new requests are for."""
         self.lost: str | None = None
         """Why nothing can be executed any more, or None while the device works."""
-        self._waiting: dict[Ticket, asyncio.Future[tuple[InferResult, float]]] = {}
-        """Each request's result, and when its execution ended. Cancelled requests stay until they were executed."""
+        self._waiting: dict[Ticket, asyncio.Future[tuple[Answer, float]]] = {}
+        """Each request's answer, and when its execution ended. Cancelled requests stay until they were executed."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self.draining = False
@@ -97,9 +101,10 @@ class ComputeLane:
         self._loop = asyncio.get_running_loop()
         self.device.start(self._loop)
 
-    async def infer(self, request: InferRequest) -> InferResult:
-        """Execute a request. Cancelling this takes it out of the queue, if it has not started.
+    async def infer(self, request: Request, on_spans: OnSpans | None = None) -> Answer:
+        """Execute a request, and write the outputs that it wants into its room. `on_spans` receives its spans.
 
+        Cancelling this takes it out of the queue. If it has started, its places are in use until it has `ended`.
         Raises Overloaded, RequestTimedOut, ShuttingDown, DeviceUnavailable, ModelNotFound, ExecutionFailed, or the
         servable's InvalidRequest.
         """
@@ -107,21 +112,29 @@ class ComputeLane:
         try:
             with self.device.changed:
                 ticket = self._scheduler.submit(time.monotonic(), request)
+                if on_spans is not None:
+                    self.device.followed[ticket] = on_spans
                 self.device.changed.notify()
         except RequestTimedOut:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
             raise
-        future: asyncio.Future[tuple[InferResult, float]] = self._loop.create_future()
+        future: asyncio.Future[tuple[Answer, float]] = self._loop.create_future()
         self._waiting[ticket] = future
         if ticket.expires:
             self._watch_deadlines()
         try:
-            result, ended_s = await future
+            answer, ended_s = await future
         except asyncio.CancelledError:
             self._cancel(ticket)
             raise
         self._scheduler.answered(time.monotonic() - ended_s)
-        return result
+        return _hand_out(request, answer)
+
+    async def ended(self, request: Request) -> None:
+        """Wait until a cancelled request uses its places no more."""
+        while any(ticket.request is request for ticket in self._waiting):
+            self._answered.clear()
+            await self._answered.wait()
 
     async def call_on_lane(self, action: Callable[[], _T]) -> _T:
         """Call a function on the lane's thread between two executions. It should take less time than one."""
@@ -212,17 +225,15 @@ class ComputeLane:
             raise DeviceUnavailable(self.lost)
 
     def _cancel(self, ticket: Ticket) -> None:
-        """Remove a request from the queue; one that has started is executed and counted, and its result dropped."""
+        """Remove a request from the queue; one that has started is executed and counted, and its answer dropped."""
         with self.device.changed:
             never_ran = self._scheduler.cancel(ticket)
         if never_ran:
             self.device.models[ticket.request.model, ticket.generation].statistics.cancelled()
-            self._waiting.pop(ticket, None)
-            self._answered.set()
+            self._forget(ticket)
 
-    def _settle(self, ticket: Ticket, outcome: tuple[InferResult, float] | RequestError) -> None:
-        future = self._waiting.pop(ticket, None)
-        self._answered.set()
+    def _settle(self, ticket: Ticket, outcome: tuple[Answer, float] | RequestError) -> None:
+        future = self._forget(ticket)
         if future is None or future.done():
             return
         if isinstance(outcome, RequestError):
@@ -230,15 +241,23 @@ class ComputeLane:
         else:
             future.set_result(outcome)
 
-    def executed(self, done: Executed) -> None:
-        """Answer the requests of one execution."""
-        for ticket, outcome in zip(done.tickets, done.outcomes, strict=True):
+    def _forget(self, ticket: Ticket) -> asyncio.Future[tuple[Answer, float]] | None:
+        """Remove a request that is over, and return its future if it has not been removed before."""
+        self.device.followed.pop(ticket, None)
+        self._answered.set()
+        return self._waiting.pop(ticket, None)
+
+    def executed(
+        self, tickets: Sequence[Ticket], outcomes: Sequence[Outcome], ended_s: float, lost: str | None
+    ) -> None:
+        """Answer the requests of one execution. `lost` is why nothing can be executed any more, if that is so."""
+        for ticket, outcome in zip(tickets, outcomes, strict=True):
             if isinstance(outcome, RequestError):
                 self.refused(ticket, outcome, "BACKEND" if isinstance(outcome, ExecutionFailed) else "OTHER")
             else:
-                self._settle(ticket, (outcome, done.ended_s))
-        if done.lost is not None:
-            self.device_lost(done.lost)
+                self._settle(ticket, (outcome, ended_s))
+        if lost is not None:
+            self.device_lost(lost)
 
     def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
         """Answer a request with an error, and count it."""
@@ -282,3 +301,26 @@ class ComputeLane:
         for ticket in list(self._waiting):
             self.refused(ticket, DeviceUnavailable(reason), "BACKEND")
         self._on_lost(reason)
+
+
+def _hand_out(request: Request, answer: Answer) -> Answer:
+    """Write the wanted outputs into a request's room, if it has one.
+
+    Raises ExecutionFailed for an output that is missing or larger than its model's description says.
+    """
+    missing = [wanted.name for wanted in request.outputs if wanted.name not in answer.outputs]
+    if missing:
+        raise ExecutionFailed(request.model.name, f"it returned no {', '.join(missing)}")
+    if (room := request.room) is None:
+        return answer
+    written: dict[str, Array] = {}
+    offset = MARK_BYTES
+    for wanted in request.outputs:
+        array = answer.outputs[wanted.name]
+        if offset + array.nbytes > room.nbytes:
+            reason = f"output '{wanted.name}' is larger than the model's description says"
+            raise ExecutionFailed(request.model.name, reason)
+        written[wanted.name] = own = np.ndarray(array.shape, array.dtype, room, offset)
+        own[...] = array
+        offset += round_up(array.nbytes)
+    return replace(answer, outputs=written)

@@ -6,10 +6,10 @@ from typing import Any
 
 from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.engine.execution import Servable
-from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import ModelKey, lane_name
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import ModelStatistics
-from cohabit.server.protocol.request import InferRequest
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.scheduling.scheduler import Scheduler
 
@@ -75,9 +75,9 @@ class ComputeLanes:
         for lane in self._lanes:
             lane.start()
 
-    def infer(self, request: InferRequest) -> Coroutine[Any, Any, InferResult]:
+    def infer(self, request: Request, on_spans: OnSpans | None = None) -> Coroutine[Any, Any, Answer]:
         """Execute a request on its model's lane. See `ComputeLane.infer`."""
-        return self.of(request.model).infer(request)
+        return self.of(request.model).infer(request, on_spans)
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Refuse unanswered requests and end the threads; False if one is still busy after `timeout_s`."""

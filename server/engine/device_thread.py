@@ -9,19 +9,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
-from cohabit.server.engine.execution import Execution, Servable
+from cohabit.server.engine.execution import Servable
 from cohabit.server.errors import ExecutionFailed, InvalidRequest, RequestError
-from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming, InferResult
-from cohabit.server.ipc.model import Inputs, ModelKey
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.spans import DeviceSpan, OnSpans
 from cohabit.server.ipc.statistics import ModelStatistics
-from cohabit.server.protocol.request import InferRequest
+from cohabit.server.scheduling.batching import Batch
 from cohabit.server.scheduling.queues import Ticket
-from cohabit.server.scheduling.scheduler import Scheduler, Work
+from cohabit.server.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from cohabit.runtime.recording import Follow, Recording
@@ -35,8 +35,7 @@ _OUT_OF_RANGE = re.compile(
 )
 """What torch's kernels say about indices."""
 
-Outcome = InferResult | RequestError
-
+Outcome = Answer | RequestError
 
 BackgroundWork = Callable[[], bool]
 """Does one piece of work on the device, which should take less time than an execution, so that a request waits for one
@@ -59,16 +58,6 @@ class LoadedModel:
     statistics: ModelStatistics
 
 
-class Executed(msgspec.Struct, frozen=True):
-    """The outcomes of requests that were executed together, in their order."""
-
-    tickets: Sequence[Ticket]
-    outcomes: Sequence[Outcome]
-    ended_s: float
-    lost: str | None
-    """Why nothing can be executed any more, or None while the device works."""
-
-
 class DeviceThread:
     """`changed` guards the scheduler, `background` and `stopped`; after a change, the caller notifies it."""
 
@@ -80,6 +69,8 @@ class DeviceThread:
         self.stopped = False
         self.models: dict[tuple[ModelKey, int], LoadedModel] = {}
         """By key and generation."""
+        self.followed: dict[Ticket, OnSpans] = {}
+        """Traced requests, and what receives the spans of their executions. The event loop changes it."""
         self.computed_s = 0.0
         """Seconds of computation since the start."""
         self.executing = (0.0, 0.0)
@@ -115,23 +106,23 @@ class DeviceThread:
         with self.changed:
             now_s = time.monotonic()
             pending = self.background[0] if self.background else None
-            work = None if pending is not None and self._background_is_next else self._next(now_s)
-            self._background_is_next = work is not None
-            if work is None and pending is None and not self.stopped:
+            batch = None if pending is not None and self._background_is_next else self._next(now_s)
+            self._background_is_next = batch is not None
+            if batch is None and pending is None and not self.stopped:
                 wait_s = self.scheduler.wake_s(now_s) - now_s
                 self.changed.wait(None if wait_s == math.inf else max(wait_s, 0.0))
-        if work is not None:
-            self._call_on_loop(self._owner.executed, self._work(work))
+        if batch is not None:
+            self._execute(batch)
             self.executing = (0.0, 0.0)
         elif pending is not None:
             self._advance(pending)
 
-    def _next(self, now_s: float) -> Work | None:
+    def _next(self, now_s: float) -> Batch | None:
         """Take the next requests to execute, and shed those that are too late."""
-        work = self.scheduler.next(now_s)
+        batch = self.scheduler.next(now_s)
         if hopeless := self.scheduler.shed(now_s):
             self._call_on_loop(self._owner.refuse_late, hopeless)
-        return work
+        return batch
 
     def _advance(self, pending: PendingWork) -> None:
         error: BaseException | None = None
@@ -152,79 +143,83 @@ class DeviceThread:
         except RuntimeError:
             _log.debug("the event loop has closed")
 
-    def _work(self, work: Work) -> Executed:
+    def _execute(self, batch: Batch) -> None:
         """Execute requests together; if that fails, one by one, so that only the faulty ones fail."""
-        tickets = work.tickets
-        model = self.models[work.model, tickets[0].generation]
+        tickets = batch.tickets
+        model = self.models[batch.model, tickets[0].generation]
         started_s = time.monotonic()
-        outcomes, ended_s = self._execute(model, tickets, work.rows, work.predicted_s)
+        outcomes = self._outcomes(model, tickets, batch)
+        ended_s = time.monotonic()
         failed = isinstance(outcomes[0], RequestError)
         with self.changed:
-            self.scheduler.finished(work, ended_s, None if failed else ended_s - started_s)
+            self.scheduler.finished(batch, ended_s, None if failed else ended_s - started_s)
         if failed and len(tickets) > 1:
-            outcomes = [
-                self._execute(model, [ticket], ticket.request.batch, work.predicted_s)[0][0] for ticket in tickets
-            ]
+            outcomes = [self._outcomes(model, [ticket], batch)[0] for ticket in tickets]
             ended_s = time.monotonic()
-        return Executed(tickets, outcomes, ended_s, model.servable.lost)
+        self._call_on_loop(self._owner.executed, tickets, outcomes, ended_s, model.servable.lost)
 
-    def _execute(
-        self, model: LoadedModel, tickets: Sequence[Ticket], rows: int, predicted_s: float
-    ) -> tuple[Sequence[Outcome], float]:
-        """Execute requests as one batch; returns their outcomes (all results, or all errors) and the end time."""
+    def _outcomes(self, model: LoadedModel, tickets: Sequence[Ticket], batch: Batch) -> Sequence[Outcome]:
+        """Execute requests of a batch together; returns an answer for each, or an error for each."""
         started_s = time.monotonic()
-        self.executing = (started_s, predicted_s)
+        self.executing = (started_s, batch.predicted_s)
         for ticket in tickets:
-            if ticket.request.start_mark is not None:
-                ticket.request.start_mark(started_s, predicted_s)
+            ticket.request.mark(*self.executing)
+        inputs = [ticket.request.inputs for ticket in tickets]
+        rows = sum([ticket.request.batch for ticket in tickets])
         try:
-            inputs = [ticket.request.inputs for ticket in tickets]
-            execution = model.servable.execute(inputs, rows, _follower(tickets, self._lane))
+            together = model.servable.execute(inputs, rows, self._follow(tickets))
         except RequestError as error:
-            return [error] * len(tickets), time.monotonic()
+            return [error] * len(tickets)
         except Exception as error:
-            return [_error_of(tickets[0].request, error)] * len(tickets), time.monotonic()
+            return [_error_of(tickets[0].request, error)] * len(tickets)
         executed_s = time.monotonic()
-        outputs = split_rows([ticket.request.batch for ticket in tickets], execution)
+        self.computed_s += max(together.timing.compute_s - together.timing.stall_s, 0.0)
+        answers = self._answers(tickets, together, started_s, executed_s)
+        model.statistics.executed([answer.timing for answer in answers], time.time())
+        return answers
+
+    def _answers(
+        self, tickets: Sequence[Ticket], together: Answer, started_s: float, executed_s: float
+    ) -> list[Answer]:
+        """Return each request's answer, whose outputs are views of its rows."""
+        rows = sum([ticket.request.batch for ticket in tickets])
+        parts, end = [together.outputs], 0
+        if len(tickets) > 1:
+            parts = []
+            for ticket in tickets:
+                start, end = end, end + ticket.request.batch
+                parts.append({name: array[start:end] for name, array in together.outputs.items()})
         ended_s = time.monotonic()
-        output_s = execution.output_s + ended_s - executed_s
-        self.computed_s += max(execution.compute_s - execution.stall_s, 0.0)
-        cost = (execution.compute_s, execution.stall_s, output_s, execution.swapped_bytes)
-        timings = [
-            ExecutionTiming(ticket.arrived_s, started_s, ended_s - started_s, *cost, rows, self._lane)
-            for ticket in tickets
+        timing = replace(
+            together.timing,
+            started_s=started_s,
+            busy_s=ended_s - started_s,
+            output_s=together.timing.output_s + ended_s - executed_s,
+            rows=rows,
+            lane=self._lane,
+        )
+        return [
+            Answer(together.model, own, replace(timing, queued_s=ticket.arrived_s), ticket.request.number)
+            for ticket, own in zip(tickets, parts, strict=True)
         ]
-        model.statistics.executed(timings, time.time())
-        return [InferResult(own, timing) for own, timing in zip(outputs, timings, strict=True)], ended_s
+
+    def _follow(self, tickets: Iterable[Ticket]) -> "Follow | None":
+        """Return a recorder that hands its spans to the first traced request; None if none is traced.
+
+        On Linux, the spans' clock (`perf_counter`) is `time.monotonic`'s.
+        """
+        on_spans = next((found for t in tickets if (found := self.followed.get(t)) is not None), None)
+        if on_spans is None:
+            return None
+        lane = self._lane
+
+        def follow(recording: "Recording") -> None:
+            on_spans([DeviceSpan(**asdict(span), compute_lane=lane) for span in recording.spans()])
+
+        return follow
 
 
-def split_rows(batches: Sequence[int], execution: Execution) -> list[Inputs]:
-    """Return each request's rows of a batch's outputs, as views."""
-    if len(batches) == 1:
-        return [execution.outputs]
-    ends = accumulate(batches)
-    return [
-        {name: array[end - batch : end] for name, array in execution.outputs.items()}
-        for batch, end in zip(batches, ends, strict=True)
-    ]
-
-
-def _follower(tickets: Iterable[Ticket], lane: int) -> "Follow | None":
-    """Return a recorder that hands its spans to the first traced request; None if none is traced.
-
-    On Linux, the spans' clock (`perf_counter`) is `time.monotonic`'s.
-    """
-    on_spans = next((t.request.on_spans for t in tickets if t.request.on_spans is not None), None)
-    if on_spans is None:
-        return None
-
-    def follow(recording: "Recording") -> None:
-        on_spans([DeviceSpan(**asdict(span), compute_lane=lane) for span in recording.spans()])
-
-    return follow
-
-
-def _error_of(request: InferRequest, error: Exception) -> RequestError:
+def _error_of(request: Request, error: Exception) -> RequestError:
     """Return the client's error for one that is being handled, and log it unless it is the client's fault."""
     name = request.model.name
     if isinstance(error.__cause__, IndexError) or _OUT_OF_RANGE.search(str(error)):

@@ -1,29 +1,14 @@
-"""The interface of a loaded model, and the outcome of one execution."""
+"""The interface of a loaded model."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from cohabit.planner.shapes import Bucket
-from cohabit.server.ipc.model import Array, GraphCapture, Inputs, ModelInfo
+from cohabit.server.ipc.model import GraphCapture, Inputs, ModelInfo
+from cohabit.server.ipc.request import Answer
 
 if TYPE_CHECKING:
     from cohabit.runtime.recording import Follow
-
-
-class Execution(msgspec.Struct, frozen=True, eq=False):
-    """One execution's outputs by name, and its cost. The receiver owns the arrays.
-
-    `compute_s` runs until the outputs exist; `stall_s` is the part of it that waited for parameters.
-    """
-
-    outputs: Mapping[str, Array]
-    compute_s: float
-    stall_s: float = 0.0
-    swapped_bytes: int = 0
-    output_s: float = 0.0
-    """From the existence of the outputs until they are converted to these arrays."""
 
 
 class Servable(Protocol):
@@ -52,12 +37,13 @@ class Servable(Protocol):
         """How executions are issued on a device with graphs, by bucket. Any thread."""
         ...
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: "Follow | None" = None) -> Execution:
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: "Follow | None" = None) -> Answer:
         """Run one execution, on the compute lane's thread. `follow` receives the spans of the device's lanes.
 
         Every request has every input. Their rows are concatenated along the first dimension and add up to `rows`;
         without a batch (`max_batch_size` is 0) there is one request, and `rows` is 1. Inputs are little-endian, may be
         unaligned, must not be written to, and are valid until the call returns. BF16 arrays are uint16, outputs too.
+        The answer has all rows and the execution's cost. Its arrays belong to the caller.
 
         Raises InvalidRequest for values that the model cannot take. Any other exception fails this request alone.
         """

@@ -17,9 +17,9 @@ from cohabit.runtime.lowering.model import TABLE_OPS, Port
 from cohabit.runtime.lowering.slots import Slot
 from cohabit.runtime.lowering.trace import Instruction
 from cohabit.runtime.recording import Follow
-from cohabit.server.engine.execution import Execution
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
+from cohabit.server.ipc.request import Answer, Timing
 from cohabit.server.protocol.datatypes import BF16, DTYPES
 
 aten = torch.ops.aten
@@ -143,7 +143,7 @@ class ProgramServable:
         found = {bucket: self.executor.capture(program) for bucket, program in self.programs.items()}
         return {b: GraphCapture(c.graphs, c.graph_bytes, c.refused) for b, c in found.items() if c is not None}
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Answer:
         """Run one execution, on the compute lane's thread."""
         program = self._planned(rows, self.info.sizes_of(requests[0]))
         planned = program.bucket.batch
@@ -157,13 +157,13 @@ class ProgramServable:
         start_s = time.perf_counter()
         own = rows if self.info.max_batch_size else None
         outputs = {p.name: array_of(t, own) for p, t in zip(self.outputs, result.outputs, strict=True)}
-        return Execution(
-            outputs,
+        timing = Timing(
             compute_s=result.latency_s,
             stall_s=result.stall_s,
             swapped_bytes=result.link_bytes,
             output_s=time.perf_counter() - start_s,
         )
+        return Answer(self.info.key, outputs, timing)
 
     def _out_of_range(self, requests: Sequence[Inputs]) -> str | None:
         """Say which value of an input is no index of the table that it is looked up in, if one is not."""

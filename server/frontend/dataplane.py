@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 from msgspec.structs import replace
 
 from cohabit.server import log
@@ -25,17 +24,17 @@ from cohabit.server.errors import (
     Unsupported,
 )
 from cohabit.server.frontend.engine_client import EngineClient
-from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
 from cohabit.server.frontend.threads import call
-from cohabit.server.ipc.execution import InferResult
-from cohabit.server.ipc.model import Array, ModelInfo, ModelKey
+from cohabit.server.ipc.model import ModelInfo, ModelKey
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import INVALID, REQUEST_SECONDS, Histogram
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.metrics import metrics_page
 from cohabit.server.observe.settings import LogSettings, log_changes
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol import descriptions
-from cohabit.server.protocol.request import InferRequest, InferResponse, respond
 from cohabit.server.protocol.shared_memory import Regions
 from cohabit.server.triton.model_config import ModelConfig, config_of
 
@@ -45,7 +44,6 @@ _T = TypeVar("_T")
 ControlParameters = Mapping[str, bool | int | float | str | bytes]
 """Parameters of a client's load or unload call."""
 
-_QUICK_CLASSIFICATION_BYTES = 64 << 10
 _MOST_CONTROL_PARAMETERS = 64
 MOST_JSON_BYTES = 16 << 20
 """What describes a request and its tensors: its JSON, or its gRPC message without the raw contents."""
@@ -116,7 +114,7 @@ class DataPlane:
 
     def describe(self, model: str, version: str | None = None) -> ModelInfo:
         """Return the description of a version, or of the highest READY one. Raises ModelNotFound or ModelNotReady."""
-        if not self._client.catalog.versions(model) and (reason := self._client.unavailable) is not None:
+        if (reason := self._client.unavailable) is not None and not self._client.catalog.versions(model):
             raise ModelNotReady(model, reason)  # the engine has not read the repository yet
         return self._client.catalog.require(model, version)
 
@@ -218,26 +216,20 @@ class DataPlane:
         async with self._decoding:
             return await call(True, function, *args, **kwargs)
 
-    async def infer(
-        self, request: InferRequest, info: ModelInfo, lease: Lease, version: str | None = None
-    ) -> InferResponse:
+    async def infer(self, request: Request, info: ModelInfo, lease: Lease, version: str | None = None) -> Answer:
         """Execute a request, for which the client named a `version` or none.
 
-        Input arrays that are not in leased memory are copied there first. The response's arrays are valid until the
+        Input arrays that are not in leased memory are copied there first. The answer's arrays are valid until the
         lease is left. Raises RequestError, prefixed with the client's id.
         """
-        request = self.tracer.attach(request)
+        on_spans = self.tracer.attach(request)
         model, full = request.model, None
         self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
-            request = replace(request, inputs={n: _shared(a, lease) for n, a in request.inputs.items()})
-            result, info = await self._execute(request, info, lease, version)
-            self.tracer.executed(result.timing)
-            outputs = result.outputs
-            classified = sum(outputs[o.tensor.name].nbytes for o in request.outputs if o.classes)
-            if classified > _QUICK_CLASSIFICATION_BYTES:
-                return await asyncio.to_thread(respond, request, info, outputs)
-            return respond(request, info, outputs)
+            request = replace(request, inputs=inputs_in(lease, request.inputs), arrived_s=time.monotonic())
+            answer = await self._execute(request, info, lease, version, on_spans)
+            self.tracer.executed(answer.timing)
+            return answer
         except RequestError as error:
             if isinstance(error, QueueFull) and not isinstance(error, LevelFull):
                 full = QueueFull(str(error), error.retry_after_s)
@@ -255,15 +247,14 @@ class DataPlane:
                 self._full[model] = full
 
     async def _execute(
-        self, request: InferRequest, info: ModelInfo, lease: Lease, version: str | None
-    ) -> tuple[InferResult, ModelInfo]:
-        """Return a request's result, and the model that has executed it.
+        self, request: Request, info: ModelInfo, lease: Lease, version: str | None, on_spans: OnSpans | None
+    ) -> Answer:
+        """Return a request's answer, by the model that it asks for or the one that has replaced it.
 
         If the version was replaced after the request had come, one without a version goes to the present one.
         """
-        arrived_s = time.monotonic()
         try:
-            return await self._client.infer(request, info, lease), info
+            return await self._client.infer(request, info, lease, on_spans)
         except ModelNotFound:
             entry = self._client.catalog.get(*info.key)
             if version is not None or entry is None or entry.wanted:
@@ -271,8 +262,7 @@ class DataPlane:
             present = self.describe(info.name)
             if replace(present, version=info.version) != info:
                 raise
-        request = replace(request, model=present.key, arrived_s=arrived_s)
-        return await self._client.infer(request, present, lease), present
+        return await self._client.infer(replace(request, model=present.key), present, lease, on_spans)
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
         """Load a model. Raises ControlOff, NotInRepository, LoadFailed, and Unsupported for files."""
@@ -348,15 +338,6 @@ class DataPlane:
     def _refuse_if_draining(self) -> None:
         if self._draining:
             raise ShuttingDown
-
-
-def _shared(array: Array, lease: Lease) -> Array:
-    """Return an array in leased memory: the array itself, or a copy of it."""
-    if array.dtype.hasobject or lease.memory.offset_of(array) is not None:
-        return array
-    own = np.ndarray(array.shape, array.dtype, lease.allocate(array.nbytes))
-    own[...] = array
-    return own
 
 
 def _folders(repository: Path) -> list[str]:

@@ -4,11 +4,11 @@ from typing import Protocol
 
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.ipc.catalog import Catalog
-from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import ModelInfo, ModelKey
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
-from cohabit.server.protocol.request import InferRequest
 
 
 class EngineClient(Protocol):
@@ -29,10 +29,13 @@ class EngineClient(Protocol):
         """How often the engine's process was restarted."""
         ...
 
-    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
-        """Execute a request whose inputs are in leased memory; output arrays are valid until the lease is released.
+    async def infer(
+        self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
+    ) -> Answer:
+        """Execute a request whose inputs are in leased memory. The answer's arrays are valid as long as the lease.
 
-        Cancelling this removes the request from the queue, if it has not started. Raises RequestError.
+        `on_spans` receives the spans of its execution. Cancelling this removes the request from the queue, if it has
+        not started. Raises RequestError.
         """
         ...
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
+from msgspec.structs import replace
 
 from cohabit.server.errors import (
     EngineFailed,
@@ -21,17 +21,15 @@ from cohabit.server.errors import (
     ShuttingDown,
     from_wire,
 )
-from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.frontend.memory import Lease, RequestMemory, room_for
 from cohabit.server.ipc import messages
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.channel import MessageChannel
-from cohabit.server.ipc.execution import InferResult, OnSpans
 from cohabit.server.ipc.model import ModelInfo, ModelKey
-from cohabit.server.ipc.shared_layout import MARK, round_up
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
-from cohabit.server.protocol.datatypes import DTYPES
-from cohabit.server.protocol.request import InferRequest
 
 _log = logging.getLogger("cohabit.frontend")
 
@@ -47,14 +45,12 @@ _COUNT_S = 0.1
 
 
 @dataclass(slots=True)
-class _Pending:
+class PendingRequest:
     """A request that the engine has not answered."""
 
-    message: messages.Infer
-    future: asyncio.Future[InferResult]
+    request: Request
+    future: asyncio.Future[Answer]
     lease: Lease
-    mark: np.ndarray
-    on_spans: OnSpans | None
     sent: bool = False
     deaths: int = 0
     hangs: int = 0
@@ -63,17 +59,8 @@ class _Pending:
     """Whether the present process is being ended for that."""
 
     @property
-    def started_s(self) -> float:
-        """When its execution began; 0 while it is queued."""
-        return float(self.mark["started_s"][0])
-
-    @property
-    def predicted_s(self) -> float:
-        return float(self.mark["predicted_s"][0])
-
-    @property
     def deadline_s(self) -> float:
-        timeout_s, arrived_s = self.message.timeout_s, self.message.arrived_s
+        timeout_s, arrived_s = self.request.timeout_s, self.request.arrived_s
         return math.inf if timeout_s is None or arrived_s is None else arrived_s + timeout_s
 
 
@@ -90,6 +77,8 @@ class EngineConnection:
         self.catalog = Catalog(strict_readiness)
         self.restarts = 0
         self._memory = memory
+        self._encode = messages.encoder(memory)
+        self._decode = messages.decoder_to_frontend(memory)
         self._clock = clock
         self._channel: MessageChannel[messages.ToFrontend] | None = None
         self._started = False
@@ -99,7 +88,7 @@ class EngineConnection:
         """Why requests are refused instead of waiting for the next process."""
         self._closing = False
         self._next_id = 0
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, PendingRequest] = {}
         self._operations: dict[int, asyncio.Future[EngineReport | None]] = {}
         self._traced: dict[int, OnSpans] = {}
         self._rejections: Counter[tuple[ModelKey, str]] = Counter()
@@ -127,7 +116,7 @@ class EngineConnection:
         socket.send_fds(connection, [self._memory.nbytes.to_bytes(8, "little")], [self._memory.descriptor])
         connection.setblocking(False)
         _, self._channel = await loop.create_unix_connection(
-            lambda: MessageChannel(messages.decode_to_frontend, self._received, self._lost.set), sock=connection
+            lambda: MessageChannel(self._encode, self._decode, self._received, self._lost.set), sock=connection
         )
 
     async def start(
@@ -156,7 +145,6 @@ class EngineConnection:
             if not operation.done():  # its caller still waits
                 operation.set_exception(EngineUnavailable(f"the engine's process ended: {reason}"))
         self._operations.clear()
-        self._traced.clear()
         self._rejections.clear()
         for id_, pending in list(self._pending.items()):
             if id_ not in self._pending:
@@ -164,15 +152,16 @@ class EngineConnection:
             if pending.future.done():  # the client has disconnected
                 self._forget(id_)
                 continue
-            pending.deaths += pending.started_s > 0
+            pending.deaths += pending.request.marked[0] > 0
             pending.hangs += pending.is_hung
             pending.is_hung = False
             pending.sent = False
-            pending.mark[0] = (0.0, 0.0)
+            pending.request.mark(0.0, 0.0)
             if pending.deaths >= DEATHS_PER_REQUEST:
-                self._fail(id_, EngineFailed(pending.message.model.name, reason))
+                self._fail(id_, EngineFailed(pending.request.model.name, reason))
             if pending.hangs >= DEATHS_PER_REQUEST:
-                self._fail_model(pending.message.model, reason)
+                self._fail_model(pending.request.model, reason)
+        self._traced = {number: on_spans for number, on_spans in self._traced.items() if number in self._pending}
 
     def give_up(self, reason: str) -> None:
         """Refuse waiting requests, and new ones until the next process has started."""
@@ -185,7 +174,7 @@ class EngineConnection:
         now_s = self._clock()
         for id_, pending in list(self._pending.items()):
             if not pending.sent and now_s > pending.deadline_s:
-                self._fail(id_, RequestTimedOut(pending.message.model.name, pending.message.timeout_s or 0.0))
+                self._fail(id_, RequestTimedOut(pending.request.model.name, pending.request.timeout_s or 0.0))
 
     def stuck(self, watchdog_s: float) -> str | None:
         """Return why the engine must be considered hung, or None.
@@ -197,37 +186,44 @@ class EngineConnection:
         beat_s, oldest_s, predicted_s = self._memory.heartbeat()
         stalled = beat_s > 0 and now_s - beat_s > watchdog_s
         for pending in self._pending.values():
-            started_s = pending.started_s
-            limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * pending.predicted_s)
+            started_s, expected_s = pending.request.marked
+            limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * expected_s)
             if started_s > 0 and now_s - started_s > limit_s:
                 pending.is_hung = not stalled  # a process that does nothing at all may have been stopped
-                return f"an execution of model '{pending.message.model.name}' takes longer than {limit_s:.3g} s"
+                return f"an execution of model '{pending.request.model.name}' takes longer than {limit_s:.3g} s"
         limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * predicted_s)
         if oldest_s > 0 and now_s - oldest_s > limit_s:
             return f"an execution takes longer than {limit_s:.3g} s"
         return f"its event loop has not run for {watchdog_s:.3g} s" if stalled else None
 
-    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
+    async def infer(
+        self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
+    ) -> Answer:
         if self._gave_up is not None:
             raise EngineUnavailable(self._gave_up)
         if self._closing:
             raise ShuttingDown
         self._next_id += 1
-        message = self._message(self._next_id, request, info, lease)
-        future: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
-        mark = self._memory.array(message.mark_offset, MARK, (1,))
-        pending = _Pending(message, future, lease, mark, request.on_spans)
+        number = self._next_id
+        room = room_for(request, info, lease)
+        request = replace(request, room=room, number=number, traced=on_spans is not None)
+        request.mark(0.0, 0.0)
+        pending = PendingRequest(request, asyncio.get_running_loop().create_future(), lease)
         lease.hold()
-        self._pending[message.id] = pending
+        self._pending[number] = pending
+        if on_spans is not None:
+            self._traced[number] = on_spans
+            if len(self._traced) > _MOST_TRACED:
+                del self._traced[next(iter(self._traced))]
         if self._started:
             self._dispatch(pending)
         try:
             return await pending.future
         except asyncio.CancelledError:
             if pending.sent:
-                self._send(messages.Cancel(message.id))
+                self._send(messages.Cancel(number))
             else:
-                self._forget(message.id)
+                self._forget(number)
             raise
 
     async def load(self, model: str, config: str | None) -> None:
@@ -277,44 +273,9 @@ class EngineConnection:
             self._fail(id_, ShuttingDown())
         return True
 
-    def _message(self, id_: int, request: InferRequest, info: ModelInfo, lease: Lease) -> messages.Infer:
-        """Describe a request whose inputs are in leased memory, and allocate its mark and its outputs."""
-        wanted = [output.tensor for output in request.outputs]
-        symbols = info.dynamic.symbols(request.sizes)
-        output_bytes = 0
-        for tensor in wanted:
-            rows = request.batch if info.max_batch_size else 1
-            output_bytes += round_up(rows * math.prod(tensor.at(symbols)) * DTYPES[tensor.datatype].itemsize)
-        mark_offset = lease.take(round_up(MARK.itemsize) + output_bytes)
-        self._memory.array(mark_offset, MARK, (1,))[0] = (0.0, 0.0)
-        inputs = []
-        for name, array in request.inputs.items():
-            offset = self._memory.offset_of(array) if array.nbytes else 0
-            assert offset is not None
-            inputs.append(messages.SharedTensor(name, array.dtype.str, array.shape, offset))
-        return messages.Infer(
-            id_,
-            request.model,
-            inputs,
-            request.batch,
-            [tensor.name for tensor in wanted],
-            mark_offset,
-            output_bytes,
-            request.id,
-            request.priority,
-            request.timeout_s,
-            self._clock() if request.arrived_s is None else request.arrived_s,
-            request.on_spans is not None,
-            request.sizes,
-        )
-
-    def _dispatch(self, pending: _Pending) -> None:
+    def _dispatch(self, pending: PendingRequest) -> None:
         pending.sent = True
-        if pending.on_spans is not None:
-            self._traced[pending.message.id] = pending.on_spans
-            if len(self._traced) > _MOST_TRACED:
-                del self._traced[next(iter(self._traced))]
-        self._send(pending.message)
+        self._send(pending.request)
 
     async def _call(self, make: Callable[[int], messages.ToEngine]) -> EngineReport | None:
         if not self._started:
@@ -331,7 +292,7 @@ class EngineConnection:
 
     def _received(self, message: messages.ToFrontend) -> None:
         match message:
-            case messages.Inferred():
+            case Answer():
                 self._answer(message)
             case messages.Failed():
                 error = from_wire(message.error)
@@ -340,7 +301,7 @@ class EngineConnection:
                 elif (operation := self._operations.pop(message.id, None)) is not None and not operation.done():
                     operation.set_exception(error)
             case messages.Traced():
-                if (on_spans := self._traced.get(message.id)) is not None:
+                if (on_spans := self._traced.get(message.number)) is not None:
                     on_spans(message.spans)
             case messages.EntryChanged(entry):
                 self._update(entry)
@@ -370,7 +331,7 @@ class EngineConnection:
         if entry is not None:
             self.catalog.update(msgspec.structs.replace(entry, state=ModelState.UNAVAILABLE, reason=why, info=None))
         for id_, pending in list(self._pending.items()):
-            if pending.message.model == model:
+            if pending.request.model == model:
                 self._fail(id_, ModelNotFound(*model, reason=why))
 
     def _has_started(self, memory_map: str) -> None:
@@ -381,14 +342,13 @@ class EngineConnection:
         for pending in [p for p in self._pending.values() if not p.sent]:
             self._dispatch(pending)
 
-    def _answer(self, message: messages.Inferred) -> None:
-        pending = self._pending.get(message.id)
+    def _answer(self, answer: Answer) -> None:
+        pending = self._pending.get(answer.number)
         if pending is None:
             return
         if not pending.future.done():
-            arrays = {t.name: self._memory.array(t.offset, t.dtype, t.shape) for t in message.outputs}
-            pending.future.set_result(InferResult(arrays, message.timing))
-        self._forget(message.id)
+            pending.future.set_result(answer)
+        self._forget(answer.number)
 
     def _fail(self, id_: int, error: Exception) -> None:
         pending = self._pending[id_]

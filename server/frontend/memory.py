@@ -4,6 +4,7 @@ One anonymous file, mapped by the front end and by the engine; leases allocate b
 memory of all unanswered requests (`--queue-memory`).
 """
 
+import math
 import mmap
 import os
 
@@ -12,30 +13,31 @@ import numpy as np
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.free_list import FreeList
 from cohabit.server.errors import ConfigError, Overloaded
-from cohabit.server.ipc.model import Array
-from cohabit.server.ipc.shared_layout import HEARTBEAT, PAGE_BYTES, round_up
+from cohabit.server.ipc.model import Array, Inputs, ModelInfo
+from cohabit.server.ipc.request import MARK_BYTES, Request
+from cohabit.server.ipc.shared_memory import HEARTBEAT, PAGE_BYTES, SharedMemory, round_up
+from cohabit.server.protocol.datatypes import DTYPES
 
 _KEPT_BYTES = 64 << 20
 """An idle pool keeps at most these pages and returns the others to the system."""
 
 
-class RequestMemory:
+class RequestMemory(SharedMemory):
     """A bounded pool of shared memory. Belongs to the event loop's thread."""
 
     def __init__(self, nbytes: int) -> None:
         """Raises ConfigError if the system has no such file."""
-        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
+        size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
         try:
             self.descriptor = os.memfd_create("cohabit-requests", os.MFD_CLOEXEC)
-            os.ftruncate(self.descriptor, self.nbytes)
+            os.ftruncate(self.descriptor, size)
             os.posix_fallocate(self.descriptor, 0, PAGE_BYTES)
         except OSError as error:
             raise ConfigError(
                 f"--queue-memory: the system has no shared memory of {format_bytes(nbytes)}: {error.strerror}"
             ) from error
-        self.map = mmap.mmap(self.descriptor, self.nbytes)
-        self._base = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
-        self._free = FreeList(PAGE_BYTES, self.nbytes - PAGE_BYTES)
+        super().__init__(mmap.mmap(self.descriptor, size))
+        self._free = FreeList(PAGE_BYTES, size - PAGE_BYTES)
         self.used_bytes = 0
         self._highest = PAGE_BYTES
         """The end of the highest block allocated since pages were last returned to the system."""
@@ -64,7 +66,7 @@ class RequestMemory:
 
         Without, the first write would end the process there. Memory that a client announces only gets none.
         """
-        end = offset + nbytes
+        end = round_up(offset + nbytes)  # the next block begins there
         if end <= self._filled:
             return
         is_next = offset <= self._filled
@@ -91,18 +93,9 @@ class RequestMemory:
     def view(self, offset: int, nbytes: int) -> memoryview:
         return memoryview(self.map)[offset : offset + nbytes]
 
-    def offset_of(self, array: Array) -> int | None:
-        """Return an array's offset in the pool; None if it is elsewhere or not contiguous."""
-        offset: int = array.__array_interface__["data"][0] - self._base
-        inside = offset >= PAGE_BYTES and offset + array.nbytes <= self.nbytes
-        return offset if inside and array.flags.c_contiguous else None
-
     def holds(self, data: bytes | memoryview) -> bool:
         """Whether bytes are in the pool."""
         return len(data) > 0 and self.offset_of(np.frombuffer(data, np.uint8)) is not None
-
-    def array(self, offset: int, dtype: str | np.dtype[np.void], shape: tuple[int, ...]) -> Array:
-        return np.ndarray(shape, dtype, self.map, offset)
 
     def heartbeat(self) -> tuple[float, float, float]:
         """Return a `HEARTBEAT`: zeros before the first iteration of the engine's event loop."""
@@ -182,3 +175,29 @@ class Lease:
             for offset, nbytes in self._blocks.items():
                 self.memory.release(offset, nbytes)
             self._blocks.clear()
+
+
+def inputs_in(lease: Lease, inputs: Inputs) -> Inputs:
+    """Return arrays in leased memory: those that are there, and copies of the others. Raises Overloaded."""
+    return {
+        name: _copied(array, lease) if lease.memory.offset_of(array) is None else array
+        for name, array in inputs.items()
+    }
+
+
+def room_for(request: Request, info: ModelInfo, lease: Lease) -> Array:
+    """Return leased memory for a request's mark and outputs. Raises Overloaded."""
+    rows = request.batch if info.max_batch_size else 1
+    wanted = [output.name for output in request.outputs]
+    symbols = info.dynamic.symbols(request.sizes)
+    nbytes = MARK_BYTES
+    for tensor in info.outputs:
+        if tensor.name in wanted:
+            nbytes += round_up(rows * math.prod(tensor.at(symbols)) * DTYPES[tensor.datatype].itemsize)
+    return lease.memory.array(lease.take(nbytes), "|u1", (nbytes,))
+
+
+def _copied(array: Array, lease: Lease) -> Array:
+    own = np.ndarray(array.shape, array.dtype, lease.allocate(array.nbytes))
+    own[...] = array
+    return own

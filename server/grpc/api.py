@@ -23,7 +23,7 @@ from cohabit.server.protocol.matching import errors_of
 from cohabit.server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
 _QUICK_BYTES = 64 << 10
-"""The event loop converts typed contents up to this size; threads do the rest."""
+"""The event loop converts typed contents, and classifies outputs, up to this size; threads do the rest."""
 _QUICK_TENSOR_BYTES = 4 << 20
 _FINAL = "triton_final_response"
 _STREAM_AHEAD = 64
@@ -214,10 +214,12 @@ class InferenceCalls:
                 request = await self._plane.decode(slow, decode_request, message, info, regions)
             if left_s is not None and (request.timeout_s is None or left_s < request.timeout_s):
                 request = replace(request, timeout_s=left_s)
-            response = await self._plane.infer(request, info, lease, version)
-            large = sum(output.array.nbytes for output in response.outputs) > _QUICK_TENSOR_BYTES
-            with errors_of(response.id):
-                message = await call(large, encode_response, response)
+            answer = await self._plane.infer(request, info, lease, version)
+            classified = sum(answer.outputs[o.name].nbytes for o in request.outputs if o.classes)
+            nbytes = sum(array.nbytes for array in answer.outputs.values())
+            slow = nbytes > _QUICK_TENSOR_BYTES or classified > _QUICK_BYTES
+            with errors_of(request.id):
+                message = await call(slow, encode_response, request, answer, info, regions)
             unsent.hold(lease)
             return message, lease
 

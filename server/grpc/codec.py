@@ -9,19 +9,17 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.ipc.request import Answer, Parameters, Request, RequestedOutput
 from cohabit.server.protocol.datatypes import BINARY_ONLY, DTYPES
 from cohabit.server.protocol.matching import (
     InputBody,
-    Parameters,
     RequestBody,
-    WantedBody,
     errors_of,
     fit,
     window_of,
 )
-from cohabit.server.protocol.request import InferRequest, InferResponse
 from cohabit.server.protocol.shared_memory import RegionUse
-from cohabit.server.protocol.tensors import check_size, from_binary, from_window, to_binary
+from cohabit.server.protocol.tensors import answered, check_size, from_binary, from_window, to_binary
 
 _CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",
@@ -49,7 +47,7 @@ def parse_request(data: bytes) -> Any:
     return message
 
 
-def decode_request(message: Any, info: ModelInfo, regions: RegionUse) -> InferRequest:
+def decode_request(message: Any, info: ModelInfo, regions: RegionUse) -> Request:
     """Turn a ModelInferRequest into tensors that fit the model. Raises RequestError, with the client's id in front."""
     with errors_of(message.id):
         request = RequestBody(
@@ -58,22 +56,22 @@ def decode_request(message: Any, info: ModelInfo, regions: RegionUse) -> InferRe
                 for t in message.inputs
             ],
             id=message.id,
-            outputs=[WantedBody(t.name, parameters_of(t.parameters)) for t in message.outputs],
+            outputs=[RequestedOutput(t.name, parameters_of(t.parameters)) for t in message.outputs],
             parameters=parameters_of(message.parameters),
         )
         request.parameters.pop(_EMPTY_FINAL_RESPONSE, None)  # each request has one response, which is final
         return fit(request, info, regions, _Contents(message, info, regions).read, binary=True)
 
 
-def encode_response(response: InferResponse) -> Any:
+def encode_response(request: Request, answer: Answer, info: ModelInfo, regions: RegionUse) -> Any:
     """Make a ModelInferResponse. Outputs in shared memory are written there, and are empty entries here."""
     message = ModelInferResponse(
-        model_name=response.model, model_version=str(response.version), id=response.id or ""
+        model_name=answer.model.name, model_version=str(answer.model.version), id=request.id or ""
     )
-    for output in response.outputs:
-        tensor, window, binary = output.tensor, output.window, to_binary(output.array, output.tensor.datatype)
-        message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=output.array.shape)
-        if window is not None:
+    for asked, datatype, array in answered(request, answer, info):
+        binary = to_binary(array, datatype)
+        message.outputs.add(name=asked.name, datatype=datatype, shape=array.shape)
+        if (window := window_of(asked.parameters, regions, asked.name)) is not None:
             window.write(memoryview(binary))
             binary = b""
         message.raw_output_contents.append(bytes(binary))
@@ -101,7 +99,7 @@ class _Contents:
         self._typed = {t.name: t.contents for t in message.inputs if t.HasField("contents")}
         self._regions = regions
 
-    def read(self, body: InputBody) -> Array:
+    def read(self, body: InputBody[list[int]]) -> Array:
         window = window_of(body.parameters, self._regions, f"input '{body.name}'") if body.parameters else None
         typed = self._typed.get(body.name)
         if typed is not None and self._raw:
@@ -117,7 +115,7 @@ class _Contents:
             return _from_typed(typed, body)
         return from_binary(self._next(body), body.name, body.datatype, body.shape)
 
-    def _next(self, body: InputBody) -> memoryview:
+    def _next(self, body: InputBody[list[int]]) -> memoryview:
         if self._taken == len(self._raw):
             raise InvalidRequest(
                 f"unable to find data for inference input '{body.name}' for model '{self._model}': it has no contents,"
@@ -128,7 +126,7 @@ class _Contents:
         return raw
 
 
-def _from_typed(contents: Any, body: InputBody) -> Array:
+def _from_typed(contents: Any, body: InputBody[list[int]]) -> Array:
     """Read the field that belongs to the datatype. Raises InvalidRequest for values that do not fit."""
     if body.datatype in BINARY_ONLY:
         raise InvalidRequest(

@@ -1,7 +1,6 @@
-"""The table of gRPC statuses for domain errors, and the status that a call ends with."""
+"""The status that a gRPC call ends with."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -9,28 +8,6 @@ from grpc import StatusCode
 
 from cohabit.server import errors
 from cohabit.server.log import log_internal_error
-
-CODES: Mapping[type[errors.RequestError], StatusCode] = {
-    errors.Unauthenticated: StatusCode.UNAUTHENTICATED,
-    errors.PermissionMissing: StatusCode.PERMISSION_DENIED,
-    errors.InvalidRequest: StatusCode.INVALID_ARGUMENT,
-    errors.AlreadyRegistered: StatusCode.ALREADY_EXISTS,
-    errors.RegionNotFound: StatusCode.NOT_FOUND,
-    errors.ModelNotFound: StatusCode.NOT_FOUND,
-    errors.ModelNotReady: StatusCode.UNAVAILABLE,
-    errors.PayloadTooLarge: StatusCode.RESOURCE_EXHAUSTED,
-    errors.ClientTooSlow: StatusCode.DEADLINE_EXCEEDED,
-    errors.Unsupported: StatusCode.UNIMPLEMENTED,
-    errors.Overloaded: StatusCode.UNAVAILABLE,
-    errors.RequestTimedOut: StatusCode.DEADLINE_EXCEEDED,
-    errors.ShuttingDown: StatusCode.UNAVAILABLE,
-    errors.ExecutionFailed: StatusCode.INTERNAL,
-    errors.EngineFailed: StatusCode.INTERNAL,
-    errors.DeviceUnavailable: StatusCode.UNAVAILABLE,
-    errors.ControlOff: StatusCode.UNAVAILABLE,
-    errors.LoadFailed: StatusCode.INVALID_ARGUMENT,
-    errors.NotInRepository: StatusCode.INTERNAL,
-}
 
 _MOST_CHARACTERS = 2000
 """Length of a message: it is a header, and clients limit those to 8 KiB."""
@@ -55,10 +32,6 @@ class CallRefused(Exception):
         self.status = Status(code, message)
 
 
-def code_of(error: errors.RequestError) -> StatusCode:
-    return next(CODES[cls] for cls in type(error).__mro__ if cls in CODES)
-
-
 def status_of(error: Exception, call: str) -> Status:
     """Return how a call ends that raised this error, which is being handled."""
     match error:
@@ -66,7 +39,7 @@ def status_of(error: Exception, call: str) -> Status:
             metadata: tuple[tuple[str, str], ...] = ()
             if isinstance(error, errors.Overloaded):
                 metadata = (("grpc-retry-pushback-ms", str(max(1, round(error.retry_after_s * 1e3)))),)
-            return Status(code_of(error), str(error)[:_MOST_CHARACTERS], metadata)
+            return Status(StatusCode[errors.statuses_of(error).grpc], str(error)[:_MOST_CHARACTERS], metadata)
         case CallRefused():
             return error.status
         case DecodeError():

@@ -11,11 +11,13 @@ from cohabit.server.frontend.threads import call
 from cohabit.server.http import generate
 from cohabit.server.http.answers import JSON, LeasedResponse, json_response, model_of
 from cohabit.server.http.body import read_body
-from cohabit.server.http.codec import EncodedResponse, decode_request, encode_response, parse_header_length
+from cohabit.server.http.codec import decode_request, encode_response, parse_header_length
 from cohabit.server.http.compression import chosen_encoding, compress
 from cohabit.server.http.errors import error_response
+from cohabit.server.ipc.model import ModelInfo
+from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.protocol.matching import errors_of
-from cohabit.server.protocol.request import InferResponse
+from cohabit.server.protocol.shared_memory import RegionUse
 from cohabit.server.triton.model_config import config_as_json
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -24,6 +26,8 @@ _BINARY = "application/octet-stream"
 _EVENTS = "text/event-stream; charset=utf-8"
 _QUICK_JSON_BYTES = 64 << 10
 """The event loop parses and writes JSON up to this size; threads do the rest."""
+_JSON_BYTES = 8
+"""What a number takes in JSON, about."""
 _QUICK_BINARY_BYTES = 4 << 20
 _QUICK_COMPRESSION_BYTES = 8 << 10
 
@@ -83,8 +87,9 @@ class InferenceApi:
             with self._plane.answering(info.key):
                 with self._plane.fitting(info.key):
                     decoded = await self._plane.decode(slow, decode_request, body, header_length, info, regions)
-                encoded = await _encode(await self._plane.infer(decoded, info, lease, version))
-            return await _infer_response(encoded, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
+                answer = await self._plane.infer(decoded, info, lease, version)
+                parts = await _encode(decoded, answer, info, regions)
+            return await _infer_response(parts, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Infer with plain JSON values."""
@@ -105,31 +110,33 @@ class InferenceApi:
             with self._plane.answering(info.key):
                 with self._plane.fitting(info.key):
                     decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
-                response = await self._plane.infer(decoded, info, lease, version)
-                slow = _json_bytes(response) > _QUICK_JSON_BYTES
-                written = await call(slow, generate.encode_response, response)
+                answer = await self._plane.infer(decoded, info, lease, version)
+                slow = _JSON_BYTES * sum(a.size for a in answer.outputs.values()) > _QUICK_JSON_BYTES
+                written = await call(slow, generate.encode_response, decoded, answer, info)
             return LeasedResponse(lease, (before, written, after), headers)
 
 
-async def _encode(response: InferResponse) -> EncodedResponse:
-    binary_bytes = sum(output.array.nbytes for output in response.outputs)
-    slow = binary_bytes > _QUICK_BINARY_BYTES or _json_bytes(response, only=True) > _QUICK_JSON_BYTES
-    with errors_of(response.id):
-        return await call(slow, encode_response, response)
-
-
-def _json_bytes(response: InferResponse, only: bool = False) -> int:
-    """Estimate how much JSON the outputs take; `only` counts those that are to be JSON."""
-    return sum(8 * o.array.size for o in response.outputs if not (only and (o.binary or o.window)))
+async def _encode(
+    request: Request, answer: Answer, info: ModelInfo, regions: RegionUse
+) -> list[bytes | memoryview]:
+    """Encode an answer: on a thread if it is large, or much of it is JSON or to be classified."""
+    nbytes = json_bytes = 0
+    for asked in request.outputs:
+        array = answer.outputs[asked.name]
+        nbytes += array.nbytes
+        if asked.classes or not (asked.binary or asked.in_region):
+            json_bytes += _JSON_BYTES * array.size
+    slow = nbytes > _QUICK_BINARY_BYTES or json_bytes > _QUICK_JSON_BYTES
+    with errors_of(request.id):
+        return await call(slow, encode_response, request, answer, info, regions)
 
 
 async def _infer_response(
-    encoded: EncodedResponse, accept_encoding: str | None, lease: Lease
+    parts: Sequence[bytes | memoryview], accept_encoding: str | None, lease: Lease
 ) -> web.StreamResponse:
     headers: dict[str, str] = {hdrs.CONTENT_TYPE: JSON}
-    if encoded.header_length is not None:
-        headers = {hdrs.CONTENT_TYPE: _BINARY, HEADER_LENGTH: str(encoded.header_length)}
-    parts: Sequence[bytes | memoryview] = encoded.parts
+    if len(parts) > 1:
+        headers = {hdrs.CONTENT_TYPE: _BINARY, HEADER_LENGTH: str(len(parts[0]))}
     encoding = chosen_encoding(accept_encoding)
     if encoding is not None:
         parts = [await call(sum(map(len, parts)) > _QUICK_COMPRESSION_BYTES, compress, parts, encoding)]

@@ -10,34 +10,25 @@ import msgspec
 from cohabit.server.errors import InvalidRequest, TensorMismatch
 from cohabit.server.http.answers import parse_json
 from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.protocol.datatypes import DTYPES
 from cohabit.server.protocol.matching import (
     NO_DATA,
     Dim,
     InputBody,
-    Parameters,
     RequestBody,
-    WantedBody,
     errors_of,
     fit,
     unsigned,
     window_of,
 )
-from cohabit.server.protocol.request import InferRequest, InferResponse, OutputTensor
 from cohabit.server.protocol.shared_memory import RegionUse
-from cohabit.server.protocol.tensors import from_binary, from_json, from_window, to_binary, to_json
+from cohabit.server.protocol.tensors import answered, from_binary, from_json, from_window, to_binary, to_json
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EXPLAINED_BYTES = 1 << 20
 _MOST_SHAPE_BYTES = 1024
 _shapes = msgspec.json.Decoder(list[Dim])
-
-
-class EncodedResponse(msgspec.Struct, frozen=True):
-    """A body in parts, some of which may be views of leased memory. `header_length` is the JSON's if tensors follow."""
-
-    parts: list[bytes | memoryview]
-    header_length: int | None
 
 
 def parse_header_length(text: str | None) -> int | None:
@@ -49,9 +40,7 @@ def parse_header_length(text: str | None) -> int | None:
     return int(text)
 
 
-def decode_request(
-    body: memoryview, header_length: int | None, info: ModelInfo, regions: RegionUse
-) -> InferRequest:
+def decode_request(body: memoryview, header_length: int | None, info: ModelInfo, regions: RegionUse) -> Request:
     """Turn a request's body into tensors that fit the model; binary ones are views of `body`.
 
     Raises RequestError, with the client's id in front.
@@ -74,29 +63,28 @@ def decode_request(
     return request
 
 
-def encode_response(response: InferResponse) -> EncodedResponse:
-    """Write JSON, followed by the binary tensors if there are any; outputs in shared memory are written there."""
+def encode_response(
+    request: Request, answer: Answer, info: ModelInfo, regions: RegionUse
+) -> list[bytes | memoryview]:
+    """Return the body in parts: JSON, then binary tensors, which may be views of leased memory.
+
+    Outputs in shared memory are written there. Raises InvalidRequest where that has no room for them.
+    """
     described: list[dict[str, Any]] = []
     tail: list[bytes | memoryview] = []
-    for output in response.outputs:
-        binary = to_binary(output.array, output.tensor.datatype) if output.binary or output.window else None
-        described.append(_output_body(output, binary))
-        if output.window is not None and binary is not None:
-            output.window.write(memoryview(binary))
-        elif binary is not None:
-            tail.append(binary)
-    body = {"model_name": response.model, "model_version": str(response.version), "outputs": described}
-    header = msgspec.json.encode(body | ({"id": response.id} if response.id else {}))
-    return EncodedResponse([header, *tail], len(header) if tail else None)
-
-
-def _output_body(output: OutputTensor, binary: bytes | memoryview | None) -> dict[str, Any]:
-    body = {"name": output.tensor.name, "datatype": output.tensor.datatype, "shape": output.array.shape}
-    if output.window is not None:
-        return body  # without parameters, as Triton: its C++ client takes any for those of binary data
-    if binary is not None:
-        return body | {"parameters": {"binary_data_size": len(binary)}}
-    return body | {"data": to_json(output.array)}
+    for asked, datatype, array in answered(request, answer, info):
+        body: dict[str, Any] = {"name": asked.name, "datatype": datatype, "shape": array.shape}
+        if (window := window_of(asked.parameters, regions, asked.name)) is not None:
+            # Without parameters, as Triton: its C++ client takes any for those of binary data.
+            window.write(memoryview(to_binary(array, datatype)))
+        elif asked.binary:
+            tail.append(to_binary(array, datatype))
+            body["parameters"] = {"binary_data_size": len(tail[-1])}
+        else:
+            body["data"] = to_json(array)
+        described.append(body)
+    written = {"model_name": answer.model.name, "model_version": str(answer.model.version), "outputs": described}
+    return [msgspec.json.encode(written | ({"id": request.id} if request.id else {})), *tail]
 
 
 class _Tail:
@@ -107,7 +95,7 @@ class _Tail:
         self._regions = regions
         self._offset = 0
 
-    def read(self, body: InputBody) -> Array:
+    def read(self, body: InputBody[list[int]]) -> Array:
         """Read one input from the JSON, the tail or shared memory, according to its parameters."""
         where = f"input '{body.name}'"
         size = unsigned(body.parameters, "binary_data_size", where) if body.parameters else None
@@ -132,7 +120,7 @@ class _Tail:
                 f"unexpected additional input data for model '{info.name}': {left} bytes follow the last binary input"
             )
 
-    def _next(self, body: InputBody, size: int) -> memoryview:
+    def _next(self, body: InputBody[list[int]], size: int) -> memoryview:
         start, left = self._offset, len(self._binary) - self._offset
         if size > left:
             raise InvalidRequest(
@@ -143,29 +131,12 @@ class _Tail:
         return self._binary[start : start + size]
 
 
-class _Input(msgspec.Struct):
-    """An input as it is sent; its shape is read when its length is known."""
-
-    name: str
-    datatype: str
-    shape: msgspec.Raw
-    data: msgspec.Raw = NO_DATA
-    parameters: Parameters = {}
+msgspec.json.Decoder(RequestBody[msgspec.Raw])  # msgspec looks at the type now, and not in two threads at once
 
 
-class _Request(msgspec.Struct):
-    inputs: list[_Input]
-    id: str = ""
-    outputs: list[WantedBody] = []
-    parameters: Parameters = {}
-
-
-msgspec.json.Decoder(_Request)  # msgspec looks at the type now, and not in two threads at once
-
-
-def _parse(header: memoryview) -> RequestBody:
+def _parse(header: memoryview) -> RequestBody[list[int]]:
     try:
-        sent = parse_json(header, _Request)
+        sent = parse_json(header, RequestBody[msgspec.Raw])
         inputs = [
             InputBody(i.name, i.datatype, _shape(i, n), i.data, i.parameters) for n, i in enumerate(sent.inputs)
         ]
@@ -179,7 +150,7 @@ def _parse(header: memoryview) -> RequestBody:
         ) from error
 
 
-def _shape(sent: _Input, index: int) -> list[int]:
+def _shape(sent: InputBody[msgspec.Raw], index: int) -> list[int]:
     if len(memoryview(sent.shape)) > _MOST_SHAPE_BYTES:
         raise InvalidRequest(f"the shape of input '{sent.name}' has over {_MOST_SHAPE_BYTES} bytes")
     try:
@@ -205,7 +176,7 @@ def _contains(data: Any, wanted: object) -> bool:
     return data is wanted or (isinstance(data, list) and any(_contains(d, wanted) for d in data))
 
 
-def _raw_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> InferRequest:
+def _raw_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Request:
     """Read a body that is the bytes of the only input; its size gives the batch."""
     if len(info.inputs) != 1:
         raise TensorMismatch(
@@ -223,7 +194,7 @@ def _raw_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Infer
         )
     described = InputBody(tensor.name, tensor.datatype, [len(body) // item_bytes if d < 0 else d for d in shape])
 
-    def read(_: InputBody) -> Array:
+    def read(_: InputBody[list[int]]) -> Array:
         return from_binary(body, described.name, described.datatype, described.shape)
 
     return fit(RequestBody([described]), info, regions, read, binary=True)

@@ -9,7 +9,7 @@ from msgspec import Meta
 from cohabit.server.errors import Unsupported
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.answers import json_response, read_json
-from cohabit.server.protocol.matching import Parameters
+from cohabit.server.ipc.request import Parameters
 from cohabit.server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
 _MOST_CONFIG_BYTES = 1 << 20

@@ -8,11 +8,11 @@ import msgspec
 from cohabit.server.errors import InvalidRequest, Unsupported
 from cohabit.server.http.answers import parse_json
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
+from cohabit.server.ipc.request import Answer, Parameters, Request
 from cohabit.server.protocol.datatypes import BINARY_ONLY
-from cohabit.server.protocol.matching import InputBody, Parameters, RequestBody, errors_of, fit
-from cohabit.server.protocol.request import InferRequest, InferResponse
+from cohabit.server.protocol.matching import InputBody, RequestBody, errors_of, fit
 from cohabit.server.protocol.shared_memory import RegionUse
-from cohabit.server.protocol.tensors import from_json, nesting, to_json
+from cohabit.server.protocol.tensors import answered, from_json, nesting, to_json
 
 _EMPTY = re.compile(rb"[\s\[]*\]")
 _MOST_DIMENSIONS = 64
@@ -20,7 +20,7 @@ _VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
 """What a JSON array of numbers has besides its structure."""
 
 
-def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> InferRequest:
+def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Request:
     """Turn `{"input": value, ...}` into a request of one sample. Raises RequestError, with the client's id in front.
 
     A value is a tensor of one element. An array is nested like the model's shape, with or without the batch. Other
@@ -37,17 +37,15 @@ def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Inf
         return fit(RequestBody(inputs, id=request_id, parameters=parameters), info, regions, _value, binary=True)
 
 
-def encode_response(response: InferResponse) -> bytes:
+def encode_response(request: Request, answer: Answer, info: ModelInfo) -> bytes:
     """Write outputs by name: flat arrays, or a plain value for one element. Raises Unsupported."""
-    written: dict[str, Any] = {"id": response.id} if response.id else {}
-    written |= {"model_name": response.model, "model_version": str(response.version)}
-    for output in response.outputs:
-        if output.tensor.datatype in BINARY_ONLY:
-            raise Unsupported(
-                f"output '{output.tensor.name}' is {output.tensor.datatype}, which has no JSON form; use infer"
-            )
-        data = to_json(output.array)
-        written[output.tensor.name] = msgspec.Raw(bytes(data)[1:-1]) if output.array.size == 1 else data
+    written: dict[str, Any] = {"id": request.id} if request.id else {}
+    written |= {"model_name": answer.model.name, "model_version": str(answer.model.version)}
+    for asked, datatype, array in answered(request, answer, info):
+        if datatype in BINARY_ONLY:
+            raise Unsupported(f"output '{asked.name}' is {datatype}, which has no JSON form; use infer")
+        data = to_json(array)
+        written[asked.name] = msgspec.Raw(bytes(data)[1:-1]) if array.size == 1 else data
     return msgspec.json.encode(written)
 
 
@@ -58,7 +56,7 @@ def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
         raise InvalidRequest(f"'{key[:80]}' is no input, and no parameter either: {error}") from error
 
 
-def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody:
+def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody[list[int]]:
     """Give a value the shape of its nesting; a batch of one is added where it is left out."""
     shape = info.wire_shape(tensor)
     depth = nesting(raw)
@@ -87,5 +85,5 @@ def _nested_shape(raw: msgspec.Raw, depth: int) -> list[int]:
     return shape
 
 
-def _value(body: InputBody) -> Array:
+def _value(body: InputBody[list[int]]) -> Array:
     return from_json(body.data, body.name, body.datatype, body.shape)

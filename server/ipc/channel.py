@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
-from cohabit.server.ipc.messages import LENGTH_BYTES, encode
+from cohabit.server.ipc.messages import LENGTH_BYTES
 
 M = TypeVar("M")
 
@@ -13,8 +13,13 @@ class MessageChannel(asyncio.Protocol, Generic[M]):
     """Sends and receives messages in order. Belongs to the event loop's thread."""
 
     def __init__(
-        self, decode: Callable[[memoryview], M], on_message: Callable[[M], None], on_closed: Callable[[], None]
+        self,
+        encode: Callable[[Any], bytes],
+        decode: Callable[[memoryview], M],
+        on_message: Callable[[M], None],
+        on_closed: Callable[[], None],
     ) -> None:
+        self._encode = encode
         self._decode = decode
         self._on_message = on_message
         self._on_closed = on_closed
@@ -31,7 +36,7 @@ class MessageChannel(asyncio.Protocol, Generic[M]):
     def send(self, message: Any) -> None:
         """Send a message. After the connection has ended, and `on_closed` was called, messages are dropped."""
         if self._transport is not None:
-            self._transport.write(encode(message))
+            self._transport.write(self._encode(message))
 
     def close(self) -> None:
         if self._transport is not None:

@@ -1,4 +1,4 @@
-"""The messages between a front end and the engine's process.
+"""The messages between a front end and the engine's process. `Request` and `Answer` are two of them.
 
 They are sent over a Unix socket, each as four bytes of length (little-endian) and msgpack. Tensors are not part of
 them: they lie in the front end's shared memory, and messages hold their offsets.
@@ -11,18 +11,11 @@ import msgspec
 
 from cohabit.server.errors import WireError
 from cohabit.server.ipc.catalog import ModelEntry
-from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming
 from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.shared_memory import SharedMemory
+from cohabit.server.ipc.spans import DeviceSpan
 from cohabit.server.ipc.statistics import EngineReport
-
-
-class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor in the front end's shared memory. `dtype` is numpy's short name, such as `<f4`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -34,28 +27,10 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """After a restart, the catalog of the process before, whose READY models are to be served again; None at first."""
 
 
-class Infer(msgspec.Struct, frozen=True, tag="infer"):
-    """Execute a request. It is answered by `Inferred` or `Failed`, even after `Cancel`."""
-
-    id: int
-    model: ModelKey
-    inputs: list[SharedTensor]
-    batch: int
-    outputs: list[str]
-    mark_offset: int
-    """Offset of the mark that the engine sets at the start of the execution; see `server.ipc.shared_layout`."""
-    output_bytes: int
-    """Room for the outputs, after the mark."""
-    request_id: str | None = None
-    priority: int | None = None
-    timeout_s: float | None = None
-    arrived_s: float | None = None
-    traced: bool = False
-    sizes: tuple[int, ...] = ()
-
-
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    id: int
+    """The answer to a request is not wanted any more. The request is still answered, by `Answer` or `Failed`."""
+
+    number: int
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag="load"):
@@ -92,7 +67,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the process after the current execution."""
 
 
-ToEngine = Start | Infer | Cancel | LoadModel | UnloadModel | AskReport | CountRejection | ChangeLog | Stop
+ToEngine = Start | Request | Cancel | LoadModel | UnloadModel | AskReport | CountRejection | ChangeLog | Stop
 
 
 class EntryChanged(msgspec.Struct, frozen=True, tag="entry"):
@@ -116,16 +91,11 @@ class StartRefused(msgspec.Struct, frozen=True, tag="start_refused"):
     error: WireError
 
 
-class Inferred(msgspec.Struct, frozen=True, tag="inferred"):
-    id: int
-    outputs: list[SharedTensor]
-    timing: ExecutionTiming
-
-
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """A request, a load or an unload has failed."""
 
     id: int
+    """The request's number, or the operation's id: they do not overlap."""
     error: WireError
 
 
@@ -139,22 +109,37 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 class Traced(msgspec.Struct, frozen=True, tag="traced"):
     """Spans of a traced request, sent after its answer, perhaps in several messages."""
 
-    id: int
+    number: int
     spans: list[DeviceSpan]
 
 
-ToFrontend = EntryChanged | Progress | Started | StartRefused | Inferred | Failed | Done | Traced
+ToFrontend = EntryChanged | Progress | Started | StartRefused | Answer | Failed | Done | Traced
 
 LENGTH_BYTES = 4
 
-_encoder = msgspec.msgpack.Encoder()
-decode_to_engine: Callable[[memoryview], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
-decode_to_frontend: Callable[[memoryview], ToFrontend] = msgspec.msgpack.Decoder(ToFrontend).decode
+
+def encoder(shared: SharedMemory) -> Callable[[ToEngine | ToFrontend], bytes]:
+    """Return the function that makes of a message what is sent, with its length in front."""
+    encode_into = msgspec.msgpack.Encoder(enc_hook=shared.place_of).encode_into
+
+    def encode(message: ToEngine | ToFrontend) -> bytes:
+        buffer = bytearray(LENGTH_BYTES)
+        encode_into(message, buffer, LENGTH_BYTES)
+        buffer[:LENGTH_BYTES] = (len(buffer) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+        return bytes(buffer)
+
+    return encode
 
 
-def encode(message: Any) -> bytes:
-    """Return a message as it is sent, with its length in front."""
-    buffer = bytearray(LENGTH_BYTES)
-    _encoder.encode_into(message, buffer, LENGTH_BYTES)
-    buffer[:LENGTH_BYTES] = (len(buffer) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
-    return bytes(buffer)
+def decoder_to_engine(shared: SharedMemory) -> Callable[[memoryview], ToEngine]:
+    """Return the function that reads a message to the engine, without its length."""
+    decode: Callable[[memoryview], ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=shared.array_at).decode
+    return decode
+
+
+def decoder_to_frontend(shared: SharedMemory) -> Callable[[memoryview], ToFrontend]:
+    """Return the function that reads a message to a front end, without its length."""
+    decode: Callable[[memoryview], ToFrontend] = msgspec.msgpack.Decoder(
+        ToFrontend, dec_hook=shared.array_at
+    ).decode
+    return decode

@@ -12,8 +12,8 @@ import msgspec
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server import errors
-from cohabit.server.ipc.execution import ExecutionTiming
 from cohabit.server.ipc.model import DeviceUse, GraphCapture, ModelKey
+from cohabit.server.ipc.request import Timing
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
 
@@ -110,7 +110,7 @@ class ModelStatistics(msgspec.Struct):
         default_factory=lambda: dict.fromkeys((*REJECTIONS.values(), INVALID), 0)
     )
 
-    def executed(self, timings: Sequence[ExecutionTiming], wall_s: float) -> None:
+    def executed(self, timings: Sequence[Timing], wall_s: float) -> None:
         """Count an execution that ended at `wall_s`; `timings` are those of its requests, which waited differently."""
         t, count = timings[0], len(timings)
         prepare_s = max(0.0, t.busy_s - t.compute_s - t.output_s)

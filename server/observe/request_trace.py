@@ -5,7 +5,7 @@ import re
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from cohabit.server.ipc.execution import ExecutionTiming
+from cohabit.server.ipc.request import Timing
 
 HEADER = "traceparent"
 
@@ -52,7 +52,7 @@ class RequestTrace:
     """Whether it is written to the trace file."""
     model: str = ""
     request_id: str | None = None
-    timing: ExecutionTiming | None = None
+    timing: Timing | None = None
     """When it was executed; None for a request that was refused."""
     error: str | None = None
     fields: dict[str, str] = field(init=False)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cohabit.server.ipc.execution import DeviceSpan
+from cohabit.server.ipc.spans import DeviceSpan
 from cohabit.server.observe.request_trace import RequestTrace
 
 REQUESTS, DEVICE = 1, 2

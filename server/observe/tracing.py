@@ -5,14 +5,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import msgspec
-
-from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming, OnSpans
+from cohabit.server.ipc.request import Request, Timing
+from cohabit.server.ipc.spans import DeviceSpan, OnSpans
 from cohabit.server.observe.request_trace import CURRENT, RequestTrace, new_context
 from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.spans import events_of, lane_events
 from cohabit.server.observe.trace_file import TraceFile
-from cohabit.server.protocol.request import InferRequest
 
 _log = logging.getLogger("cohabit.trace")
 
@@ -47,15 +45,15 @@ class Tracer:
             CURRENT.reset(token)
             self._end(trace)
 
-    def attach(self, request: InferRequest) -> InferRequest:
-        """Ask the engine for spans if the request is selected for the trace file."""
+    def attach(self, request: Request) -> OnSpans | None:
+        """Attach a request to its trace; returns what is to receive its spans, if it is selected for the trace file."""
         trace = CURRENT.get()
         if trace is None:
-            return request
+            return None
         trace.model, trace.request_id = request.model.name, request.id
         trace.fields["version"] = str(request.model.version)
         if self._file is None or not self._is_due(trace.model):
-            return request
+            return None
         file = self._file
         trace.wanted = True
 
@@ -64,14 +62,14 @@ class Tracer:
             if (watcher := self._watcher) is not None:
                 watcher(spans)
 
-        return msgspec.structs.replace(request, on_spans=write)
+        return write
 
     def _is_due(self, model: str) -> bool:
         """Count a request; returns whether it is traced."""
         self._seen[model] = self._seen.get(model, 0) + 1
         return self._seen[model] % self.settings.rate == 0
 
-    def executed(self, timing: ExecutionTiming) -> None:
+    def executed(self, timing: Timing) -> None:
         """Record the timing of the current request."""
         if (trace := CURRENT.get()) is not None:
             trace.timing = timing

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
 
 from cohabit.server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
+from cohabit.server.ipc.request import Parameters, Request, RequestedOutput
 from cohabit.server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
-from cohabit.server.protocol.request import InferRequest, RequestedOutput
 from cohabit.server.protocol.shared_memory import RegionUse, Window
 from cohabit.server.protocol.tensors import filled
 
 Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Parameters = dict[str, bool | int | float | str]
 MOST_UNSIGNED = 2**64 - 1
 """Triton's `timeout`, `priority` and sizes are uint64."""
 
@@ -23,31 +22,32 @@ NO_DATA = Raw(b"")
 """The values of a tensor without `data`; compared by identity."""
 
 
-class InputBody(msgspec.Struct):
-    """A tensor that the client sends. `data` is `NO_DATA` where the values are not in the JSON."""
+Shape = TypeVar("Shape", list[int], Raw)
+
+
+class InputBody(msgspec.Struct, Generic[Shape]):
+    """A tensor that the client sends. `data` is `NO_DATA` where the values are not in the JSON.
+
+    Its shape is `Raw` in JSON, until its length is known.
+    """
 
     name: str
     datatype: str
-    shape: list[Dim]
+    shape: Shape
     data: Raw = NO_DATA
     parameters: Parameters = {}
 
 
-class WantedBody(msgspec.Struct):
-    """An output that the client asks for."""
+class RequestBody(msgspec.Struct, Generic[Shape]):
+    """A request as the client has sent it, over any protocol."""
 
-    name: str
-    parameters: Parameters = {}
-
-
-class RequestBody(msgspec.Struct):
-    inputs: list[InputBody]
+    inputs: list[InputBody[Shape]]
     id: str = ""
-    outputs: list[WantedBody] = []
+    outputs: list[RequestedOutput] = []
     parameters: Parameters = {}
 
 
-Read = Callable[[InputBody], Array]
+Read = Callable[[InputBody[list[int]]], Array]
 """Returns the values of an input whose name, datatype and shape fit the model. Raises InvalidRequest."""
 
 
@@ -62,8 +62,8 @@ def errors_of(request_id: str | None) -> Iterator[None]:
 
 
 def fit(
-    message: RequestBody, info: ModelInfo, regions: RegionUse, read: Read, binary: bool = False
-) -> InferRequest:
+    message: RequestBody[list[int]], info: ModelInfo, regions: RegionUse, read: Read, binary: bool = False
+) -> Request:
     """Check a request against its model, then read its tensors.
 
     `binary` is the form of outputs for which the client names none. Raises InvalidRequest or Unsupported.
@@ -85,9 +85,7 @@ def fit(
         timeout_us = unsigned(parameters, "timeout", "the request")
         timeout_s = timeout_us / 1e6 if timeout_us else None  # 0 means none
     outputs = _outputs(message.outputs, info, regions, binary)
-    return InferRequest(
-        info.key, inputs, batch, outputs, message.id or None, priority=priority, timeout_s=timeout_s, sizes=sizes
-    )
+    return Request(info.key, inputs, batch, outputs, message.id or None, priority, timeout_s, sizes)
 
 
 def window_of(parameters: Parameters, regions: RegionUse, where: str) -> Window | None:
@@ -118,7 +116,7 @@ def unsigned(parameters: Mapping[str, object], key: str, where: str) -> int | No
     return value
 
 
-def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
+def _match_inputs(bodies: Sequence[InputBody[list[int]]], info: ModelInfo) -> None:
     """Check names, datatypes and shapes. Raises InvalidRequest."""
     specs = {tensor.name: tensor for tensor in info.inputs}
     seen: set[str] = set()
@@ -139,7 +137,7 @@ def _match_inputs(bodies: Sequence[InputBody], info: ModelInfo) -> None:
         )
 
 
-def _match_input(body: InputBody, tensor: TensorSpec, info: ModelInfo) -> None:
+def _match_input(body: InputBody[list[int]], tensor: TensorSpec, info: ModelInfo) -> None:
     if body.datatype != BYTES and body.datatype not in DTYPES:
         raise InvalidRequest(
             f"invalid datatype '{body.datatype[:40]}' of input '{body.name}'; the datatypes are"
@@ -169,7 +167,7 @@ def _fits(expected: Sequence[int], shape: Sequence[int]) -> bool:
     return len(expected) == len(shape) and all(w == g or w < 0 <= g for w, g in zip(expected, shape, strict=True))
 
 
-def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
+def _batch(bodies: Sequence[InputBody[list[int]]], info: ModelInfo) -> int:
     if info.max_batch_size == 0:
         return 1
     batch = bodies[0].shape[0] if bodies else 1
@@ -193,7 +191,7 @@ def _batch(bodies: Sequence[InputBody], info: ModelInfo) -> int:
     return batch
 
 
-def _sizes(bodies: Sequence[InputBody], info: ModelInfo) -> tuple[int, ...]:
+def _sizes(bodies: Sequence[InputBody[list[int]]], info: ModelInfo) -> tuple[int, ...]:
     """Return the sizes of the dynamic dimensions. Raises TensorMismatch for sizes that the model does not take."""
     given = {body.name: body.shape for body in bodies}
     sizes = []
@@ -222,13 +220,17 @@ def _sizes(bodies: Sequence[InputBody], info: ModelInfo) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+_FORMS: dict[bool, Parameters] = {binary: {"binary_data": binary} for binary in (False, True)}
+"""The parameters of an output for which the client has given none."""
+
+
 def _outputs(
-    bodies: Sequence[WantedBody], info: ModelInfo, regions: RegionUse, binary: bool
+    bodies: Sequence[RequestedOutput], info: ModelInfo, regions: RegionUse, binary: bool
 ) -> tuple[RequestedOutput, ...]:
     """Return the requested outputs in the model's order, or all if the client names none."""
     if not bodies:
-        return tuple([_output(tensor, {}, regions, binary) for tensor in info.outputs])
-    wanted: dict[str, WantedBody] = {}
+        return tuple([_output(RequestedOutput(tensor.name), tensor, regions, binary) for tensor in info.outputs])
+    wanted: dict[str, RequestedOutput] = {}
     known = [tensor.name for tensor in info.outputs]
     for body in bodies:
         if body.name not in known:
@@ -238,12 +240,14 @@ def _outputs(
         if body.name in wanted:
             raise TensorMismatch(f"output '{body.name}' already exists in request")
         wanted[body.name] = body
-    return tuple([_output(t, wanted[t.name].parameters, regions, binary) for t in info.outputs if t.name in wanted])
+    return tuple([_output(wanted[t.name], t, regions, binary) for t in info.outputs if t.name in wanted])
 
 
-def _output(tensor: TensorSpec, parameters: Parameters, regions: RegionUse, default: bool) -> RequestedOutput:
+def _output(asked: RequestedOutput, tensor: TensorSpec, regions: RegionUse, default: bool) -> RequestedOutput:
+    """Check an output's parameters, and leave only those that say where and how it is sent."""
+    parameters = asked.parameters
     if not parameters and (default or tensor.datatype not in BINARY_ONLY):
-        return RequestedOutput(tensor, default)
+        return RequestedOutput(tensor.name, _FORMS[default])
     where = f"output '{tensor.name}'"
     classes = unsigned(parameters, "classification", where) or 0
     binary = _flag(parameters, "binary_data", default)
@@ -259,7 +263,8 @@ def _output(tensor: TensorSpec, parameters: Parameters, regions: RegionUse, defa
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data"
             f" format for output '{tensor.name}'"
         )
-    return RequestedOutput(tensor, binary, classes, window)
+    kept: Parameters = {key: value for key, value in parameters.items() if key.startswith("shared_memory_")}
+    return RequestedOutput(tensor.name, {**kept, "binary_data": binary, "classification": classes})
 
 
 def _check_parameters(parameters: Parameters) -> None:

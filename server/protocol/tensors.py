@@ -4,7 +4,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 
 from cohabit.server.errors import InvalidRequest, TensorMismatch
-from cohabit.server.ipc.model import Array
+from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.ipc.request import Answer, Request, RequestedOutput
+from cohabit.server.protocol.classification import classify
 from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, BYTES, DTYPES, bf16_of_float32
 from cohabit.server.protocol.shared_memory import Window
 
@@ -130,6 +132,20 @@ def filled(value: float, datatype: str, shape: Sequence[int]) -> Array:
             raise ValueError(f"{value:g} is no {datatype}")
         return np.full(shape, exact, dtype)
     return np.full(shape, value, dtype)
+
+
+def answered(request: Request, answer: Answer, info: ModelInfo) -> Iterator[tuple[RequestedOutput, str, Array]]:
+    """Yield each output that the client asks for, with the datatype and the array that it gets.
+
+    A classification is BYTES, whatever the model's datatype.
+    """
+    tensors = {tensor.name: tensor for tensor in info.outputs}
+    for asked in request.outputs:
+        tensor, array = tensors[asked.name], answer.outputs[asked.name]
+        if asked.classes:
+            yield asked, BYTES, classify(array, tensor, asked.classes, batched=info.max_batch_size > 0)
+        else:
+            yield asked, tensor.datatype, array
 
 
 def to_binary(array: Array, datatype: str) -> bytes | memoryview:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from cohabit.server.ipc.model import ModelKey
 from cohabit.server.scheduling.estimates import Estimate
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.scheduling.queues import Ticket
@@ -20,6 +21,12 @@ class Batch(msgspec.Struct, frozen=True):
     rows: int
     keep_until_s: float = -math.inf
     """Further requests may join until this time."""
+    predicted_s: float = 0.0
+    """The expected duration of its execution, once it is dispatched."""
+
+    @property
+    def model(self) -> ModelKey:
+        return self.tickets[0].request.model
 
 
 def choose_batch(

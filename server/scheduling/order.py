@@ -23,8 +23,8 @@ class DispatchOrder:
         self._bypassed: tuple[int, int] = (0, 0)
         """The number of the oldest request, and how many executions have bypassed it."""
 
-    def choose(self, now_s: float, overloaded: bool) -> tuple[ModelKey, Batch] | None:
-        """Return the most urgent batch, or the oldest request's after `BYPASSES` bypasses, and its model.
+    def choose(self, now_s: float, overloaded: bool) -> Batch | None:
+        """Return the most urgent batch, or the oldest request's after `BYPASSES` bypasses.
 
         None if no batch may start. Under overload, the batch with the highest rate of answers is chosen.
         """
@@ -34,23 +34,23 @@ class DispatchOrder:
         if self._bypassed[1] >= BYPASSES:
             model, oldest = _oldest(ready)
             if oldest.number == self._bypassed[0]:
-                return model, self._waiting[model].batch(oldest, now_s)
-        model, known = ready[0]
+                return self._waiting[model].batch(oldest, now_s)
+        _, known = ready[0]
         if len(ready) > 1:
-            model, known = min(ready, key=lambda item: (self._urgency_s(*item), item[1].queue.first().number))
+            _, known = min(ready, key=lambda item: (self._urgency_s(*item), item[1].queue.first().number))
         batch = known.batch(known.queue.first(), now_s)
         if overloaded and not known.policy.keeps_order:
             estimate = known.estimate_of(batch.tickets[0])
             batch = best_rate_batch(known.queue, batch, estimate, known.max_rows, now_s)
-        return model, batch
+        return batch
 
     def wake_s(self, now_s: float) -> float:
         """Return when a batch that is held back may start; infinite if there is none."""
         return min((_kept_until_s(known, now_s) for known in self._waiting.values()), default=math.inf)
 
-    def dispatched(self, model: ModelKey, batch: Batch) -> None:
+    def dispatched(self, batch: Batch) -> None:
         """Record that a batch was dispatched and has left its queue."""
-        self._last = model
+        self._last = batch.model
         oldest = _oldest(self._waiting.items())[1].number if self._waiting else None
         if oldest is None or oldest > min([ticket.number for ticket in batch.tickets]):
             self._bypassed = (0, 0)

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from cohabit.server.protocol.request import InferRequest
+from cohabit.server.ipc.request import Request
 
 _number = attrgetter("number")
 
@@ -16,7 +16,7 @@ _number = attrgetter("number")
 class Ticket(msgspec.Struct, frozen=True, eq=False):
     """A request's place in a queue. Equal only to itself."""
 
-    request: InferRequest
+    request: Request
     number: int
     """Order of arrival over all models."""
     generation: int

@@ -6,12 +6,12 @@ Requests that cannot meet their deadline are shed: on arrival, in the queue, or 
 import math
 from collections.abc import Mapping
 
-import msgspec
+from msgspec.structs import replace
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import LevelFull, ModelNotFound, QueueFull, RequestTimedOut
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.protocol.request import InferRequest
+from cohabit.server.ipc.request import Request
 from cohabit.server.scheduling.batching import Batch
 from cohabit.server.scheduling.deadlines import Deadlines
 from cohabit.server.scheduling.estimates import Delay, ModelEstimates
@@ -28,16 +28,6 @@ _OVERLOADED_S = 1.0
 _DELAYS = 4.0
 """Event loops that a request waits for outside of what the scheduler sees: the front end's before the arrival is
 recorded, the engine's and the front end's with the answer, and the client's. All are taken to be equally late."""
-
-
-class Work(msgspec.Struct, frozen=True):
-    """One dispatch: requests for one model that are executed together."""
-
-    model: ModelKey
-    tickets: tuple[Ticket, ...]
-    rows: int
-    predicted_s: float
-    """The expected duration of the execution."""
 
 
 class Scheduler:
@@ -118,7 +108,7 @@ class Scheduler:
         known.held = held
         self._update_waiting(model, known)
 
-    def submit(self, now_s: float, request: InferRequest) -> Ticket:
+    def submit(self, now_s: float, request: Request) -> Ticket:
         """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it would be late."""
         known = self._models.get(request.model)
         if known is None:
@@ -165,38 +155,38 @@ class Scheduler:
                 hopeless.append(ticket)
         return hopeless
 
-    def next(self, now_s: float) -> Work | None:
+    def next(self, now_s: float) -> Batch | None:
         """Return the next requests to execute; None if no request waits, or all are held back.
 
         Requests that have become too late are skipped; the next `shed` returns them.
         """
-        while (chosen := self._choose(now_s)) is not None and self._is_too_late(chosen[1], now_s):
-            (ticket,) = chosen[1].tickets
+        while (batch := self._choose(now_s)) is not None and self._is_too_late(batch, now_s):
+            (ticket,) = batch.tickets
             self.cancel(ticket)
             self._passed_over.append(ticket)
             self._overloaded_s = now_s
-        if chosen is None:
+        if batch is None:
             return None
-        model, batch = chosen
-        known = self._models[model]
+        known = self._models[batch.model]
         for ticket in batch.tickets:
             known.queue.remove(ticket)
             self._forget(ticket)
-        self._update_waiting(model, known)
-        self._order.dispatched(model, batch)
+        self._update_waiting(batch.model, known)
+        self._order.dispatched(batch)
         predicted_s = known.estimate_of(batch.tickets[0]).seconds(batch.rows)
         self._busy_until_s = now_s + predicted_s
-        return Work(model, batch.tickets, batch.rows, predicted_s)
+        return replace(batch, predicted_s=predicted_s)
 
-    def finished(self, work: Work, now_s: float, seconds: float | None) -> None:
-        """Record the end of work after `seconds`; None for a failed execution, whose time is not representative."""
+    def finished(self, batch: Batch, now_s: float, seconds: float | None) -> None:
+        """Record the end of an execution after `seconds`; None if it failed, since its time is not representative."""
         self._busy_until_s = -math.inf
-        known = self._models.get(work.model)
-        if known is None or work.tickets[0].generation < known.first_generation:
+        known = self._models.get(batch.model)
+        first = batch.tickets[0]
+        if known is None or first.generation < known.first_generation:
             return  # the model was removed meanwhile
-        known.admission.leave(len(work.tickets))
-        if seconds is not None and work.tickets[0].generation == known.generation:
-            known.estimates.measured(work.tickets[0].request.sizes, work.rows, seconds, now_s)
+        known.admission.leave(len(batch.tickets))
+        if seconds is not None and first.generation == known.generation:
+            known.estimates.measured(first.request.sizes, batch.rows, seconds, now_s)
 
     def answered(self, seconds: float) -> None:
         """Record the delay from the end of an execution until its answer is sent. Only `submit` reads it."""
@@ -227,10 +217,10 @@ class Scheduler:
         self._live.remove(ticket)
         self._deadlines.trim()
 
-    def _choose(self, now_s: float) -> tuple[ModelKey, Batch] | None:
+    def _choose(self, now_s: float) -> Batch | None:
         return self._order.choose(now_s, overloaded=now_s - self._overloaded_s < _OVERLOADED_S)
 
-    def _ticket(self, request: InferRequest, known: ScheduledModel, now_s: float) -> Ticket:
+    def _ticket(self, request: Request, known: ScheduledModel, now_s: float) -> Ticket:
         level = known.policy.level_of(request.priority)
         policy = known.policy.of_level(level)
         timeout_s = policy.timeout_of(request.timeout_s)

@@ -8,16 +8,16 @@ import numpy as np
 
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.ipc.request import Request
 from cohabit.server.protocol.datatypes import BF16, DTYPES, bf16_of_float32
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
-from cohabit.server.protocol.request import InferRequest
 from cohabit.server.protocol.shared_memory import Regions, RegionUse
 from cohabit.server.triton.model_config import DataType, ModelWarmup
 
 _SEED = 0
 
 
-def warmup_request(sample: ModelWarmup, info: ModelInfo, files: Mapping[str, Path]) -> InferRequest:
+def warmup_request(sample: ModelWarmup, info: ModelInfo, files: Mapping[str, Path]) -> Request:
     """Make a sample's request, whose rows are all the same. `files` has those of its inputs, by name.
 
     Raises InvalidRequest if it does not fit the model, or OSError.
@@ -25,12 +25,12 @@ def warmup_request(sample: ModelWarmup, info: ModelInfo, files: Mapping[str, Pat
     ranks = {tensor.name: len(tensor.shape) for tensor in info.inputs}
     random = np.random.default_rng(_SEED)
 
-    def body(name: str, given: ModelWarmup.Input) -> InputBody:
+    def body(name: str, given: ModelWarmup.Input) -> InputBody[list[int]]:
         dims, datatype = list(given.dims), DataType.Name(given.data_type).removeprefix("TYPE_")
         lacks_batch = info.max_batch_size > 0 and len(dims) == ranks.get(name)
         return InputBody(name, datatype, [sample.batch_size, *dims] if lacks_batch else dims)
 
-    def read(body: InputBody) -> Array:
+    def read(body: InputBody[list[int]]) -> Array:
         given = sample.inputs[body.name]
         count = math.prod(given.dims)
         match given.WhichOneof("input_data_type"):

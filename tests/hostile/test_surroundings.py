@@ -25,8 +25,8 @@ from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.request import Request
 from cohabit.server.models.repository import Unloadable, scan
-from cohabit.server.protocol.request import InferRequest
 from cohabit.server.protocol.shared_memory import Regions, SystemRequest, open_region
 from tests.hostile.machine import tmpfs
 
@@ -134,7 +134,7 @@ def test_a_region_whose_pages_cannot_be_had_is_the_clients(
     ],
 )
 def test_an_index_out_of_range_is_the_clients_fault(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    request = InferRequest(ModelKey("m", 1), {}, 1, ())
+    request = Request(ModelKey("m", 1), {}, 1, ())
     assert isinstance(_error_of(request, RuntimeError(text)), InvalidRequest)
     assert caplog.records == []
     assert isinstance(_error_of(request, RuntimeError("a kernel failed")), ExecutionFailed)

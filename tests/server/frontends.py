@@ -2,23 +2,24 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from cohabit.server.config.config import ServeConfig, encode_config
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.engine_connection import EngineConnection
-from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
 from cohabit.server.frontend.supervisor import Supervisor
 from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog
-from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import Array, ModelInfo
-from cohabit.server.protocol.request import InferRequest, RequestedOutput
+from cohabit.server.ipc.request import Answer, Request, RequestedOutput
 from tests.server import fake_engine
 from tests.server.server_fakes import adder, config, identity, serving, write_repository
 
@@ -34,17 +35,12 @@ class FrontEnd:
     client: EngineClient
     memory: RequestMemory
     supervisor: Supervisor | None
+    clock: Callable[[], float] = time.monotonic
 
-    def request(
-        self, lease: Lease, info: ModelInfo, timeout_s: float | None = None, **arrays: Array
-    ) -> InferRequest:
-        inputs = {}
-        for name, array in arrays.items():
-            inputs[name] = np.ndarray(array.shape, array.dtype, lease.allocate(array.nbytes))
-            inputs[name][...] = array
-        outputs = tuple(RequestedOutput(tensor, binary=True) for tensor in info.outputs)
-        batch = len(next(iter(arrays.values())))
-        return InferRequest(info.key, inputs, batch, outputs, timeout_s=timeout_s)
+    def request(self, lease: Lease, info: ModelInfo, timeout_s: float | None = None, **arrays: Array) -> Request:
+        outputs = tuple(RequestedOutput(tensor.name, {"binary_data": True}) for tensor in info.outputs)
+        batch, inputs = len(next(iter(arrays.values()))), inputs_in(lease, arrays)
+        return Request(info.key, inputs, batch, outputs, timeout_s=timeout_s, arrived_s=self.clock())
 
     async def infer(
         self, model: str, timeout_s: float | None = None, version: str | None = None, **arrays: Array
@@ -53,11 +49,11 @@ class FrontEnd:
 
     async def result(
         self, model: str, timeout_s: float | None = None, version: str | None = None, **arrays: Array
-    ) -> InferResult:
+    ) -> Answer:
         info = self.client.catalog.require(model, version)
         with self.memory.lease() as lease:
-            result = await self.client.infer(self.request(lease, info, timeout_s, **arrays), info, lease)
-            return InferResult({name: array.copy() for name, array in result.outputs.items()}, result.timing)
+            answer = await self.client.infer(self.request(lease, info, timeout_s, **arrays), info, lease)
+            return replace(answer, outputs={name: array.copy() for name, array in answer.outputs.items()})
 
     async def all_released(self) -> None:
         """Wait until every block of request memory was released; fails if one never is."""

@@ -17,7 +17,7 @@ import uvloop
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
-from cohabit.server.engine.execution import Execution, Servable
+from cohabit.server.engine.execution import Servable
 from cohabit.server.engine_host import Engine
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import (
@@ -30,6 +30,7 @@ from cohabit.server.ipc.model import (
     ModelKey,
     TensorSpec,
 )
+from cohabit.server.ipc.request import Answer, Timing
 from cohabit.server.serve import Server
 
 Function = Callable[..., dict[str, Array]]
@@ -47,11 +48,12 @@ class FakeServable:
         default_factory=lambda: {Bucket(1): GraphCapture(1, 4096, None)}
     )
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: object = None) -> Execution:
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: object = None) -> Answer:
         self.calls.append(rows)
         started_s = time.monotonic()
         outputs = self.function(**(requests[0] if len(requests) == 1 else joined(requests)))
-        return Execution(outputs, time.monotonic() - started_s, stall_s=0.25, swapped_bytes=1000)
+        timing = Timing(compute_s=time.monotonic() - started_s, stall_s=0.25, swapped_bytes=1000)
+        return Answer(self.info.key, outputs, timing)
 
 
 def joined(requests: Sequence[Inputs]) -> Inputs:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 from server_fakes import FakeServable, Gate, identity
 
 from cohabit.planner.shapes import Bucket
@@ -20,19 +21,18 @@ from cohabit.server.errors import (
     RequestTimedOut,
     ShuttingDown,
 )
-from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import Array, ModelKey
+from cohabit.server.ipc.request import MARK_BYTES, Answer, Request
 from cohabit.server.ipc.statistics import ModelStatistics
-from cohabit.server.protocol.request import InferRequest
 from cohabit.server.scheduling.scheduler import Scheduler
 
 FASTER = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2}
 """Predicted seconds of a model for which batches pay."""
 
 
-def request(model: str = "m", value: float = 0.0, batch: int = 1, timeout_s: float | None = None) -> InferRequest:
+def request(model: str = "m", value: float = 0.0, batch: int = 1, timeout_s: float | None = None) -> Request:
     inputs = {"x": np.full((batch, 4), value, np.float32)}
-    return InferRequest(ModelKey(model, 1), inputs, batch, (), timeout_s=timeout_s)
+    return Request(ModelKey(model, 1), inputs, batch, (), timeout_s=timeout_s)
 
 
 def gated(name: str = "m") -> tuple[FakeServable, Gate]:
@@ -40,7 +40,7 @@ def gated(name: str = "m") -> tuple[FakeServable, Gate]:
     return FakeServable(identity(name, "FP32").info, gate), gate
 
 
-def infer(lane: ComputeLane, model: str = "m", value: float = 0.0, batch: int = 1) -> "asyncio.Task[InferResult]":
+def infer(lane: ComputeLane, model: str = "m", value: float = 0.0, batch: int = 1) -> "asyncio.Task[Answer]":
     return asyncio.create_task(lane.infer(request(model, value, batch)))
 
 
@@ -91,7 +91,7 @@ async def test_queued_requests_are_executed_as_batches_and_get_their_own_rows() 
     outcomes, statistics = await run_queued(servable, values)
     assert servable.calls == [4, 2]
     for value, rows, outcome in zip(values, [4] * 4 + [2] * 2, outcomes, strict=True):
-        assert isinstance(outcome, InferResult)
+        assert isinstance(outcome, Answer)
         assert np.array_equal(outcome.outputs["y"], np.full((1, 4), value))
         assert (outcome.timing.rows, outcome.timing.swapped_bytes) == (rows, 1000)
         assert outcome.timing.queued_s <= outcome.timing.started_s
@@ -113,15 +113,10 @@ async def test_a_request_that_fails_in_a_batch_fails_alone() -> None:
 
 
 async def test_the_start_of_an_execution_is_marked_with_its_prediction() -> None:
-    marks: list[tuple[float, float]] = []
-
-    def mark(now_s: float, predicted_s: float) -> None:
-        marks.append((now_s, predicted_s))
-
     async with lane_of(replace(identity("m", "FP32"), predicted_s=FASTER)) as lane:
-        asked = InferRequest(ModelKey("m", 1), {"x": np.zeros((2, 4), np.float32)}, 2, (), start_mark=mark)
+        asked = structs.replace(request(batch=2), room=np.zeros(MARK_BYTES, np.uint8))
         timing = (await lane.infer(asked)).timing
-    assert marks == [(timing.started_s, FASTER[Bucket(2)])]
+    assert asked.marked == (timing.started_s, FASTER[Bucket(2)])
 
 
 # Chores.

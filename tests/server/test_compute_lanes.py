@@ -15,8 +15,8 @@ from test_compute_lane import entered, gated, request
 
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.errors import DeviceUnavailable, ExecutionFailed, ModelNotFound, ShuttingDown
-from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import Array, ModelFootprint, ModelKey
+from cohabit.server.ipc.request import Answer
 from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.models.prepared import threads_of
 from cohabit.server.observe.spans import header_events
@@ -48,12 +48,12 @@ async def lanes_of(placed: Mapping[int, tuple[FakeServable, ...]], count: int = 
         await lanes.stop()
 
 
-def asked(lanes: ComputeLanes, model: str, value: float = 0.0) -> "asyncio.Task[InferResult]":
+def asked(lanes: ComputeLanes, model: str, value: float = 0.0) -> "asyncio.Task[Answer]":
     return asyncio.create_task(lanes.infer(request(model, value)))
 
 
 @asynccontextmanager
-async def both_busy() -> AsyncIterator[tuple[ComputeLanes, list[Gate], list["asyncio.Task[InferResult]"]]]:
+async def both_busy() -> AsyncIterator[tuple[ComputeLanes, list[Gate], list["asyncio.Task[Answer]"]]]:
     """Two lanes that execute the models `a` and `b`, until their gates are opened."""
     (a, gate_a), (b, gate_b) = gated("a"), gated("b")
     async with lanes_of({0: (a,), 1: (b,)}) as lanes:

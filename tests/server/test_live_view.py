@@ -17,8 +17,9 @@ from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.errors import Overloaded
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
-from cohabit.server.ipc.execution import DeviceSpan, ExecutionTiming
 from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelFootprint, ModelKey
+from cohabit.server.ipc.request import Timing
+from cohabit.server.ipc.spans import DeviceSpan
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.trace_file import TraceFile
@@ -90,7 +91,7 @@ def ready(key: ModelKey, **footprint: Any) -> ModelEntry:
 def counted(answers: int, swapped_bytes: int = 0, rejected: int = 0) -> ModelCounters:
     statistics = ModelStatistics()
     for _ in range(answers):
-        statistics.executed([ExecutionTiming(0.0, 0.0, 0.01, 0.01, swapped_bytes=swapped_bytes)], 0.0)
+        statistics.executed([Timing(0.0, 0.0, 0.01, 0.01, swapped_bytes=swapped_bytes)], 0.0)
     if rejected:
         statistics.rejected("queue_full", rejected)
     return ModelCounters(statistics, pending=2, correction=1.25)

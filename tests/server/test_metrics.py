@@ -17,8 +17,8 @@ from server_http import ask, infer, x
 from tritonclient.grpc import service_pb2 as pb
 
 from cohabit.runtime.recording import Follow
-from cohabit.server.engine.execution import Execution
 from cohabit.server.ipc.model import DeviceUse, Inputs
+from cohabit.server.ipc.request import Answer
 from cohabit.server.ipc.statistics import REQUEST_SECONDS, SECONDS, Histogram
 from cohabit.server.observe.gpus import Gpu
 from cohabit.server.observe.prometheus import Family, written
@@ -258,10 +258,10 @@ def test_labels_are_escaped() -> None:
 class HandingOut(FakeServable):
     """Takes a while to convert its outputs."""
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Execution:
-        execution = super().execute(requests, rows, follow)
+    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Answer:
+        answer = super().execute(requests, rows, follow)
         time.sleep(0.01)
-        return structs.replace(execution, output_s=0.01)
+        return structs.replace(answer, timing=structs.replace(answer.timing, output_s=0.01))
 
 
 def test_stages_are_measured_and_add_up_over_requests_and_batch_sizes() -> None:

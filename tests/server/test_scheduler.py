@@ -7,11 +7,12 @@ import pytest
 from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import LevelFull, ModelNotFound, QueueFull, RateLimited, RequestTimedOut
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.protocol.request import InferRequest
+from cohabit.server.ipc.request import Request
+from cohabit.server.scheduling.batching import Batch
 from cohabit.server.scheduling.order import BYPASSES
 from cohabit.server.scheduling.policy import LevelPolicy, Policy
 from cohabit.server.scheduling.queues import Ticket
-from cohabit.server.scheduling.scheduler import PATIENCE_S, Scheduler, Work
+from cohabit.server.scheduling.scheduler import PATIENCE_S, Scheduler
 
 SWAP_BOUND = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2, Bucket(8): 1.3}
 COMPUTE_BOUND = {Bucket(1): 1.0, Bucket(2): 2.0, Bucket(4): 4.0, Bucket(8): 8.0}
@@ -23,9 +24,9 @@ def key(name: str) -> ModelKey:
 
 def request(
     model: str = "m", timeout_s: float | None = None, batch: int = 1, priority: int | None = None, length: int = 0
-) -> InferRequest:
+) -> Request:
     sizes = (length,) if length else ()
-    return InferRequest(key(model), {}, batch, (), timeout_s=timeout_s, priority=priority, sizes=sizes)
+    return Request(key(model), {}, batch, (), timeout_s=timeout_s, priority=priority, sizes=sizes)
 
 
 def scheduler_of(*models: str, queue_limit: int = 16, policy: Policy | None = None) -> Scheduler:
@@ -105,7 +106,7 @@ def test_cancelled_request_never_runs_and_makes_room() -> None:
     assert scheduler.cancel(dropped)
     assert not scheduler.cancel(dropped)
     assert scheduler.cancel(scheduler.submit(0.0, request()))
-    assert scheduler.next(0.0) == Work(key("m"), (kept,), 1, 0.0)
+    assert scheduler.next(0.0) == Batch((kept,), 1)
     assert not scheduler.cancel(kept)
     assert scheduler.next(0.0) is None
 
@@ -219,7 +220,7 @@ def test_refusals_do_not_keep_a_model_of_unknown_times_from_running() -> None:
     with pytest.raises(RequestTimedOut):
         scheduler.submit(0.0, request(timeout_s=-1.0))
     waiting = scheduler.submit(0.0, request())
-    assert scheduler.next(0.0) == Work(key("m"), (waiting,), 1, 0.0)
+    assert scheduler.next(0.0) == Batch((waiting,), 1)
 
 
 def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> None:
@@ -489,8 +490,8 @@ def test_late_request_goes_behind_the_others_where_the_policy_says_so() -> None:
     punctual = scheduler.submit(0.9, request())
     assert scheduler.shed(1.5) == []
     assert [scheduler.next(1.5), scheduler.next(1.5)] == [
-        Work(key("m"), (punctual,), 1, 0.0),
-        Work(key("m"), (late,), 1, 0.0),
+        Batch((punctual,), 1),
+        Batch((late,), 1),
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import QueueFull, RequestTimedOut
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.protocol.request import InferRequest
+from cohabit.server.ipc.request import Request
 from cohabit.server.scheduling.queues import Ticket
 from cohabit.server.scheduling.scheduler import Scheduler
 
@@ -78,7 +78,7 @@ class Simulation:
         return outcome
 
     def _arrive(self, outcome: Outcome, scheduler: Scheduler, rng: random.Random, now_s: float) -> None:
-        asked = InferRequest(ModelKey(rng.choice(NAMES), 1), {}, 1, (), timeout_s=self.timeout_s)
+        asked = Request(ModelKey(rng.choice(NAMES), 1), {}, 1, (), timeout_s=self.timeout_s)
         try:
             scheduler.submit(now_s, asked)
         except (QueueFull, RequestTimedOut) as error:

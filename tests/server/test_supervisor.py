@@ -21,7 +21,7 @@ from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.messages import EntryChanged
 from cohabit.server.ipc.model import Array, ModelKey
-from cohabit.server.ipc.shared_layout import HEARTBEAT
+from cohabit.server.ipc.shared_memory import HEARTBEAT
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
 from tests.server.server_fakes import identity
@@ -253,7 +253,7 @@ async def test_a_deadline_counts_while_there_is_no_engine() -> None:
     client = EngineConnection(memory, clock=lambda: now_s)
     info = identity("double", "FP32").info
     client._received(EntryChanged(ModelEntry("double", 1, ModelState.READY, info=info)))
-    front_end = FrontEnd(client, memory, None)
+    front_end = FrontEnd(client, memory, None, lambda: now_s)
     urgent = asyncio.create_task(front_end.double(1, timeout_s=2.0))
     patient = asyncio.create_task(front_end.double(2))
     await asyncio.sleep(0)
@@ -285,11 +285,11 @@ def test_only_an_execution_far_beyond_its_prediction_is_stuck() -> None:
         (pending,) = client._pending.values()
         now_s = 1000.0
         assert client.stuck(10.0) is None, "it waits"
-        pending.mark[0] = (1000.0, 2.0)
+        pending.request.mark(1000.0, 2.0)
         for time_s, stuck in ((1011.0, False), (1039.0, False), (1041.0, True)):
             now_s = time_s
             assert (client.stuck(10.0) is not None) == stuck
-        pending.mark[0] = (1000.0, 0.1)
+        pending.request.mark(1000.0, 0.1)
         for time_s, stuck in ((1009.0, False), (1011.0, True)):
             now_s = time_s
             assert (client.stuck(10.0) is not None) == stuck
@@ -314,7 +314,7 @@ async def test_a_model_fails_after_two_hangs_however_often_each_is_seen() -> Non
         await asyncio.sleep(0)
         (pending,) = client._pending.values()
         for _ in range(2):
-            pending.mark[0] = (now_s - 50.0, 0.1)
+            pending.request.mark(now_s - 50.0, 0.1)
             memory.array(0, HEARTBEAT, (1,))["beat_s"] = beat_s
             for _ in range(3):
                 assert "takes longer than 10 s" in (client.stuck(10.0) or "")

@@ -1,6 +1,7 @@
 """The codec without HTTP: whatever is encoded comes back, and garbage is always the client's error."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,8 +15,8 @@ from cohabit.planner.shapes import Dimension, DynamicShape
 from cohabit.server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
 from cohabit.server.http.codec import decode_request, encode_response, parse_header_length
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
+from cohabit.server.ipc.request import Answer, Request, Timing
 from cohabit.server.protocol.datatypes import BINARY_ONLY, DTYPES
-from cohabit.server.protocol.request import InferRequest, respond
 from cohabit.server.protocol.shared_memory import Regions, RegionUse
 from cohabit.server.protocol.tensors import MOST_JSON_VALUES, from_json, to_json
 
@@ -30,8 +31,12 @@ PAIR = ModelInfo(
 )
 
 
-def decode(body: memoryview, header_length: int | None, info: ModelInfo) -> InferRequest:
+def decode(body: memoryview, header_length: int | None, info: ModelInfo) -> Request:
     return decode_request(body, header_length, info, RegionUse(Regions()))
+
+
+def encode(request: Request, info: ModelInfo, outputs: Mapping[str, Array]) -> list[bytes | memoryview]:
+    return encode_response(request, Answer(info.key, outputs, Timing()), info, RegionUse(Regions()))
 
 
 def info_for(datatype: str, shape: tuple[int, ...]) -> ModelInfo:
@@ -71,7 +76,7 @@ def test_json_round_trip(tensor: tuple[str, Array], nested: bool) -> None:
     info = info_for(datatype, array.shape[1:])
     request = decode(memoryview(json_request(datatype, array, nested)), None, info)
     np.testing.assert_array_equal(request.inputs["x"], array)
-    answer = json.loads(b"".join(encode_response(respond(request, info, request.inputs)).parts))
+    answer = json.loads(b"".join(encode(request, info, request.inputs)))
     (output,) = answer["outputs"]
     back = np.array(output["data"], DTYPES[datatype]).reshape(output["shape"])
     np.testing.assert_array_equal(back, array)
@@ -85,9 +90,8 @@ def test_binary_round_trip_to_the_bit(tensor: tuple[str, Array]) -> None:
     body, length = binary_request(datatype, array, {"parameters": {"binary_data_output": True}})
     request = decode(memoryview(body), length, info)
     assert request.batch == array.shape[0]
-    encoded = encode_response(respond(request, info, request.inputs))
-    assert encoded.header_length is not None
-    assert b"".join(encoded.parts)[encoded.header_length :] == array.tobytes()
+    _, tensor_bytes = encode(request, info, request.inputs)
+    assert tensor_bytes == array.tobytes()
 
 
 def test_binary_inputs_are_views_of_the_body() -> None:
@@ -107,8 +111,8 @@ def test_outputs_of_other_layouts_are_written_in_order() -> None:
     )
     transposed = np.array([[1, 2], [3, 4]], np.float64).T
     request = decode(memoryview(body), length, info)
-    encoded = encode_response(respond(request, info, {"x": transposed}))
-    assert b"".join(encoded.parts)[encoded.header_length :] == np.array([1, 3, 2, 4], np.float32).tobytes()
+    _, tensor_bytes = encode(request, info, {"x": transposed})
+    assert tensor_bytes == np.array([1, 3, 2, 4], np.float32).tobytes()
 
 
 def test_priority_and_timeout_are_read() -> None:

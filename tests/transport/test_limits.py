@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,21 @@ from cohabit.server.errors import (
     ConfigError,
     InvalidRequest,
     LevelFull,
+    Overloaded,
     PayloadTooLarge,
     QueueFull,
     RequestError,
+    Unauthenticated,
+    WireError,
+    from_wire,
 )
 from cohabit.server.frontend.access import Access
 from cohabit.server.grpc.codec import parse_request
-from cohabit.server.grpc.errors import CODES
+from cohabit.server.grpc.errors import status_of
 from cohabit.server.grpc.handlers import MOST_CALLS
 from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.codec import decode_request
-from cohabit.server.http.errors import STATUS
+from cohabit.server.http.errors import response_of
 from cohabit.server.ipc.model import Array
 from cohabit.server.protocol.shared_memory import RegionUse
 
@@ -360,10 +364,51 @@ def every_kind_of(error: type[RequestError]) -> Iterator[type[RequestError]]:
         yield from every_kind_of(kind)
 
 
-@pytest.mark.parametrize("table", [STATUS, CODES], ids=["http", "grpc"])
-def test_every_error_of_a_request_has_a_status(table: Mapping[type[RequestError], Any]) -> None:
-    for kind in every_kind_of(RequestError):
-        assert any(parent in table for parent in kind.__mro__), kind
+REFUSALS = {
+    "Unauthenticated": (401, "UNAUTHENTICATED"),
+    "PermissionMissing": (403, "PERMISSION_DENIED"),
+    "InvalidRequest": (400, "INVALID_ARGUMENT"),
+    "TensorMismatch": (400, "INVALID_ARGUMENT"),
+    "ModelNotListed": (400, "INVALID_ARGUMENT"),
+    "AlreadyRegistered": (400, "ALREADY_EXISTS"),
+    "LoadFailed": (400, "INVALID_ARGUMENT"),
+    "ModelNotFound": (404, "NOT_FOUND"),
+    "RegionNotFound": (404, "NOT_FOUND"),
+    "ClientTooSlow": (408, "DEADLINE_EXCEEDED"),
+    "PayloadTooLarge": (413, "RESOURCE_EXHAUSTED"),
+    "RateLimited": (429, "UNAVAILABLE"),
+    "ExecutionFailed": (500, "INTERNAL"),
+    "EngineFailed": (500, "INTERNAL"),
+    "NotInRepository": (500, "INTERNAL"),
+    "Unsupported": (501, "UNIMPLEMENTED"),
+    "UnknownEncoding": (501, "UNIMPLEMENTED"),
+    "ModelNotReady": (503, "UNAVAILABLE"),
+    "Overloaded": (503, "UNAVAILABLE"),
+    "QueueFull": (503, "UNAVAILABLE"),
+    "LevelFull": (503, "UNAVAILABLE"),
+    "EngineUnavailable": (503, "UNAVAILABLE"),
+    "ShuttingDown": (503, "UNAVAILABLE"),
+    "DeviceUnavailable": (503, "UNAVAILABLE"),
+    "ControlOff": (503, "UNAVAILABLE"),
+    "RequestTimedOut": (503, "DEADLINE_EXCEEDED"),
+}
+
+
+def test_the_table_has_every_refusal() -> None:
+    assert {kind.__name__ for kind in every_kind_of(RequestError)} == REFUSALS.keys()
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_refusal_has_its_status_over_both_protocols_and_its_words(kind: str) -> None:
+    error = from_wire(WireError(kind, "the reason", 2.0))
+    assert isinstance(error, RequestError)
+    if isinstance(error, Unauthenticated):
+        error = Unauthenticated("the reason")
+    over_http, over_grpc = response_of(error), status_of(error, "ModelInfer")
+    assert (over_http.status, over_grpc.code.name) == REFUSALS[kind]
+    assert over_http.body == b'{"error":"the reason"}'
+    assert over_grpc.message == "the reason"
+    assert ("Retry-After" in over_http.headers) == bool(over_grpc.metadata) == isinstance(error, Overloaded)
 
 
 def test_errors_of_limits_name_the_number_and_the_way_out() -> None:

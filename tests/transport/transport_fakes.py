@@ -23,12 +23,12 @@ from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.app import make_app
 from cohabit.server.http.server import HttpServer
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
-from cohabit.server.ipc.execution import ExecutionTiming, InferResult
 from cohabit.server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
+from cohabit.server.ipc.request import Answer, Request, Timing
+from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from cohabit.server.observe.settings import LogSettings
 from cohabit.server.protocol.datatypes import float32_of_bf16
-from cohabit.server.protocol.request import InferRequest
 from cohabit.server.protocol.shared_memory import Regions, no_system, open_region
 
 MIB = 1 << 20
@@ -60,7 +60,7 @@ class FakeModel:
     info: ModelInfo
     function: Callable[..., dict[str, Array]]
     gate: Gate | None = None
-    requests: list[InferRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
 
 
 class FakeEngine:
@@ -77,7 +77,9 @@ class FakeEngine:
         self.catalog.update(ModelEntry("damaged", 1, ModelState.UNAVAILABLE, "model.pt2 is truncated"))
         self._statistics = {key: ModelStatistics() for key in self.models}
 
-    async def infer(self, request: InferRequest, info: ModelInfo, lease: Lease) -> InferResult:
+    async def infer(
+        self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
+    ) -> Answer:
         model = self.models[request.model]
         model.requests.append(request)
         arrived_s = time.monotonic()
@@ -88,11 +90,11 @@ class FakeEngine:
         except RequestError:
             raise
         except Exception as error:
-            raise ExecutionFailed(info.name, str(error)) from error
+            raise ExecutionFailed(model.info.name, str(error)) from error
         busy_s = time.monotonic() - arrived_s
-        timing = ExecutionTiming(arrived_s, arrived_s, busy_s, busy_s, rows=request.batch)
+        timing = Timing(arrived_s, arrived_s, busy_s, busy_s, rows=request.batch)
         self._statistics[request.model].executed([timing], time.time())
-        return InferResult({name: _leased(array, lease) for name, array in outputs.items()}, timing)
+        return Answer(request.model, {name: _leased(array, lease) for name, array in outputs.items()}, timing)
 
     async def load(self, model: str, config: str | None) -> None: ...
 
