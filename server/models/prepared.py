@@ -2,36 +2,31 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Hashable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from cohabit.planner.graph import fingerprint
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.devices import open_device
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.allowed_ops import draws
-from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, noted_fingerprint
-from cohabit.runtime.lowering.archive_file import fingerprint as fingerprint_of
-from cohabit.runtime.lowering.lower import Entry, Lowered, NotCached, cached, lower, notes_of
-from cohabit.runtime.memory import HostStore
+from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint, noted_fingerprint, notes_of
+from cohabit.runtime.lowering.lower import Entry, Lowered, NotCached, cached, lower
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import cached_profiles
+from cohabit.runtime.profiling.profile import cached_profiles, forget
 from cohabit.runtime.profiling.stopwatch import NOISY
 from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.config.values import batches as parse_sizes
 from cohabit.server.engine.servable import describe
-from cohabit.server.file_state import FileState
-from cohabit.server.models.known_models import KnownModel
+from cohabit.server.models.model import Model
 from cohabit.server.models.options import options_of
 from cohabit.server.models.repository import ModelSource
 from cohabit.server.models.worker_process import EXPECTED, WorkerProcesses, stage
@@ -42,44 +37,13 @@ from cohabit.server.resources import available_cpus
 _log = logging.getLogger("cohabit.models")
 
 OnProgress = Callable[[str, str], None]
-_LARGE_BYTES = 64 << 20
-"""Models of this size are measured in another process than the one that lowered them: that one keeps about 120 MiB of
-torch's exporter, and to measure takes memory for all weights."""
 SHAPE_BUCKETS = "cohabit.shape_buckets"
 """Key of `parameters` in a ModelConfig."""
+_PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
+"""After opening a cached model, a load pauses for this multiple of the time taken: a client that loads small models
+in a loop uses at most a third of the interpreter's time."""
 BUNDLED = "bundled"
 """The device of a bundle's profiles, in their files' names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A model that can be placed in memory. The caller closes its store."""
-
-    source: ModelSource
-    known: KnownModel
-    store: HostStore[Any]
-    rate_per_s: float = 1.0
-
-    @property
-    def lowered(self) -> Lowered:
-        return self.known.lowered
-
-    @property
-    def profiles(self) -> dict[Bucket, Profile]:
-        return self.known.profiles
-
-    @property
-    def weight_bytes(self) -> int:
-        """The size of all parameters, including tables in host memory."""
-        return self.lowered.manifest.segment_bytes + self.lowered.manifest.table_bytes
-
-    @property
-    def parameter_bytes(self) -> int:
-        return self.lowered.graphs[min(self.lowered.graphs)].parameter_bytes
-
-    @property
-    def demand(self) -> ModelDemand:
-        return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s)
 
 
 def warn_of_interaction(lowered: Lowered) -> None:
@@ -107,11 +71,11 @@ def warn_of_random_ops(lowered: Lowered) -> None:
         )
 
 
-def warn_of_noise(prepared: Prepared) -> None:
+def warn_of_noise(name: str, profiles: Mapping[Bucket, Profile]) -> None:
     """Log how noisy the measurement of a model was, if other work disturbed it."""
-    noise = max(profile.noise for profile in prepared.profiles.values())
+    noise = max(profile.noise for profile in profiles.values())
     if noise > NOISY:
-        fields = {"model": prepared.lowered.name, "noise": f"{noise:.0%}", "limit": f"{NOISY:.0%}"}
+        fields = {"model": name, "noise": f"{noise:.0%}", "limit": f"{NOISY:.0%}"}
         _log.warning(
             "a busy machine disturbed the model's profile; delete the cache's profiles folder to measure again",
             extra={"fields": fields},
@@ -151,92 +115,179 @@ def prepare(
     source: ModelSource,
     config: ServeConfig,
     backend: Backend,
-    on_progress: OnProgress,
+    workers: WorkerProcesses,
+    on_progress: OnProgress = lambda name, stage: None,
     *,
-    archive: str | None = None,
-    quick: bool = False,
-) -> Prepared:
-    """Lower and measure one model, unless the cache has the results. Raises CohabitError.
+    yields: bool = False,
+) -> Model:
+    """Open a model from the cache, which a worker process fills first if it lacks the model. Raises CohabitError.
 
-    With `archive`, the fingerprint of its archive, the model is taken from the cache, and the archive is not read;
-    raises NotCached. Otherwise what the cache has of the model is made anew, once, after an unexpected error. With
-    `quick`, its profiles may be provisional.
+    Archives come from clients, so nothing else reads them. A damaged cache is made anew. The model's profiles may be
+    provisional. The caller closes its store. With `yields`, it pauses after opening a model, for serving threads.
     """
-    try:
-        return _prepare(source, config, backend, on_progress, archive, quick)
-    except EXPECTED:
-        raise
-    except Exception:
-        if archive is not None or not _forget_lowered(source, config):
+    archive, anew = noted_fingerprint(source.path, notes_of(cache_of(config) / "weights")), False
+    if archive is not None:
+        start_s = time.perf_counter()
+        try:
+            model = _opened(source, config, backend, archive, known_only=True)
+            if yields:
+                time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
+            return model
+        except NotCached as error:
+            if config.bundle is not None:
+                raise
+            _log.info("the cache lacks the model", extra={"fields": {**source.key.fields, "reason": str(error)}})
+        except EXPECTED:
             raise
-        _log.warning(
-            "the cache was of no use, and is made anew", exc_info=True, extra={"fields": source.key.fields}
-        )
-        return _prepare(source, config, backend, on_progress, archive, quick)
+        except Exception:
+            _warn_of_useless_cache(source)
+            anew = True
+    if workers.here:
+        archive = lowered_and_measured(source, config, on_progress, anew=anew).lowered.archive
+    else:
+        archive, _ = _filled_by_worker(workers.call, source, config, quick=True, anew=anew)
+    return _opened(source, config, backend, archive)
 
 
-def _prepare(
+def _opened(
     source: ModelSource,
     config: ServeConfig,
     backend: Backend,
-    on_progress: OnProgress,
-    archive: str | None,
-    quick: bool,
-) -> Prepared:
-    def progress(text: str) -> None:
-        on_progress(source.name, text.removeprefix(f"{source.name}: "))
+    archive: str,
+    *,
+    known_only: bool = False,
+) -> Model:
+    """Open a model whose archive has this fingerprint from the cache. Raises NotCached.
 
-    cache, options, buckets = cache_of(config), model_options(source, config), wanted_buckets(source, config)
-    name, batches, weights_cache = source.name, wanted_batches(source, config), cache / "weights"
+    Without `known_only`, it is measured here if a full disk has kept the profiles from being cached.
+    """
+    name, cache = source.name, cache_of(config)
+    model = Model(source, _rate(source, config))
     with stage(f"lowering model '{name}'"):
-        if archive is not None:
-            lowered = cached(archive, name, batches, weights_cache, options, buckets)
-        else:
-            lowered = lower(source.path, name, batches, weights_cache, progress, options, shape_buckets=buckets)
-        release_free_memory()  # lowering has packed the weights one by one
-        weights = FileState.of(lowered.weights_path)
+        options, buckets = model_options(source, config), wanted_buckets(source, config)
+        lowered = cached(archive, name, wanted_batches(source, config), cache / "weights", options, buckets)
         lowered = _with_config_names(source, lowered)
         _refuse_mismatch(source, lowered)
     with stage(f"opening the weights of model '{name}'"):
-        store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
+        model.store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
     try:
         with stage(f"measuring model '{name}'"):
-            if config.bundle is None:
-                lowered, profiles = backend.measure(lowered, store, cache / "profiles", progress, quick=quick)
+            if config.bundle is not None:
+                model.lowered, model.profiles = lowered, bundled_profiles(lowered, cache / "profiles")
             else:
-                profiles = bundled_profiles(lowered, cache / "profiles")
+                model.lowered, model.profiles = backend.measure(
+                    lowered, model.store, cache / "profiles", lambda text: None, quick=True, known_only=known_only
+                )
     except BaseException:
-        store.close()
+        model.store.close()
         raise
-    return Prepared(source, KnownModel(lowered, profiles, weights), store, _rate(source, config))
+    return model
+
+
+def measured_profiles(
+    model: Model, config: ServeConfig, workers: WorkerProcesses, *, again: bool = False
+) -> dict[Bucket, Profile]:
+    """Have a worker process measure a model; with `again`, even if that was done before. Raises CohabitError.
+
+    It is not the process that has lowered the model, which keeps torch's exporter, 120 MiB. One model is measured at a
+    time: two at once would measure each other.
+    """
+    if again:
+        forget(model.profiles.values(), cache_of(config) / "profiles")
+    _, profiles = _filled_by_worker(workers.call_later, model.source, config, quick=False)
+    if any(profiles[bucket].graph != graph.fingerprint for bucket, graph in model.lowered.graphs.items()):
+        raise UnsupportedModel(f"{model.source.name}: its archive has changed since it was loaded")
+    return profiles
+
+
+_Filled = tuple[str, dict[Bucket, Profile]]
+"""The fingerprint of the archive that was read, and the profiles in the cache."""
+
+
+def _filled_by_worker(
+    call: Callable[..., _Filled], source: ModelSource, config: ServeConfig, *, quick: bool, anew: bool = False
+) -> _Filled:
+    model_config = None if source.config is None else source.config.SerializeToString()
+    return call(_fill_cache, replace(source, config=None), model_config, config, quick, anew)
+
+
+def _fill_cache(
+    source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool, anew: bool
+) -> _Filled:
+    """Lower and measure a model, unless the cache has it. Worker's process."""
+    if model_config is not None:
+        source = replace(source, config=ModelConfig.FromString(model_config))
+    model = lowered_and_measured(source, config, lambda name, stage: None, quick=quick, anew=anew)
+    return model.lowered.archive, model.profiles
+
+
+def lowered_and_measured(
+    source: ModelSource,
+    config: ServeConfig,
+    on_progress: OnProgress,
+    *,
+    quick: bool = False,
+    anew: bool = False,
+) -> Model:
+    """Lower and measure a model, unless the cache has it, on a device that is opened for it. Its store is closed.
+
+    With `quick`, its profiles may be provisional. What the cache has of the model is made anew with `anew`, and once
+    after an unexpected error. Raises CohabitError.
+    """
+    if anew:
+        _forget_lowered(source, config)
+    backend = open_backend(config)
+    try:
+        return _lowered_and_measured(source, config, backend, on_progress, quick=quick)
+    except EXPECTED:
+        raise
+    except Exception:
+        if not _forget_lowered(source, config):
+            raise
+        _warn_of_useless_cache(source)
+        return _lowered_and_measured(source, config, backend, on_progress, quick=quick)
+    finally:
+        backend.close()
+
+
+def _lowered_and_measured(
+    source: ModelSource, config: ServeConfig, backend: Backend, on_progress: OnProgress, *, quick: bool
+) -> Model:
+    def progress(text: str) -> None:
+        on_progress(source.name, text.removeprefix(f"{source.name}: "))
+
+    name, cache = source.name, cache_of(config)
+    model = Model(source, _rate(source, config))
+    with stage(f"lowering model '{name}'"):
+        batches, options = wanted_batches(source, config), model_options(source, config)
+        buckets = wanted_buckets(source, config)
+        lowered = lower(source.path, name, batches, cache / "weights", progress, options, shape_buckets=buckets)
+        release_free_memory()  # lowering has packed the weights one by one
+        lowered = _with_config_names(source, lowered)
+        _refuse_mismatch(source, lowered)
+    with stage(f"opening the weights of model '{name}'"):
+        model.store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
+    with closing(model.store), stage(f"measuring model '{name}'"):
+        model.lowered, model.profiles = backend.measure(
+            lowered, model.store, cache / "profiles", progress, quick=quick
+        )
+    return model
+
+
+def _warn_of_useless_cache(source: ModelSource) -> None:
+    _log.warning("the cache was of no use, and is made anew", exc_info=True, extra={"fields": source.key.fields})
 
 
 def _forget_lowered(source: ModelSource, config: ServeConfig) -> bool:
     """Remove a lowered model from the cache; False if it is not there, or there is no archive to make it from."""
     if config.bundle is not None or source.path.suffix == LOWERED_SUFFIX:
         return False
-    options, batches, buckets = (
-        model_options(source, config),
-        wanted_batches(source, config),
-        wanted_buckets(source, config),
-    )
-    folder = Entry(cache_of(config) / "weights", fingerprint_of(source.path), batches, options, buckets).folder
+    options, batches = model_options(source, config), wanted_batches(source, config)
+    buckets = wanted_buckets(source, config)
+    folder = Entry(cache_of(config) / "weights", fingerprint(source.path), batches, options, buckets).folder
     is_there = folder.is_dir()
     shutil.rmtree(folder, ignore_errors=True)
     return is_there
-
-
-def prepare_closed(
-    source: ModelSource, config: ServeConfig, on_progress: OnProgress, *, quick: bool = False
-) -> Prepared:
-    """Prepare a model on a device that is opened for it, and close the device and the model's parameters."""
-    backend = open_backend(config)
-    try:
-        prepared = prepare(source, config, backend, on_progress, quick=quick)
-        prepared.store.close()
-        return prepared
-    finally:
-        backend.close()
 
 
 def bundled_profiles(lowered: Lowered, folder: Path) -> dict[Bucket, Profile]:
@@ -260,107 +311,6 @@ def machine_of(config: ServeConfig) -> str:
     return f"plain weights, torch {torch.__version__}"
 
 
-def prepare_known(source: ModelSource, known: KnownModel, config: ServeConfig, backend: Backend) -> Prepared:
-    """Open the parameters of a known model. Raises CohabitError."""
-    lowered = known.lowered
-    _refuse_mismatch(source, lowered)
-    store = backend.open_store(config.store, lowered.weights_path, lowered.manifest)
-    return Prepared(source, known, store, _rate(source, config))
-
-
-def noted_archive(source: ModelSource, config: ServeConfig) -> str | None:
-    """Return the fingerprint of a model's archive, if it is known without reading it. Raises ArchiveError."""
-    return noted_fingerprint(source.path, notes_of(cache_of(config) / "weights"))
-
-
-def key_of(source: ModelSource, archive: str, config: ServeConfig) -> Hashable:
-    """Return a key of everything that a known model depends on. Raises RepositoryError."""
-    options = model_options(source, config)
-    tensors = () if source.config is None else (*source.config.input, *source.config.output)
-    names = tuple(tensor.name for tensor in tensors)
-    wanted = tuple(wanted_batches(source, config)), wanted_buckets(source, config)
-    return source.name, archive, wanted, options, names
-
-
-def prepare_in_worker(
-    source: ModelSource, config: ServeConfig, backend: Backend, workers: WorkerProcesses, *, quick: bool = False
-) -> Prepared:
-    """Lower and measure a model in a worker process, unless the cache has it, and open it from the cache.
-
-    Archives come from clients, so nothing else reads them. A damaged cache is made anew. With `quick`, its profiles may
-    be provisional. Raises CohabitError.
-    """
-    archive, anew = noted_archive(source, config), False
-    if archive is not None and (
-        _marker(source, archive, config).exists()
-        or (quick and _marker(source, archive, config, "provisional").exists())
-    ):
-        try:
-            return prepare(source, config, backend, lambda *_: None, archive=archive, quick=quick)
-        except NotCached as error:
-            _log.warning("cache not usable, preparing again", extra={"fields": {"reason": str(error)}})
-        except EXPECTED:
-            raise
-        except Exception:
-            fields = source.key.fields
-            _log.warning("the cache was of no use, and is made anew", exc_info=True, extra={"fields": fields})
-            anew = True
-    if quick or _is_large(source):
-        made = _call_worker(source, config, workers, quick=True, anew=anew)
-        anew = False
-    if not quick:
-        made = _call_worker(source, config, workers, quick=False, anew=anew)
-    return prepare(source, config, backend, lambda *_: None, archive=made.archive, quick=quick)
-
-
-def measure_in_worker(prepared: Prepared, config: ServeConfig, workers: WorkerProcesses) -> Prepared:
-    """Measure a model whose profiles are provisional, in a worker process. Raises CohabitError."""
-    profiles = _call_worker(prepared.source, config, workers, quick=False).profiles
-    if any(profiles[bucket].graph != graph.fingerprint for bucket, graph in prepared.lowered.graphs.items()):
-        raise UnsupportedModel(f"{prepared.source.name}: its archive has changed since it was loaded")
-    return replace(prepared, known=KnownModel(prepared.lowered, profiles, prepared.known.weights))
-
-
-def _is_large(source: ModelSource) -> bool:
-    state = FileState.of(source.path)
-    return state is not None and state.nbytes >= _LARGE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """What a worker has put into the cache."""
-
-    archive: str
-    """Fingerprint of the archive that was read."""
-    profiles: dict[Bucket, Profile]
-
-
-def _call_worker(
-    source: ModelSource, config: ServeConfig, workers: WorkerProcesses, *, quick: bool, anew: bool = False
-) -> _Filled:
-    if not quick and _is_large(source):
-        workers.release()
-    model_config = None if source.config is None else source.config.SerializeToString()
-    return workers.call(_fill_cache, replace(source, config=None), model_config, config, quick, anew)
-
-
-def _fill_cache(
-    source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool, anew: bool
-) -> _Filled:
-    """Prepare a model; with `anew`, whatever the cache has of it. Worker's process."""
-    if model_config is not None:
-        source = replace(source, config=ModelConfig.FromString(model_config))
-    if anew:
-        _forget_lowered(source, config)
-    prepared = prepare_closed(source, config, lambda *_: None, quick=quick)
-    archive = prepared.lowered.archive
-    marker = _marker(source, archive, config, *(["provisional"] if prepared.known.is_provisional else []))
-    with suppress(OSError):  # without it, the next start looks at the cache in a worker again
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
-    return _Filled(archive, prepared.profiles)
-
-
 def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
     """Return the batch sizes to plan; a config.pbtxt caps them, and adds its maximum and preferred sizes."""
     most = source.config.max_batch_size if source.config is not None else 0
@@ -373,19 +323,6 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
 def wanted_buckets(source: ModelSource, config: ServeConfig) -> tuple[int, ...]:
     """Return the sizes of dynamic dimensions to plan for; empty for the default. Raises RepositoryError."""
     return parameter_of(source.config, SHAPE_BUCKETS, parse_sizes) or config.shape_buckets or ()
-
-
-def _marker(source: ModelSource, archive: str, config: ServeConfig, *more: str) -> Path:
-    """Return the file that exists once a worker has prepared this model for this configuration."""
-    threads = threads_of(config)
-    options = asdict(model_options(source, config))
-    made = (archive, wanted_batches(source, config), options, threads, packing.machine())
-    link: tuple[object, ...] = (config.device, config.store, config.link_bandwidth_bytes_per_s)
-    if config.verify_reads:
-        link += ("verified",)
-    if buckets := wanted_buckets(source, config):
-        link += (buckets,)
-    return cache_of(config) / "prepared" / fingerprint((*made, *link, *more))[:32]
 
 
 def model_options(source: ModelSource, config: ServeConfig) -> Options:
@@ -415,3 +352,37 @@ def _rate(source: ModelSource, config: ServeConfig) -> float:
     given = config.model_rates
     mean = sum(given.values()) / len(given) if given else 1.0
     return given.get(source.name, mean) * source.rate_share
+
+
+_LEAST_DONE = 0.25
+"""Share of the archives' bytes from which on the time for the others is estimated: small models come first as often as
+not, and would stand for large ones."""
+
+
+class TimeLeft:
+    """Estimates when several models are prepared, from the sizes of their archives."""
+
+    def __init__(self, sources: Sequence[ModelSource], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start_s = clock()
+        self._all_bytes = {source.key: source.state.nbytes if source.state else 0 for source in sources}
+        self._left_bytes = dict(self._all_bytes)
+
+    def done(self, source: ModelSource) -> None:
+        del self._left_bytes[source.key]
+
+    @property
+    def left(self) -> str:
+        """How many models are done, and the time that the others will take, as text; empty while none is.
+
+        The time is left out until enough is done to tell.
+        """
+        done = len(self._all_bytes) - len(self._left_bytes)
+        if not done:
+            return ""
+        left_bytes, all_bytes = sum(self._left_bytes.values()), sum(self._all_bytes.values())
+        done_bytes = all_bytes - left_bytes
+        if done_bytes < _LEAST_DONE * all_bytes or not done_bytes:
+            return f", {done} of {len(self._all_bytes)} done"
+        left_s = (self._clock() - self._start_s) * left_bytes / done_bytes
+        return f", {done} of {len(self._all_bytes)} done, about {left_s:.0f} s left"

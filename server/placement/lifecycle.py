@@ -1,15 +1,12 @@
-"""Loads, replaces and unloads models while the others are served."""
+"""Deploys models: those of the start, and those that are loaded, replaced and unloaded while others are served."""
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from cohabit.planner.errors import CohabitError
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.errors import (
@@ -21,63 +18,141 @@ from cohabit.server.errors import (
     load_reason,
 )
 from cohabit.server.ipc.catalog import ModelEntry
-from cohabit.server.ipc.model import ModelKey
-from cohabit.server.log import log_internal_error
+from cohabit.server.ipc.model import DeviceUse, ModelKey
 from cohabit.server.models.registry import Registry
-from cohabit.server.models.repository import (
-    Found,
-    ModelSource,
-    Unloadable,
-    is_in_repository,
-    versions_of,
-    warn_of_ignored_config,
+from cohabit.server.models.repository import Found, ModelSource, Unloadable, is_in_repository, versions_of
+from cohabit.server.models.worker_process import (
+    MOST_AT_START,
+    PLANNING,
+    PREPARING,
+    failure_reason,
+    in_thread,
+    unknown,
+    worker_processes,
 )
-from cohabit.server.models.worker_process import MOST_PREPARING, failed_stage
 from cohabit.server.placement.warmup import warm_up
 from cohabit.server.protocol.model_config import parse_config
 
 if TYPE_CHECKING:
-    from cohabit.server.placement.device_memory import PlacedModel
+    from cohabit.server.models.model import Model
     from cohabit.server.placement.placement import ModelPlacement
 
 _log = logging.getLogger("cohabit.lifecycle")
 
+OpenPlacement = Callable[[Sequence[ModelSource], ServeConfig, ComputeLanes], "ModelPlacement"]
+"""Opens the device for models. Any thread."""
+
+
+def open_placement(sources: Sequence[ModelSource], config: ServeConfig, lanes: ComputeLanes) -> "ModelPlacement":
+    """Open the device. Torch is imported here, because that takes seconds and would delay the start.
+
+    If models will have to be prepared, the processes for that import it at the same time.
+    """
+    workers = worker_processes(config)
+    missing = 0 if workers.here else unknown(sources, config)
+    if missing:
+        workers.start(PREPARING, min(missing, MOST_AT_START))
+    from cohabit.server.placement.placement import ModelPlacement
+
+    if missing:
+        workers.start(PLANNING)
+    return ModelPlacement(config, lanes, workers)
+
 
 class Lifecycle:
-    """Loads and unloads models for clients and the poller. Belongs to the event loop's thread."""
+    """Deploys models at the start, for clients and for the poller. Belongs to the event loop's thread."""
 
-    def __init__(self, config: ServeConfig, registry: Registry, lanes: ComputeLanes) -> None:
+    def __init__(
+        self, config: ServeConfig, registry: Registry, lanes: ComputeLanes, open_placement: OpenPlacement
+    ) -> None:
         self._config = config
         self._registry = registry
         self._lanes = lanes
+        self._open_placement = open_placement
         self._placement: ModelPlacement | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
-        self._serving: dict[ModelKey, PlacedModel] = {}
+        self.serving: dict[ModelKey, Model] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By model name, while operations of that model are under way."""
         self._operations: set[asyncio.Task[None]] = set()
-        self._preparing = ThreadPoolExecutor(MOST_PREPARING, thread_name_prefix="preparing")
-        """Threads that wait for models to be prepared; loads that take long must not take those of others."""
 
-    def open(self, placement: "ModelPlacement", placed_models: Mapping[ModelKey, "PlacedModel"]) -> None:
-        """Begin, with the models that were loaded at the start."""
-        placement.open(self._lanes, self)
-        self._placement = placement
-        self._serving = dict(placed_models)
+    async def start(
+        self, sources: Sequence[ModelSource], on_progress: Callable[[str, str], None]
+    ) -> dict[ModelKey, str]:
+        """Deploy the models of the start in memory that is empty. Returns why some are not served.
+
+        Raises ConfigError, DeviceError, or InfeasibleBudget, which names the least sufficient memory.
+        """
+        self._placement = await in_thread(self._open_placement, sources, self._config, self._lanes)
+        self._placement.on_change = self._changed
+        failures = await self._deploy(sources, on_progress=on_progress)
+        self._placement.workers.here = False  # from now on, there are requests to answer in this process
         self._opened.set()
+        if self._config.plans_later and self._config.device == "cpu":
+            self._watch = asyncio.create_task(self._placement.improver.watch())
+        return failures
+
+    async def _deploy(
+        self,
+        sources: Sequence[ModelSource],
+        old: "Model | None" = None,
+        on_progress: Callable[[str, str], None] = lambda name, stage: None,
+    ) -> dict[ModelKey, str]:
+        """Prepare versions of models, divide memory, place and load them, warm them up, serve and improve them.
+
+        `old` is a load that one of them replaces: it ends once its requests are answered, or before if its memory is
+        needed. Returns why some are not served. Raises CohabitError if memory is too small.
+        """
+        placement = self._placement
+        assert placement is not None
+        models, failures = await placement.prepare(sources, on_progress)
+        failures |= await placement.place(models, old, partial(self._stop_old, sources), on_progress)
+        served = []
+        for model in models:
+            if model.key in failures:
+                continue
+            try:
+                await warm_up(self._lanes[model.lane], model.servable, model.source)
+            except RepositoryError as error:
+                failures[model.key] = str(error)
+                await placement.release(model)
+                continue
+            statistics = self._registry.served(model.source, model.servable.info, model.footprint)
+            self._lanes.add(model.servable, statistics, model.source.policy, model.lane)
+            self.serving[model.key] = model
+            served.append(model)
+        placement.improver.begin(served, plan_next_start=not self._opened.is_set())
+        return failures
 
     def is_serving(self, model: str) -> bool:
         """Whether any version of a model is served."""
-        return any(key.name == model for key in self._serving)
+        return any(key.name == model for key in self.serving)
 
     async def close(self) -> None:
-        """Cancel pending operations; models stay as they are."""
+        """Cancel pending operations, and end the processes that prepare and plan; models stay as they are."""
+        pending = [*self._operations] if self._watch is None else [self._watch, *self._operations]
         if self._placement is not None:
-            await self._placement.close()
-        self._preparing.shutdown(wait=False, cancel_futures=True)
-        for operation in self._operations:
-            operation.cancel()
-        await asyncio.gather(*self._operations, return_exceptions=True)
+            self._placement.workers.close()
+            await self._placement.improver.close()
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+    def release(self) -> None:
+        """Release the device. The lanes must have ended."""
+        if self._placement is not None:
+            self._placement.close()
+            self._placement = None
+
+    @property
+    def use(self) -> DeviceUse:
+        return DeviceUse() if self._placement is None else self._placement.use()
+
+    @property
+    def memory_map(self) -> str:
+        """The device's memory as text; empty if there is no model in it."""
+        return "" if self._placement is None else self._placement.memory_map
 
     async def load(self, model: str, config: str | None = None) -> None:
         """Serve the versions of a model that its version policy asks for; returns once they are served.
@@ -138,113 +213,93 @@ class Lifecycle:
         if self._lanes.draining:
             raise ShuttingDown
         await self._opened.wait()
-        placement = self._placement
-        assert placement is not None
         versions = {entry.version for entry in found if entry.version is not None}
         async with self._locks.setdefault(model, asyncio.Lock()):
-            surplus = [t for key, t in self._serving.items() if key.name == model and key.version not in versions]
+            surplus = [m for key, m in self.serving.items() if key.name == model and key.version not in versions]
             sources = [entry for entry in found if isinstance(entry, ModelSource) and not self._keep(entry)]
             for source in sources:
-                if source.key not in self._serving:
+                if source.key not in self.serving:
                     self._registry.loading(source)
             failures = [self._failed(entry, entry.reason) for entry in found if isinstance(entry, Unloadable)]
             for source in reversed(sources):
-                reason = await self._try_load(placement, source, surplus)
+                reason = await self._load(source, surplus)
                 if reason is not None:
                     failures.append(self._failed(source, reason))
             if failures:
                 raise LoadFailed(model, "; ".join(failures))
-            for placed in surplus:
-                if self._serving.get(placed.key) is placed:
-                    await self._retire(placement, placed)
+            for old in surplus:
+                if self.serving.get(old.key) is old:
+                    await self._retire(old)
             self._registry.request_only(model, versions)
 
     def _keep(self, source: ModelSource) -> bool:
         """Leave a version as it is if its file and configuration have not changed; False if it must be loaded."""
-        present = self._serving.get(source.key)
-        if present is None or not present.prepared.source.loads_as(source):
+        present = self.serving.get(source.key)
+        if present is None or not present.source.loads_as(source):
             return False
-        present.prepared = replace(present.prepared, source=source)
+        present.source = source
         self._registry.configured(source)
         return True
 
-    async def _try_load(
-        self, placement: "ModelPlacement", source: ModelSource, surplus: Sequence["PlacedModel"]
-    ) -> str | None:
+    async def _load(self, source: ModelSource, surplus: Sequence["Model"]) -> str | None:
         """Load a version; returns why it cannot be loaded, or None. Its memory may be that of a surplus version."""
-        present = self._serving.get(source.key)
-        old = present or next((t for t in surplus if self._serving.get(t.key) is t), None)
+        placement, present = self._placement, self.serving.get(source.key)
+        assert placement is not None
+        old = present or next((m for m in surplus if self.serving.get(m.key) is m), None)
         try:
-            await self._load(placement, source, old)
-        except (CohabitError, OSError) as error:
-            return load_reason(source.name, error)
+            failures = await self._deploy([source], old)
         except Exception as error:
-            return f"{failed_stage(error)}: {log_internal_error(_log, model=source.name)}"
+            return failure_reason(source.name, error)
         except asyncio.CancelledError:
             self._failed(source, "loading was cancelled")
             raise
+        finally:
+            if old is not None and old.key != source.key and self.serving.get(old.key) is not old:
+                self._registry.unloaded(old.key)
+        if failures:
+            return failures[source.key]
+        if present is not None:
+            await self._lanes.of(source.key).finish(source.key, self._config.exit_timeout_s, older_only=True)
+            await placement.release(present)
+        _log.info("model loaded", extra={"fields": source.key.fields})
         return None
 
-    async def _load(self, placement: "ModelPlacement", source: ModelSource, old: "PlacedModel | None") -> None:
-        loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(self._preparing, placement.preparer.prepare, source)
-        placed: PlacedModel | None = None
-        try:
-            placed = await placement.place(prepared, old, partial(self._make_way, source))
-        finally:
-            if placed is None:
-                prepared.store.close()
-            if old is not None and old.key != source.key and self._serving.get(old.key) is not old:
-                self._registry.unloaded(old.key)
-        warn_of_ignored_config(source, self._config.device)
-        try:
-            await warm_up(self._lanes[placed.lane], placed.servable, source)
-        except Exception:
-            await placement.release(placed)
-            raise
-        statistics = self._registry.loaded(placed.servable, source, placed.footprint)
-        self._lanes.add(placed.servable, statistics, source.policy, placed.lane)
-        self._serving[source.key] = placed
-        if old is not None and old.key == source.key and old.owner in placement.memory.placed_models:
-            await self._lanes.of(source.key).finish(source.key, self._config.exit_timeout_s, older_only=True)
-            await placement.release(old)
-        _log.info("model loaded", extra={"fields": source.key.fields})
-
-    async def _retire(self, placement: "ModelPlacement", placed: "PlacedModel") -> None:
+    async def _retire(self, model: "Model") -> None:
         """Refuse new requests for a version, answer the present ones, and release its memory."""
-        del self._serving[placed.key]
-        self._registry.unloading(placed.key)
-        await placement.retire(placed, self._config.exit_timeout_s)
-        self._registry.unloaded(placed.key)
-        _log.info("model unloaded", extra={"fields": placed.key.fields})
+        assert self._placement is not None
+        del self.serving[model.key]
+        self._registry.unloading(model.key)
+        await self._placement.retire(model, self._config.exit_timeout_s)
+        self._registry.unloaded(model.key)
+        _log.info("model unloaded", extra={"fields": model.key.fields})
 
     def _failed(self, version: Found, reason: str) -> str:
         """Record a failed load, unless the version is still served as it was; returns the error for clients."""
         fields = {"model": version.name, "version": version.version, "reason": reason}
         _log.warning("model not loaded", extra={"fields": fields})
-        if (version.name, version.version) not in self._serving:
+        if (version.name, version.version) not in self.serving:
             self._registry.failed(version.name, version.version, reason)
         return f"version {version.version} is at UNAVAILABLE state: {reason}"
 
-    async def _make_way(self, source: ModelSource, old: "PlacedModel") -> None:
+    async def _stop_old(self, sources: Sequence[ModelSource], old: "Model") -> None:
         """Stop serving what a version replaces before it is loaded, because memory has no room for both."""
-        if old.key == source.key:
-            self._registry.loading(source)
-        else:
-            self._registry.unloading(old.key)
-        self._serving.pop(old.key, None)
+        for source in sources:
+            if old.key == source.key:
+                self._registry.loading(source)
+            else:
+                self._registry.unloading(old.key)
+        self.serving.pop(old.key, None)
         await self._lanes.of(old.key).finish(old.key, self._config.exit_timeout_s)
 
-    def changed(self, placed: "PlacedModel") -> None:
-        """Record that a model has another partition or other plans."""
-        if self._serving.get(placed.key) is placed:
-            self._registry.moved(placed.key, placed.footprint)
-
-    def lost(self, placed: "PlacedModel", reason: str) -> None:
-        """Record that a model could not be moved and was removed."""
-        if self._serving.get(placed.key) is placed:
-            del self._serving[placed.key]
-            self._registry.failed(*placed.key, f"it could not be moved: {reason}")
+    def _changed(self, model: "Model", lost: str | None) -> None:
+        """Record that a model has another partition or other plans, or could not be moved and was removed."""
+        if self.serving.get(model.key) is not model:
+            return
+        if lost is None:
+            self._registry.moved(model.key, model.footprint)
+        else:
+            del self.serving[model.key]
+            self._registry.failed(*model.key, f"it could not be moved: {lost}")
 
     def _require_explicit(self) -> None:
         if self._config.model_control != "explicit":

@@ -1,11 +1,11 @@
-"""Draws a deployment as a table: each model's bytes, its resident share, and its predicted times."""
+"""Draws the device's memory as a table: each model's bytes, its resident share, and its predicted times."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 from cohabit.planner.errors import format_bytes
-from cohabit.planner.sizing.deployment import ONE_REGION, Deployment, DeploymentEntry
-from cohabit.server.placement.device_memory import PlacedModel
+from cohabit.server.models.model import Model
+from cohabit.server.placement.device_memory import PartitionedMemory
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
@@ -13,23 +13,26 @@ _TEXTS = ("model", "")
 """Columns that are aligned to the left."""
 
 
-def draw(deployment: Deployment, placed: Sequence[PlacedModel]) -> str:
-    """Return the memory map as text; `placed` is in the order of the entries. Several versions have their numbers."""
-    several = deployment.lanes > 1
+def draw(layout: str, memory_bytes: int, memory: PartitionedMemory) -> str:
+    """Return the memory map as text, of the memory that all models may take. Several versions have their numbers."""
+    models = list(memory.models.values())
+    several = memory.partitions.lanes > 1
     columns = (*_COLUMNS, "lane") if several else _COLUMNS
-    versions = Counter(model.key.name for model in placed)
+    versions = Counter(model.key.name for model in models)
     rows = [
         [
             model.key.name if versions[model.key.name] == 1 else f"{model.key.name} version {model.key.version}",
-            *_cells(entry, model.prepared.weight_bytes, shared=deployment.layout in ONE_REGION),
+            *_cells(model, memory),
             *([str(model.lane)] if several else []),
         ]
-        for entry, model in zip(deployment.entries, placed, strict=True)
+        for model in models
     ]
-    workspaces = [[*row, *[""] * (len(columns) - len(row))] for row in _workspaces(deployment)]
+    workspaces = [[*row, *[""] * (len(columns) - len(row))] for row in _workspaces(memory)]
     widths = [max(len(row[n]) for row in (columns, *rows, *workspaces)) for n in range(len(columns))]
     rule = "─" * (sum(widths) + 2 * len(widths))
-    lines = [_title(deployment), _line(columns, columns, widths), rule]
+    taken, whole, count = format_bytes(memory.taken_bytes), format_bytes(memory_bytes), len(models)
+    title = f"{layout} layout: {taken} of {whole} for {count} model{'s' * (count != 1)}"
+    lines = [title, _line(columns, columns, widths), rule]
     lines += [_line(row, columns, widths) for row in rows]
     lines += [rule, *(_line(row, columns, widths) for row in workspaces)]
     return "\n".join(lines)
@@ -43,30 +46,25 @@ def _line(cells: Sequence[str], columns: Sequence[str], widths: Sequence[int]) -
     return f" {'  '.join(aligned)}".rstrip()
 
 
-def _workspaces(deployment: Deployment) -> Sequence[Sequence[str]]:
+def _workspaces(memory: PartitionedMemory) -> Sequence[Sequence[str]]:
     """Return a row for each lane's workspace, from the arena's bottom up."""
-    each, lanes = deployment.workspace_bytes, range(deployment.lanes)
+    each, lanes = memory.partitions.workspace_bytes, range(memory.partitions.lanes)
     rows = [["workspace", format_bytes(lane * each), format_bytes(each)] for lane in lanes]
     return rows if len(lanes) == 1 else [[*row, *[""] * 6, str(lane)] for lane, row in enumerate(rows)]
 
 
-def _title(deployment: Deployment) -> str:
-    taken, memory = format_bytes(deployment.taken_bytes), format_bytes(deployment.memory_bytes)
-    count = len(deployment.entries)
-    return f"{deployment.layout} layout: {taken} of {memory} for {count} model{'s' * (count != 1)}"
-
-
-def _cells(entry: DeploymentEntry, weight_bytes: int, shared: bool) -> list[str]:
-    share = entry.resident_bytes / entry.parameter_bytes if entry.parameter_bytes else 1.0
+def _cells(model: Model, memory: PartitionedMemory) -> list[str]:
+    footprint, extent = model.footprint, memory.extent_of(model)
+    share = footprint.resident_bytes / footprint.parameter_bytes if footprint.parameter_bytes else 1.0
     filled = round(share * _BAR_CELLS)
-    plan = entry.plans[min(entry.plans)].provenance
+    plan = model.plans[min(model.plans)].provenance
     times = ["", "", ""] if plan is None else [_ms(plan.latency_s), _ms(plan.bound_s), _ms(plan.resident_s)]
     return [
-        format_bytes(entry.partition_offset),
-        format_bytes(entry.partition_bytes),
-        format_bytes(weight_bytes),
-        "shared" if shared else f"{share:.0%}",
-        "" if shared else "█" * filled + "░" * (_BAR_CELLS - filled),
+        format_bytes(extent.offset),
+        format_bytes(extent.nbytes),
+        format_bytes(model.weight_bytes),
+        "shared" if model.shares else f"{share:.0%}",
+        "" if model.shares else "█" * filled + "░" * (_BAR_CELLS - filled),
         *times,
     ]
 

@@ -1,5 +1,6 @@
 """Model repositories in Triton's layout, sound and otherwise."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -312,3 +313,17 @@ def test_the_configuration_says_how_each_batch_is_issued() -> None:
             "string_value": "issued to the streams one by one: op item reads a number on the host"
         },
     }
+
+
+def test_a_file_that_was_written_or_replaced_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    assert FileState.of(path) is None
+    path.write_bytes(b"abc")
+    before = FileState.of(path)
+    assert before == FileState.of(path)
+    os.utime(path, ns=(1, 1))
+    assert FileState.of(path) != before
+    replacement = tmp_path / "new"
+    replacement.write_bytes(b"xyz")
+    os.replace(replacement, path)
+    assert FileState.of(path) != before
