@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from cohabit.server.config.config import ServeConfig
+from cohabit.server.deploy.lifecycle import Lifecycle, OpenPlacement, open_placement
+from cohabit.server.deploy.polling import Poller
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
@@ -15,12 +17,11 @@ from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.log import report_suppressed
-from cohabit.server.models.registry import Registry
-from cohabit.server.models.repository import Found, ModelSource, Unloadable, by_name, scan, versions_of
-from cohabit.server.placement.lifecycle import Lifecycle, OpenPlacement, open_placement
-from cohabit.server.placement.polling import Poller
 from cohabit.server.protocol.model_config import ModelConfig
 from cohabit.server.protocol.request import InferRequest
+from cohabit.server.repository.registry import Registry
+from cohabit.server.repository.scan import scan, versions_of
+from cohabit.server.repository.sources import Found, ModelSource, Unloadable, by_name
 
 _log = logging.getLogger("cohabit.engine")
 

@@ -33,8 +33,8 @@ from cohabit.server.protocol.shared_memory import Regions, no_system, open_regio
 from cohabit.server.resources import resident_bytes
 
 if TYPE_CHECKING:
+    from cohabit.server.deploy.lifecycle import OpenPlacement
     from cohabit.server.engine_host import Engine, OnProgress
-    from cohabit.server.placement.lifecycle import OpenPlacement
 
 _log = logging.getLogger("cohabit.serve")
 _ANSWERS_WRITTEN_S = 2.0
@@ -82,8 +82,8 @@ class Server:
         config = self._config
         if config.engine == "process" and open_placement is None:
             return EngineConnection(self._memory, config.strict_readiness)
+        from cohabit.server.deploy import lifecycle
         from cohabit.server.engine_host import Engine
-        from cohabit.server.placement import lifecycle
 
         catalog = Catalog(config.strict_readiness)
         opened = open_placement or lifecycle.open_placement

@@ -13,17 +13,17 @@ import torch
 from cohabit.runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE, comparable, difference
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
+from cohabit.server.deploy.lifecycle import open_placement
+from cohabit.server.deploy.prepare import random_ops
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.exporting import export, save
 from cohabit.server.importing.subject import Subject
 from cohabit.server.ipc.model import ModelInfo
-from cohabit.server.models.prepared import random_ops
-from cohabit.server.models.repository import find, is_model_name
-from cohabit.server.placement.lifecycle import open_placement
 from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, float32_of_bf16
 from cohabit.server.protocol.model_config import config_text
+from cohabit.server.repository.scan import find, is_model_name
 
 _LABELS = "labels.txt"
 SAMPLE = "sample.json"

@@ -14,7 +14,7 @@ from cohabit.server.tools.flags import MEASURING
 from cohabit.server.tools.format import gap, make_table, milliseconds, percent, tensor_table
 
 if TYPE_CHECKING:
-    from cohabit.server.models.servability import MemoryReport, ServabilityReport
+    from cohabit.server.deploy.servability import MemoryReport, ServabilityReport
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     given = {key: vars(options)[key] for key in (*MEASURING, "batch_sizes") if key in vars(options)}
     config = config_of({"repository": str(options.model), "memory": "1B", **given})
     with errors.status(Text(f"{options.model}: starting torch")) as status:
-        from cohabit.server.models.servability import report
+        from cohabit.server.deploy.servability import report
 
         sizes = [budget.size for budget in options.memory]
         found = report(options.model, config, sizes, lambda stage: status.update(Text(f"{options.model}: {stage}")))

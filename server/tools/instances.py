@@ -74,14 +74,14 @@ def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -
 
 
 def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
-    from cohabit.server.models.repository import find
+    from cohabit.server.repository.scan import find
 
     given = {key: vars(options)[key] for key in MEASURING if key in vars(options)}
     config = config_of({"repository": str(options.model), "memory": "1B", **given})
     config = replace(config, batch_sizes=options.batch_sizes or (1,))
     source = replace(find(options.model), config=None)
     on_progress(f"{source.name}: starting torch")
-    from cohabit.server.models.prepared import lowered_and_measured
+    from cohabit.server.deploy.prepare import lowered_and_measured
 
     prepared = lowered_and_measured(source, config, lambda name, stage: on_progress(f"{name}: {stage}"))
     graphs, profiles, batches = prepared.lowered.graphs, prepared.profiles, prepared.lowered.batches

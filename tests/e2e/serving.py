@@ -25,11 +25,11 @@ from tritonclient.utils import np_to_triton_dtype
 
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import parse_memory
+from cohabit.server.deploy.lifecycle import open_placement
+from cohabit.server.deploy.place import ModelPlacement
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.engine_host import Engine
-from cohabit.server.models.repository import ModelSource
-from cohabit.server.placement.lifecycle import open_placement
-from cohabit.server.placement.placement import ModelPlacement
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ from tritonclient.utils import InferenceServerException
 from cohabit.planner.memory import Memory
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.runtime.binding.program import Program
-from cohabit.server.models import prepared
-from cohabit.server.models.model import Plans, Programs
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.deploy import prepare
+from cohabit.server.deploy.model import Plans, Programs
+from cohabit.server.repository.sources import ModelSource
 from tests.e2e.serving import eventually, repository_index
 from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
 
@@ -169,13 +169,13 @@ def test_a_model_that_comes_back_is_opened_from_the_cache_unless_its_files_have_
     stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lowered: list[str] = []
-    fill = prepared._filled_by_worker
+    fill = prepare._filled_by_worker
 
     def noted(call: Any, source: ModelSource, *arguments: Any, **options: Any) -> Any:
         lowered.extend([source.name] if options["quick"] else [])
         return fill(call, source, *arguments, **options)
 
-    monkeypatch.setattr(prepared, "_filled_by_worker", noted)
+    monkeypatch.setattr(prepare, "_filled_by_worker", noted)
     stacks.put(tmp_path, "a", 0)
     eventually(lambda: time.time_ns() - (tmp_path / "a" / "1" / "model.pt2").stat().st_ctime_ns > 1e9)
     with controlled(tmp_path, "9MiB", plans) as (server, client):

@@ -20,9 +20,9 @@ from cohabit.planner import profile as profile_format
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
+from cohabit.server.deploy import improve, place
+from cohabit.server.deploy.improve import Improver
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.placement import improve, placement
-from cohabit.server.placement.improve import Improver
 from cohabit.server.resources import available_cpus
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, eventually, infer, process, refused_start, serving
@@ -161,7 +161,7 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
             steps.append(f"{step} ends")
 
     for step in ("prepare", "measured_profiles"):
-        monkeypatch.setattr(placement, step, partial(noted, step, getattr(placement, step)))
+        monkeypatch.setattr(place, step, partial(noted, step, getattr(place, step)))
     repository = archives.repository(*models)
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
         assert not server.placement.improver.is_busy

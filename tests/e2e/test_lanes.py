@@ -10,7 +10,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from cohabit.runtime.binding.program import Program
-from cohabit.server.placement.device_memory import PartitionedMemory
+from cohabit.server.deploy.load import PartitionedMemory
 from tests.e2e.serving import Running, eventually, serving
 from tests.e2e.stacks import Stacks, answer, controlled, held, is_answer_of, under_load
 

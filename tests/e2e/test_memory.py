@@ -24,13 +24,13 @@ from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import parse_memory
+from cohabit.server.deploy.lifecycle import open_placement
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.place import ModelPlacement
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.engine.servable import ProgramServable
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.models.model import Model
-from cohabit.server.models.repository import scan
-from cohabit.server.placement.lifecycle import open_placement
-from cohabit.server.placement.placement import ModelPlacement
+from cohabit.server.repository.scan import scan
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
 from tests.planner.reference import live_bytes, peak_bytes

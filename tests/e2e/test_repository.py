@@ -15,8 +15,8 @@ import tritonclient.http as triton
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.server.config.config import Layout
+from cohabit.server.deploy import prepare
 from cohabit.server.errors import StartFailed
-from cohabit.server.models import prepared
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
 
@@ -150,7 +150,7 @@ def test_an_unexpected_error_reaches_no_user_but_its_number(
     def broken(*arguments: object, **options: object) -> None:
         raise KeyError("p_weight")
 
-    monkeypatch.setattr(prepared, "lower", broken)
+    monkeypatch.setattr(prepare, "lower", broken)
     with pytest.raises(StartFailed) as refused, serving(archives.repository("ranker"), "100%", archives.cache):
         pass
     said = r"lowering model 'ranker' failed unexpectedly: internal error [0-9a-f]{12}; the server's log"

@@ -20,10 +20,11 @@ from cohabit.runtime.backend import Backend
 from cohabit.runtime.lowering import archive
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
-from cohabit.server.models import prepared as preparation
-from cohabit.server.models.prepared import lowered_and_measured, measured_profiles, open_backend, prepare
-from cohabit.server.models.repository import ModelSource, find
-from cohabit.server.models.worker_process import WorkerFailed, WorkerProcesses, failed_stage, stage
+from cohabit.server.deploy import prepare as preparation
+from cohabit.server.deploy.prepare import lowered_and_measured, measured_profiles, open_backend, prepare
+from cohabit.server.deploy.worker import WorkerFailed, WorkerProcesses, failed_stage, stage
+from cohabit.server.repository.scan import find
+from cohabit.server.repository.sources import ModelSource
 from tests.hostile.test_archives import with_equal_checksums
 from tests.runtime import models
 from tests.runtime.test_archive import read

@@ -22,7 +22,7 @@ from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.profiling.link import leading, segment_copies
 from cohabit.runtime.profiling.stopwatch import NOISY, ColdCaches, measure_ops
-from cohabit.server.models.prepared import warn_of_noise, warn_of_random_ops
+from cohabit.server.deploy.prepare import warn_of_noise, warn_of_random_ops
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.mixing import Computed

@@ -15,11 +15,11 @@ from server_fakes import FakeLoaded, FakeServable, config, identity, serving
 
 from cohabit.server.cli import serve_until_stopped
 from cohabit.server.config.config import ServeConfig
+from cohabit.server.deploy import lifecycle
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.ipc.model import Array
-from cohabit.server.models.repository import ModelSource
 from cohabit.server.observe.access import TokenFiles
-from cohabit.server.placement import lifecycle
+from cohabit.server.repository.sources import ModelSource
 
 REPOSITORY, FOLDER, WAITS, *TOKEN_FILES = sys.argv[1:]
 

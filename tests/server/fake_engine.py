@@ -19,7 +19,7 @@ from cohabit.server.engine_host import Engine
 from cohabit.server.engine_process import main
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 from tests.server.server_fakes import FakeLoaded, adder, identity, serving
 
 REFUSED, FAILS, HELD = 7.0, 8.0, 9.0

@@ -31,7 +31,7 @@ from cohabit.server.ipc.model import (
     ModelKey,
     TensorSpec,
 )
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
 Function = Callable[..., dict[str, Array]]

@@ -13,14 +13,14 @@ from server_fakes import FakeLoaded, FakeServable, Gate, config, identity, runni
 from server_http import infer, x
 from test_compute_lane import entered, gated, request
 
+from cohabit.server.deploy.load import assign_lanes
+from cohabit.server.deploy.prepare import threads_of
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.errors import DeviceUnavailable, ExecutionFailed, ModelNotFound, ShuttingDown
 from cohabit.server.ipc.execution import InferResult
 from cohabit.server.ipc.model import Array, ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import ModelStatistics
-from cohabit.server.models.prepared import threads_of
 from cohabit.server.observe.spans import header_events
-from cohabit.server.placement.device_memory import assign_lanes
 
 
 def meeting(*names: str) -> list[FakeServable]:

@@ -10,7 +10,6 @@ from google.protobuf import text_format
 
 from cohabit.server.errors import RepositoryError
 from cohabit.server.ipc.model import ModelInfo, TensorSpec
-from cohabit.server.models.repository import Unloadable, scan
 from cohabit.server.protocol.config_fields import FIELDS, ConfigField, defaults_of, ignored_fields, refuse_fields
 from cohabit.server.protocol.model_config import (
     ModelConfig,
@@ -19,6 +18,8 @@ from cohabit.server.protocol.model_config import (
     config_of,
     parse_config,
 )
+from cohabit.server.repository.scan import scan
+from cohabit.server.repository.sources import Unloadable
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-triton.md"
 

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from cohabit.planner.memory import Memory
-from cohabit.server.models.partitions import Extent, Partitions
-from cohabit.server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
+from cohabit.server.deploy.moves import Move, ReleaseForMove, moves, packed, vacate_all
+from cohabit.server.deploy.partitions import Extent, Partitions
 
 
 def no_overlap(extents: list[Extent], workspace_bytes: int, arena_bytes: int) -> bool:

@@ -20,7 +20,7 @@ from cohabit.planner.search import registry
 from cohabit.planner.search.searcher import AnySearcher
 from cohabit.server.cli import main
 from cohabit.server.errors import RepositoryError
-from cohabit.server.models.repository import find
+from cohabit.server.repository.scan import find
 from cohabit.server.tools import flags
 from cohabit.server.tools.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
 from cohabit.server.tools.progress import SearchProgress

@@ -10,8 +10,9 @@ from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import RepositoryError
 from cohabit.server.file_state import FileState
 from cohabit.server.ipc.model import GraphCapture, ModelInfo, TensorSpec
-from cohabit.server.models.repository import ModelSource, Unloadable, scan, versions_of
 from cohabit.server.protocol.model_config import ModelConfig, config_as_json, config_mismatch, config_of
+from cohabit.server.repository.scan import scan, versions_of
+from cohabit.server.repository.sources import ModelSource, Unloadable
 
 INFO = ModelInfo("m", 1, (TensorSpec("x", "FP32", (3, 4)),), (TensorSpec("y", "INT64", ()),), max_batch_size=8)
 

@@ -11,11 +11,11 @@ from cohabit.planner.errors import format_bytes
 from cohabit.server.cli import main
 from cohabit.server.config.config import ServeConfig, decode_config, encode_config
 from cohabit.server.config.sizes import FixedSize
+from cohabit.server.deploy import process_memory
+from cohabit.server.deploy.prepare import TimeLeft
 from cohabit.server.errors import ConfigError
 from cohabit.server.file_state import FileState
-from cohabit.server.models.prepared import TimeLeft
-from cohabit.server.models.repository import ModelSource
-from cohabit.server.placement import process_memory
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.resources import available_cpus, available_memory, refuse_impossible, resident_bytes
 
 MACHINE = 64

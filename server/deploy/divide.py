@@ -15,8 +15,8 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.deployment import Division, ModelDemand
 from cohabit.server.config.config import ServeConfig, cache_of
-from cohabit.server.models.partitions import Partitions
-from cohabit.server.models.worker_process import WorkerProcesses, stage
+from cohabit.server.deploy.partitions import Partitions
+from cohabit.server.deploy.worker import WorkerProcesses, stage
 
 _DIVIDING = "dividing memory among the models"
 

@@ -13,7 +13,7 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import HostStore
 from cohabit.server.engine.servable import ProgramServable
 from cohabit.server.ipc.model import ModelFootprint, ModelKey
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 
 Plans = Mapping[Bucket, Plan]
 Programs = Mapping[Bucket, Program]

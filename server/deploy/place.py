@@ -15,13 +15,14 @@ from cohabit.runtime.lowering.lower import NotCached
 from cohabit.runtime.shared_region.sharing import SHARINGS
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
-from cohabit.server.engine.compute_lanes import ComputeLanes
-from cohabit.server.errors import RequestError
-from cohabit.server.ipc.model import DeviceUse, ModelKey
-from cohabit.server.models.bundling import damaged, division_of, fitting_bundle
-from cohabit.server.models.model import Model, Plans, Programs
-from cohabit.server.models.planning import Planner
-from cohabit.server.models.prepared import (
+from cohabit.server.deploy.bundle import damaged, division_of, fitting_bundle
+from cohabit.server.deploy.divide import Planner
+from cohabit.server.deploy.improve import Improver
+from cohabit.server.deploy.load import PartitionedMemory
+from cohabit.server.deploy.memory_map import draw
+from cohabit.server.deploy.model import Model, Plans, Programs
+from cohabit.server.deploy.moves import Move, ReleaseForMove, moves, packed, vacate_all
+from cohabit.server.deploy.prepare import (
     OnProgress,
     TimeLeft,
     measured_profiles,
@@ -29,19 +30,19 @@ from cohabit.server.models.prepared import (
     prepare,
     warn_without_packing,
 )
-from cohabit.server.models.repository import ModelSource, warn_of_ignored_config
-from cohabit.server.models.worker_process import (
+from cohabit.server.deploy.process_memory import measure_process_memory
+from cohabit.server.deploy.worker import (
     MOST_AT_START,
     MOST_PREPARING,
     WorkerProcesses,
     failure_reason,
     in_thread,
 )
-from cohabit.server.placement.device_memory import PartitionedMemory
-from cohabit.server.placement.improve import Improver
-from cohabit.server.placement.memory_map import draw
-from cohabit.server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
-from cohabit.server.placement.process_memory import measure_process_memory
+from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.errors import RequestError
+from cohabit.server.ipc.model import DeviceUse, ModelKey
+from cohabit.server.repository.scan import warn_of_ignored_config
+from cohabit.server.repository.sources import ModelSource
 
 StopOld = Callable[[Model], Awaitable[None]]
 """Stops serving a model whose memory is needed for the one that replaces it."""

@@ -8,8 +8,8 @@ from cohabit.planner.graph import aligned
 from cohabit.runtime.heap import release_free_memory
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sources import QUEUE_SHARE
+from cohabit.server.deploy.model import Model
 from cohabit.server.errors import ConfigError
-from cohabit.server.models.model import Model
 from cohabit.server.resources import resident_bytes
 
 SERVING_BYTES = 18 << 20

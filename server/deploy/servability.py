@@ -11,14 +11,14 @@ from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model, split_budget
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.prepare import lowered_and_measured, open_backend
 from cohabit.server.engine.servable import describe
 from cohabit.server.errors import load_reason
 from cohabit.server.ipc.model import ModelInfo
-from cohabit.server.models.model import Model
-from cohabit.server.models.prepared import lowered_and_measured, open_backend
-from cohabit.server.models.repository import find
 from cohabit.server.protocol.config_fields import ignored_fields, refused_fields
 from cohabit.server.protocol.model_config import read_config
+from cohabit.server.repository.scan import find
 
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 

@@ -8,12 +8,12 @@ from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.memory import DeviceArena
 from cohabit.runtime.shared_region.sharing import SharedRegion, Sharing
+from cohabit.server.deploy.model import Model, Plans, Programs
+from cohabit.server.deploy.partitions import Extent, Partitions
+from cohabit.server.deploy.prepare import warn_of_interaction, warn_of_noise, warn_of_random_ops
 from cohabit.server.engine.device_thread import BackgroundWork
 from cohabit.server.engine.servable import ProgramServable, describe
 from cohabit.server.ipc.model import DeviceUse, ModelKey, lane_name
-from cohabit.server.models.model import Model, Plans, Programs
-from cohabit.server.models.partitions import Extent, Partitions
-from cohabit.server.models.prepared import warn_of_interaction, warn_of_noise, warn_of_random_ops
 from cohabit.server.protocol.model_config import with_defaults
 
 _SHARED = "(shared)"

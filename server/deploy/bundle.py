@@ -18,10 +18,9 @@ from cohabit.runtime.lowering.lower import Entry
 from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, BundledModel, described, read_bundle
 from cohabit.server.config.config import BY_KEY, ServeConfig, cache_of
 from cohabit.server.config.sizes import write_size
-from cohabit.server.errors import ConfigError, RepositoryError
-from cohabit.server.models.model import Model
-from cohabit.server.models.planning import Planner
-from cohabit.server.models.prepared import (
+from cohabit.server.deploy.divide import Planner
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.prepare import (
     OnProgress,
     lowered_and_measured,
     machine_of,
@@ -29,8 +28,10 @@ from cohabit.server.models.prepared import (
     wanted_batches,
     wanted_buckets,
 )
-from cohabit.server.models.repository import ModelSource, Unloadable, scan
-from cohabit.server.models.worker_process import WorkerProcesses
+from cohabit.server.deploy.worker import WorkerProcesses
+from cohabit.server.errors import ConfigError, RepositoryError
+from cohabit.server.repository.scan import scan
+from cohabit.server.repository.sources import ModelSource, Unloadable
 
 RECORDED = (
     *("layout", "search", "device", "store", "model_control", "compute_lanes"),

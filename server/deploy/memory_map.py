@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.models.model import Model
-from cohabit.server.placement.device_memory import PartitionedMemory
+from cohabit.server.deploy.load import PartitionedMemory
+from cohabit.server.deploy.model import Model
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")

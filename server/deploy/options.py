@@ -5,9 +5,9 @@ import torch
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.options import Dtype, Options
 from cohabit.server.errors import RepositoryError
-from cohabit.server.models.repository import ModelSource
 from cohabit.server.protocol.config_fields import parameter_of
 from cohabit.server.protocol.model_config import ModelConfig
+from cohabit.server.repository.sources import ModelSource
 
 PRECISION, CHANNELS_LAST, FUSED = "precision", "channels_last", "fused"
 """Keys of `parameters` in a ModelConfig, for settings that have no field."""

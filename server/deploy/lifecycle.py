@@ -8,6 +8,16 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from cohabit.server.config.config import ServeConfig
+from cohabit.server.deploy.warmup import warm_up
+from cohabit.server.deploy.worker import (
+    MOST_AT_START,
+    PLANNING,
+    PREPARING,
+    failure_reason,
+    in_thread,
+    unknown,
+    worker_processes,
+)
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.errors import (
     ControlOff,
@@ -19,23 +29,14 @@ from cohabit.server.errors import (
 )
 from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.model import DeviceUse, ModelKey
-from cohabit.server.models.registry import Registry
-from cohabit.server.models.repository import Found, ModelSource, Unloadable, is_in_repository, versions_of
-from cohabit.server.models.worker_process import (
-    MOST_AT_START,
-    PLANNING,
-    PREPARING,
-    failure_reason,
-    in_thread,
-    unknown,
-    worker_processes,
-)
-from cohabit.server.placement.warmup import warm_up
 from cohabit.server.protocol.model_config import parse_config
+from cohabit.server.repository.registry import Registry
+from cohabit.server.repository.scan import is_in_repository, versions_of
+from cohabit.server.repository.sources import Found, ModelSource, Unloadable
 
 if TYPE_CHECKING:
-    from cohabit.server.models.model import Model
-    from cohabit.server.placement.placement import ModelPlacement
+    from cohabit.server.deploy.model import Model
+    from cohabit.server.deploy.place import ModelPlacement
 
 _log = logging.getLogger("cohabit.lifecycle")
 
@@ -52,7 +53,7 @@ def open_placement(sources: Sequence[ModelSource], config: ServeConfig, lanes: C
     missing = 0 if workers.here else unknown(sources, config)
     if missing:
         workers.start(PREPARING, min(missing, MOST_AT_START))
-    from cohabit.server.placement.placement import ModelPlacement
+    from cohabit.server.deploy.place import ModelPlacement
 
     if missing:
         workers.start(PLANNING)

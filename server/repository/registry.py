@@ -8,7 +8,7 @@ from cohabit.server.errors import RequestError
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 from cohabit.server.ipc.statistics import REJECTIONS, ModelStatistics
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 
 
 class Registry:

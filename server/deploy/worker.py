@@ -19,8 +19,8 @@ from cohabit.runtime.lowering.archive_file import noted_fingerprint, notes_of
 from cohabit.server.config.config import LogFormat, ServeConfig, cache_of
 from cohabit.server.errors import load_reason
 from cohabit.server.log import configure_logging, log_internal_error
-from cohabit.server.models.repository import ModelSource
 from cohabit.server.process_rights import no_new_privileges, yield_memory
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.resources import available_cpus
 
 _log = logging.getLogger("cohabit.models")
@@ -30,12 +30,12 @@ _T = TypeVar("_T")
 
 MOST_PREPARING = 4
 """Models that are prepared at a time: one that never ends delays no other."""
-MOST_PLANNING = 2
-"""Plans that are waited for at a time."""
 MOST_AT_START = min(2, available_cpus())
 """The same at the start, when nothing is served: each takes a core, and memory for its weights."""
-PREPARING = ("cohabit.runtime.lowering.archive", "cohabit.server.models.prepared")
-PLANNING = ("cohabit.planner.sizing.division", "cohabit.planner.sizing.fitting", "cohabit.server.models.planning")
+MOST_PLANNING = 2
+"""Plans that are waited for at a time."""
+PREPARING = ("cohabit.runtime.lowering.archive", "cohabit.server.deploy.prepare")
+PLANNING = ("cohabit.planner.sizing.division", "cohabit.planner.sizing.fitting", "cohabit.server.deploy.divide")
 """Modules that preparing and planning need, and take seconds to import. The last has the functions that are called."""
 _INTERPRETED = {"COHABIT_INTERPRET": "1"}
 """Keeps the planner from being compiled."""

@@ -6,8 +6,8 @@ from functools import partial
 from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.engine.execution import Servable
 from cohabit.server.errors import RepositoryError
-from cohabit.server.models.repository import ModelSource
 from cohabit.server.protocol.warmup import warmup_request
+from cohabit.server.repository.sources import ModelSource
 
 _MOST_EXECUTIONS = 1000
 """Of one model, so that a mistyped count does not keep it from being served."""

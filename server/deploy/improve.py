@@ -12,13 +12,13 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.profiling.stopwatch import NOISY
 from cohabit.server.config.config import ServeConfig
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.prepare import measured_profiles, warn_of_noise
+from cohabit.server.deploy.worker import in_thread
 from cohabit.server.engine.compute_lanes import ComputeLanes
-from cohabit.server.models.model import Model
-from cohabit.server.models.prepared import measured_profiles, warn_of_noise
-from cohabit.server.models.worker_process import in_thread
 
 if TYPE_CHECKING:
-    from cohabit.server.placement.placement import ModelPlacement
+    from cohabit.server.deploy.place import ModelPlacement
 
 _log = logging.getLogger("cohabit.profiles")
 

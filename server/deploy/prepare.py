@@ -25,13 +25,13 @@ from cohabit.runtime.profiling.profile import cached_profiles, forget
 from cohabit.runtime.profiling.stopwatch import NOISY
 from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.config.values import batches as parse_sizes
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.options import options_of
+from cohabit.server.deploy.worker import EXPECTED, WorkerProcesses, stage
 from cohabit.server.engine.servable import describe
-from cohabit.server.models.model import Model
-from cohabit.server.models.options import options_of
-from cohabit.server.models.repository import ModelSource
-from cohabit.server.models.worker_process import EXPECTED, WorkerProcesses, stage
 from cohabit.server.protocol.config_fields import parameter_of
 from cohabit.server.protocol.model_config import ModelConfig, config_mismatch, config_names
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.resources import available_cpus
 
 _log = logging.getLogger("cohabit.models")
