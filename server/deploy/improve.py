@@ -51,7 +51,8 @@ class Improver:
         """
         quick = [model.key.name for model in models if not model.searched]
         if quick:
-            _log.info("quick plans are in use until better ones are found", extra={"fields": {"models": quick}})
+            if plan_next_start:
+                _log.info("quick plans are in use until better ones are found", extra={"fields": {"models": quick}})
             task = asyncio.create_task(self._improve_all(models, plan_next_start))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

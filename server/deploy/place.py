@@ -74,6 +74,7 @@ class ModelPlacement:
         self._config = config
         self._bundle = None if config.bundle is None else fitting_bundle(config.bundle, config)
         self._lanes = lanes
+        self._preparing = asyncio.Semaphore(MOST_PREPARING)
         self._changing = asyncio.Lock()
         self.improver = Improver(config, self, lanes)
         self.on_change: Callable[[Model, str | None], None] = lambda model, lost: None
@@ -113,7 +114,8 @@ class ModelPlacement:
         The caller closes their stores, or places them.
         """
         config, workers, failures = self._config, self.workers, dict[ModelKey, str]()
-        limit = asyncio.Semaphore(MOST_PREPARING if self.is_open else 1 if workers.here else MOST_AT_START)
+        at_start = asyncio.Semaphore(1 if workers.here else MOST_AT_START)
+        limit = self._preparing if self.is_open else at_start
         progress = TimeLeft(sources)
 
         async def prepared(source: ModelSource) -> Model | None:
@@ -157,6 +159,7 @@ class ModelPlacement:
         small, with the least sufficient size. Then all are closed.
         """
         failures: dict[ModelKey, str] = {}
+        closed = models
 
         async def tried(model: Model, step: Coroutine[None, None, None]) -> None:
             try:
@@ -179,8 +182,11 @@ class ModelPlacement:
                     model.lane = model.lane if old is None else old.lane
                     on_progress(model.key.name, "bringing residents in")
                     await tried(model, self._load(model, yields=not first))
+        except asyncio.CancelledError:
+            closed = ()  # the engine stops, and a thread may still use them
+            raise
         finally:
-            for model in models:
+            for model in closed:
                 if model not in self.memory.models.values():
                     model.store.close()
         return failures

@@ -16,8 +16,9 @@ from tritonclient.utils import InferenceServerException
 from cohabit.planner.memory import Memory
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.runtime.binding.program import Program
-from cohabit.server.deploy import prepare
-from cohabit.server.deploy.model import Plans, Programs
+from cohabit.server.deploy import place, prepare
+from cohabit.server.deploy.model import Model, Plans, Programs
+from cohabit.server.deploy.worker import MOST_PREPARING
 from cohabit.server.repository.sources import ModelSource
 from tests.e2e.serving import eventually, repository_index
 from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
@@ -301,3 +302,37 @@ def test_models_that_come_and_go_leave_nothing_behind(
             eventually(lambda n=n: entries() == {("a", 2 + n)})
         assert registry._statistics.keys() == {("a", 3)}
         assert repository_index(server.address).keys() == {"a"}
+
+
+def test_four_models_at_a_time_are_prepared_while_others_are_served(
+    stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, gate, lock, under_way, most = "abcdef", threading.Event(), threading.Lock(), list[str](), 0
+    opened = place.prepare
+
+    def waiting(source: ModelSource, *arguments: Any, **options: Any) -> Model:
+        nonlocal most
+        with lock:
+            under_way.append(source.name)
+            most = max(most, len(under_way))
+        assert gate.wait(120)
+        try:
+            return opened(source, *arguments, **options)
+        finally:
+            with lock:
+                under_way.remove(source.name)
+
+    for name in names:
+        stacks.put(tmp_path, name, 0)
+    with controlled(tmp_path, "40MiB", plans) as (server, _), ThreadPoolExecutor(len(names)) as clients:
+        monkeypatch.setattr(place, "prepare", waiting)
+        loads = [clients.submit(server.on_loop, server.engine.lifecycle.load(name, None)) for name in names]
+        eventually(lambda: all(e.get("state") == "LOADING" for e in repository_index(server.address).values()))
+        eventually(lambda: len(under_way) == MOST_PREPARING)
+        repository_index(server.address)  # the event loop has gone round
+        assert len(under_way) == MOST_PREPARING
+        gate.set()
+        for load in loads:
+            load.result()
+        assert most == MOST_PREPARING
+        assert all(is_answer_of(0, answer(server, name)) for name in names)
