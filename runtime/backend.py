@@ -148,10 +148,12 @@ class DeviceBackend(Protocol[P]):
         on_progress: OnProgress,
         *,
         quick: bool = False,
+        known_only: bool = False,
     ) -> tuple[Lowered, dict[Bucket, Profile]]:
         """Return the model with the scratch that kernels take on this device, and its profiles by bucket.
 
-        Both are read from the cache if they were measured before. With `quick`, profiles may be provisional.
+        Both are read from the cache if they were measured before. With `quick`, profiles may be provisional. With
+        `known_only`, nothing is measured. Raises NotCached for what the cache then lacks.
         """
         ...
 

@@ -3,34 +3,26 @@
 import asyncio
 import gc
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from cohabit.server.config.config import ServeConfig, cache_of
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.deploy.lifecycle import Lifecycle, OpenPlacement, open_placement
+from cohabit.server.deploy.polling import Poller
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
-from cohabit.server.ipc.model import DeviceUse
+from cohabit.server.ipc.model import ModelKey
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.log import report_suppressed
-from cohabit.server.models.registry import Registry
-from cohabit.server.models.repository import Found, ModelSource, Unloadable, by_name, scan, versions_of
-from cohabit.server.models.worker_process import MOST_AT_START, PREPARING, preparing_workers
-from cohabit.server.placement.lifecycle import Lifecycle
-from cohabit.server.placement.polling import Poller
-from cohabit.server.placement.warmup import warm_up
+from cohabit.server.repository.registry import Registry
+from cohabit.server.repository.scan import scan, versions_of
+from cohabit.server.repository.sources import Found, ModelSource, Unloadable, by_name
 from cohabit.server.triton.model_config import ModelConfig
 
-if TYPE_CHECKING:
-    from cohabit.server.placement.loader import Loaded
-
-_T = TypeVar("_T")
 _log = logging.getLogger("cohabit.engine")
 
 _THREADS_END_S = 1.0
@@ -38,40 +30,11 @@ _MOST_REASONS = 50
 """Why models are not served, in one record of the log."""
 
 OnProgress = Callable[[str, str], None]
-"""Receives a model's name and the stage of its loading. Loader's thread."""
-
-
-Load = Callable[[Sequence[ModelSource], ServeConfig, OnProgress], "Loaded"]
+"""Receives a model's name and the stage of its loading. Any thread."""
 
 
 class LoadCancelled(BaseException):
-    """Raised by `on_progress` when the engine stops while it loads; no `except Exception` catches it."""
-
-
-def load_repository(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> "Loaded":
-    """Load models. Torch is imported here, because that takes seconds and would delay the start.
-
-    If models will have to be prepared, the processes for that import it at the same time.
-
-    Objects that exist after loading are frozen: a garbage collection of torch's objects would stop every thread for
-    a third of a second.
-    """
-    workers = None
-    if config.prepares_in_workers and (missing := _not_prepared(sources, config)):
-        workers = preparing_workers(config)
-        workers.start(PREPARING, min(missing, MOST_AT_START))
-    from cohabit.server.placement.loader import load
-
-    loaded = load(sources, config, on_progress, workers)
-    gc.collect()
-    gc.freeze()
-    return loaded
-
-
-def _not_prepared(sources: Sequence[ModelSource], config: ServeConfig) -> int:
-    """Return how many models the cache lacks at least: a model that was prepared has left one file or more."""
-    prepared = cache_of(config) / "prepared"
-    return max(0, len(sources) - len(list(prepared.iterdir()) if prepared.is_dir() else []))
+    """The engine was stopped while it loaded; no `except Exception` catches it."""
 
 
 class Engine:
@@ -82,17 +45,15 @@ class Engine:
         config: ServeConfig,
         publish: Callable[[ModelEntry], None],
         on_lost: Callable[[str], None] = lambda reason: None,
-        load: Load = load_repository,
+        open_placement: OpenPlacement = open_placement,
     ) -> None:
         """`publish` receives every change of a model, `on_lost` the reason for the loss of the device."""
         self.registry = Registry(publish)
         self.lanes = ComputeLanes(config.compute_lanes, config.queue_limit, on_lost=on_lost)
-        self.lifecycle = Lifecycle(config, self.registry, self.lanes)
+        self.lifecycle = Lifecycle(config, self.registry, self.lanes, open_placement)
         self._config = config
-        self._load = load
-        self._loaded: Loaded | None = None
         self._periodic: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._deploying: asyncio.Task[dict[ModelKey, str]] | None = None
         self.started = False
         """Whether loading at the start has finished, perhaps with failures."""
 
@@ -116,23 +77,26 @@ class Engine:
             if entry.version is not None and not entry.is_ready:
                 self.registry.restored(entry)
 
-        def progress(model: str, stage: str) -> None:
-            if self._stopping:
-                raise LoadCancelled
-            on_progress(model, stage)
-
-        loaded = await _in_daemon_thread(lambda: self._load(sources, config, progress))
-        memory_map = loaded.memory_map  # as everything was placed
-        await self._adopt(loaded, sources)
+        self._deploying = asyncio.create_task(self.lifecycle.start(sources, on_progress))
+        try:
+            failures = await asyncio.shield(self._deploying)
+        except asyncio.CancelledError:
+            if self._deploying.cancelled():  # by `stop`
+                raise LoadCancelled from None
+            self._deploying.cancel()
+            raise
+        for key, reason in failures.items():
+            self.registry.failed(*key, reason)
+        memory_map = self.lifecycle.memory_map
+        _log_start(list(self.registry))
+        # A garbage collection of torch's objects would stop every thread for a third of a second.
+        gc.collect()
+        gc.freeze()
         if config.model_control == "poll":
             interrupted = {entry.name for entry in before or () if entry.state is ModelState.LOADING}
             seen = {name: versions for name, versions in (found | chosen).items() if name not in interrupted}
             poller = Poller(config.repository, self.lifecycle, self.registry, seen)
             self._periodic.append(asyncio.create_task(poller.run(config.poll_interval_s)))
-        if config.plans_later and config.device == "cpu" and loaded.placement is not None:
-            from cohabit.server.placement.profile_watch import ProfileWatch  # imports torch, as the loader has
-
-            self._periodic.append(asyncio.create_task(ProfileWatch(loaded.placement, self.lanes).run()))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
         nothing = (
             bool(sources) and not any(entry.is_ready for entry in self.registry) and config.model_control == "none"
@@ -154,24 +118,30 @@ class Engine:
 
     def report(self) -> EngineReport:
         models = {
-            key: ModelCounters(statistics, lane.pending(key), lane.correction(key), dict(servable.captures))
-            for key, servable, statistics in self.registry.ready()
+            key: ModelCounters(
+                self.registry.statistics(key),
+                lane.pending(key),
+                lane.correction(key),
+                dict(model.servable.captures),
+            )
+            for key, model in self.lifecycle.serving.items()
             for lane in [self.lanes.of(key)]
         }
-        use = DeviceUse() if self._loaded is None else self._loaded.use()
+        use = self.lifecycle.use
         busy_s = {**self.lanes.computed_s, **use.lane_busy_s}
         return EngineReport(models, msgspec.structs.replace(use, lane_busy_s=busy_s))
 
     async def stop(self) -> bool:
         """Refuse unanswered requests and release the device; False if a thread is still busy."""
-        self._stopping = True
+        started = self._deploying is None or self._deploying.done()
+        if self._deploying is not None:
+            self._deploying.cancel()
         for task in self._periodic:
             task.cancel()
         ended = await self.lanes.stop(_THREADS_END_S)
         await self.lifecycle.close()
-        if ended and self._loaded is not None:
-            self._loaded.close()
-            self._loaded = None
+        if ended and started:  # else a thread may still use the device
+            self.lifecycle.release()
         return ended
 
     def _wanted(self, found: Mapping[str, list[Found]]) -> dict[str, list[Found]]:
@@ -209,32 +179,6 @@ class Engine:
                 self.registry.failed(entry.name, entry.version, entry.reason)
         return sources
 
-    async def _adopt(self, loaded: "Loaded", sources: Sequence[ModelSource]) -> None:
-        self._loaded = loaded
-        failures = {source.key: await self._serve_loaded(loaded, source) for source in sources}
-        failures = {key: reason for key, reason in failures.items() if reason is not None}
-        for key, reason in failures.items():
-            self.registry.failed(*key, reason or "")
-        _log_start(list(self.registry))
-        if loaded.placement is not None:
-            placed_models = loaded.placed_models
-            self.lifecycle.open(loaded.placement, {k: p for k, p in placed_models.items() if k not in failures})
-            for key in failures.keys() & placed_models.keys():
-                await loaded.placement.release(placed_models[key])
-
-    async def _serve_loaded(self, loaded: "Loaded", source: ModelSource) -> str | None:
-        """Serve a version that was loaded at the start; returns why it is not served, or None."""
-        if (placed := loaded.placed_models.get(source.key)) is None:
-            return loaded.failures.get(source.key, "the loader left it out")
-        footprint = placed.footprint
-        try:
-            await warm_up(self.lanes[footprint.lane], placed.servable, source)
-        except RepositoryError as error:
-            return str(error)
-        statistics = self.registry.loaded(placed.servable, source, footprint)
-        self.lanes.add(placed.servable, statistics, source.policy, footprint.lane)
-        return None
-
     def _refuse_unknown(self, known: Collection[str]) -> None:
         for flag, names in (("--model-rate", self._config.model_rates), ("--load-model", self._config.load_models)):
             for name in names:
@@ -261,18 +205,3 @@ def _log_start(entries: Sequence[ModelEntry]) -> None:
 
 def _shown(entry: ModelEntry) -> str:
     return entry.name if entry.version is None else f"{entry.name} version {entry.version}"
-
-
-async def _in_daemon_thread(function: Callable[[], _T]) -> _T:
-    """Run a slow function on a daemon thread, which unlike a pool's thread does not keep the process alive."""
-    future: Future[_T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="loader", daemon=True).start()
-    return await asyncio.wrap_future(future)

@@ -34,7 +34,8 @@ from cohabit.server.resources import resident_bytes
 from cohabit.server.view.live import LiveFeed
 
 if TYPE_CHECKING:
-    from cohabit.server.engine_host import Engine, Load, OnProgress
+    from cohabit.server.deploy.lifecycle import OpenPlacement
+    from cohabit.server.engine_host import Engine, OnProgress
 
 _log = logging.getLogger("cohabit.serve")
 _ANSWERS_WRITTEN_S = 2.0
@@ -48,12 +49,12 @@ class Server:
     def __init__(
         self,
         config: ServeConfig,
-        load: "Load | None" = None,
+        open_placement: "OpenPlacement | None" = None,
         engine_path: Path | None = None,
         engine_command: Sequence[str] = COMMAND,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`load` replaces the loader of an engine in this process, `engine_command` starts one in another.
+        """`open_placement` opens the device of an engine in this process, `engine_command` starts one in another.
 
         `engine_path` is where another front end's engine listens; without it, this front end starts an engine.
         `clock` tells how old the text of the metrics is, and how long requests take.
@@ -68,7 +69,7 @@ class Server:
         self._memory = RequestMemory(config.queue_bytes)
         self._local: Engine | None = None
         self.supervisor: Supervisor | None = None
-        self.client = self._make_client(load)
+        self.client = self._make_client(open_placement)
         self._trace_file: TraceFile | None = None
         self._access = open_access(config)
         self.tokens = TokenFiles(config, self._access)
@@ -78,14 +79,16 @@ class Server:
         self._tasks: list[asyncio.Task[None]] = []
         self._frontends: set[asyncio.subprocess.Process] = set()
 
-    def _make_client(self, load: "Load | None") -> EngineClient:
+    def _make_client(self, open_placement: "OpenPlacement | None") -> EngineClient:
         config = self._config
-        if config.engine == "process" and load is None:
+        if config.engine == "process" and open_placement is None:
             return EngineConnection(self._memory, config.strict_readiness)
-        from cohabit.server.engine_host import Engine, load_repository
+        from cohabit.server.deploy import lifecycle
+        from cohabit.server.engine_host import Engine
 
         catalog = Catalog(config.strict_readiness)
-        self._local = Engine(config, catalog.update, load=load or load_repository)
+        opened = open_placement or lifecycle.open_placement
+        self._local = Engine(config, catalog.update, open_placement=opened)
         return InProcessEngine(self._local, catalog)
 
     def _make_plane(self) -> None:

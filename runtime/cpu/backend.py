@@ -16,7 +16,7 @@ from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.host.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_are_off
 from cohabit.runtime.host.store import LimitedStore, Links, open_store
-from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.lowering.packing import processor
 from cohabit.runtime.lowering.weights import BLOCK_BYTES, Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
@@ -78,6 +78,7 @@ class CpuBackend:
         on_progress: OnProgress,
         *,
         quick: bool = False,
+        known_only: bool = False,
     ) -> tuple[Lowered, dict[Bucket, Profile]]:
         limit = "" if self._bandwidth is None else f" at {self._bandwidth:.0f} B/s"
         if self._verify_reads and store.kind == "file":
@@ -86,6 +87,8 @@ class CpuBackend:
         device = f"{processor()}, {threads} threads, torch {torch.__version__}, {store.kind} store{limit}"
 
         def measured() -> dict[Bucket, Profile]:
+            if known_only:
+                raise NotCached(f"{lowered.name}: the cache has no undamaged profile of it")
             window = self._window_bytes(lowered.manifest, store)
             if quick and (traced := traced_profiles(lowered, device, CpuArena, store, window)) is not None:
                 return traced

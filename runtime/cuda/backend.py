@@ -95,9 +95,11 @@ class CudaBackend:
         on_progress: OnProgress,
         *,
         quick: bool = False,
+        known_only: bool = False,
     ) -> tuple[Lowered, dict[Bucket, Profile]]:
         """Measure everything: the kernels' scratch, which plans depend on, takes as long as the rest."""
-        return measured(self, self.streams, self.pinned_memory, lowered, store, cache, on_progress)
+        pinned = self.pinned_memory
+        return measured(self, self.streams, pinned, lowered, store, cache, on_progress, known_only=known_only)
 
     def build(
         self,

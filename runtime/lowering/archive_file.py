@@ -179,6 +179,11 @@ def fingerprint(path: Path) -> str:
         return archive.fingerprint
 
 
+def notes_of(weights: Path) -> Path:
+    """Return the folder of the notes on archives, for the cache's folder of lowered models."""
+    return weights / "archives"
+
+
 def noted_fingerprint(path: Path, notes: Path) -> str | None:
     """Return the fingerprint of an archive if it is noted, or of the one that a file stands for.
 

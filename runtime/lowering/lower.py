@@ -17,7 +17,7 @@ from cohabit.planner.graph import Graph
 from cohabit.planner.shapes import STATIC, Bucket, Dimension, DynamicShape
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import artifact, packing, weights
-from cohabit.runtime.lowering.archive_file import ArchiveFile, noted_fingerprint
+from cohabit.runtime.lowering.archive_file import ArchiveFile, noted_fingerprint, notes_of
 from cohabit.runtime.lowering.interaction import find_interaction
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.rewrite import rewrite
@@ -139,11 +139,6 @@ def cached(
     if known is None:
         raise NotCached(f"{name}: the cache has no undamaged copy of it")
     return known
-
-
-def notes_of(cache: Path) -> Path:
-    """Return the folder of the notes on archives, for the folder that is given to `lower`."""
-    return cache / "archives"
 
 
 def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callable[[str], None]) -> Lowered:

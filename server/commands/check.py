@@ -15,7 +15,7 @@ from cohabit.server.config.sources import config_of, given, typed
 from cohabit.server.format import gap, make_table, milliseconds, percent, tensor_table
 
 if TYPE_CHECKING:
-    from cohabit.server.models.servability import MemoryReport, ServabilityReport
+    from cohabit.server.deploy.servability import MemoryReport, ServabilityReport
 
 
 _EXAMPLES = """examples:
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     settings = given(options, (*MEASURING, "batch_sizes"))
     config = config_of({"repository": str(options.model), "memory": "1B", **settings})
     with errors.status(Text(f"{options.model}: starting torch")) as status:
-        from cohabit.server.models.servability import report
+        from cohabit.server.deploy.servability import report
 
         sizes = [budget.size for budget in options.memory]
         found = report(options.model, config, sizes, lambda stage: status.update(Text(f"{options.model}: {stage}")))

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     profile = "measured on the exporting machine" if board is None else f"scaled for {board.name}"
     with SearchProgress(errors) as progress:
         progress.doing("starting torch")
-        from cohabit.server.models.bundling import export
+        from cohabit.server.deploy.bundle import export
 
         def show(name: str, stage: str) -> None:
             progress.doing(f"{name}: {stage}")

@@ -111,7 +111,7 @@ def plan_devices(options: argparse.Namespace, out: Console) -> int:
     Raises InfeasibleBudget for less memory than an even share.
     """
     from cohabit.runtime.tiling.model import by_hand, read_model
-    from cohabit.server.models.repository import find
+    from cohabit.server.repository.scan import find
 
     if options.model is None:
         raise ConfigError("--devices: give a MODEL; a graph of `cohabit plan` has no shapes")

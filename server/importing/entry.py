@@ -1,10 +1,10 @@
 """Makes a repository entry of a subject: exported, lowered, compared with eager PyTorch, and moved into place."""
 
+import asyncio
 import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,16 +13,17 @@ import torch
 from cohabit.runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE, comparable, difference
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
+from cohabit.server.deploy.lifecycle import open_placement
+from cohabit.server.deploy.prepare import random_ops
+from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.exporting import export, save
 from cohabit.server.importing.subject import Subject
 from cohabit.server.ipc.model import ModelInfo
-from cohabit.server.models.prepared import random_ops
-from cohabit.server.models.repository import find, is_model_name
-from cohabit.server.placement.loader import load
 from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, float32_of_bf16
 from cohabit.server.protocol.tensors import MOST_JSON_VALUES
+from cohabit.server.repository.scan import find, is_model_name
 from cohabit.server.triton.model_config import config_text
 
 _LABELS = "labels.txt"
@@ -83,7 +84,8 @@ def write_entry(
             on_progress("writing the archive")
             save(program, folder / "1" / "model.pt2")
             del program  # its weights are the module's, but not what export has added
-            entry = _compared(subject, folder, _loading(config, Path(staging), max_batch), on_progress)
+            loading = _loading(config, Path(staging), max_batch)
+            entry = asyncio.run(_compared(subject, folder, loading, on_progress))
             notes = _write_sample(subject, entry.info, folder)
             labels = _write_labels(subject, entry.info, folder)
             (folder / "config.pbtxt").write_text(config_text(entry.info, labels, subject.images))
@@ -107,31 +109,43 @@ def _loading(config: ServeConfig, repository: Path, max_batch: int) -> ServeConf
     )
 
 
-def _compared(
+async def _compared(
     subject: Subject, folder: Path, config: ServeConfig, on_progress: Callable[[str], None]
 ) -> ImportedEntry:
     """Load the archive and compare its answers with eager PyTorch's. Raises CohabitError."""
-    with closing(load([find(folder)], config, lambda model, stage: on_progress(stage))) as loaded:
-        for reason in loaded.failures.values():
+
+    def progress(name: str, stage: str) -> None:
+        on_progress(stage)
+
+    lanes, sources = ComputeLanes(config.compute_lanes, config.queue_limit), [find(folder)]
+    lanes.start()
+    placement = open_placement(sources, config, lanes)
+    try:
+        models, failures = await placement.prepare(sources, progress)
+        failures |= await placement.place(models, on_progress=progress)
+        for reason in failures.values():
             raise ImportFailed(reason)
-        (placed,) = loaded.placed_models.values()
-        info = placed.servable.info
+        (model,) = models
+        info = model.servable.info
         most = info.max_batch_size
         rows: Iterable[int] = info.only_batches or sorted({b for b in _ROWS if b < most} | {max(most, 1)})
-        if random_ops(placed.prepared.lowered):
+        if random_ops(model.lowered):
             rows = ()
         else:
             on_progress("comparing with eager PyTorch")
-        errors = {count: _largest_error(subject, placed.servable, count) for count in rows}
+        errors = {count: _largest_error(subject, model.servable, count) for count in rows}
         return ImportedEntry(
             folder,
             info,
             (folder / "1" / "model.pt2").stat().st_size,
-            placed.prepared.weight_bytes,
-            loaded.deployment.taken_bytes,
+            model.weight_bytes,
+            placement.memory.taken_bytes,
             errors,
             subject.notes,
         )
+    finally:
+        await lanes.stop()
+        placement.close()
 
 
 def _largest_error(subject: Subject, servable: ProgramServable, rows: int) -> float:

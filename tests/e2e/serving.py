@@ -25,9 +25,11 @@ from tritonclient.utils import np_to_triton_dtype
 
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import parse_memory
-from cohabit.server.engine_host import Engine, OnProgress
-from cohabit.server.models.repository import ModelSource
-from cohabit.server.placement.loader import Loaded, load
+from cohabit.server.deploy.lifecycle import open_placement
+from cohabit.server.deploy.place import ModelPlacement
+from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine_host import Engine
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +94,7 @@ class Running:
 
     address: str
     metrics_address: str
-    loaded: Loaded
+    placement: ModelPlacement
     stages: Sequence[tuple[str, str]]
     """Models and what was done for them while loading."""
     engine: Engine
@@ -105,9 +107,7 @@ class Running:
 
     def until_planned(self) -> None:
         """Wait until the searches for better plans have ended, and the plans that they found are in use."""
-        assert self.loaded.placement is not None
-        searches = self.loaded.placement._tasks
-        eventually(lambda: not searches)
+        eventually(lambda: not self.placement.improver.is_busy)
 
 
 @contextmanager
@@ -131,13 +131,13 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
 
     async def make() -> Server:
         # On a clock by which every reading is later than the text of the metrics is good for.
-        return Server(config, load=load_here, clock=itertools.count(step=2.0).__next__)
+        return Server(config, open_placement=opened, clock=itertools.count(step=2.0).__next__)
 
-    loaded: list[Loaded] = []
+    placements: list[ModelPlacement] = []
 
-    def load_here(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> Loaded:
-        loaded.append(load(sources, config, on_progress))
-        return loaded[0]
+    def opened(sources: Sequence[ModelSource], config: ServeConfig, lanes: ComputeLanes) -> ModelPlacement:
+        placements.append(open_placement(sources, config, lanes))
+        return placements[0]
 
     server: Server = on_loop(make())
     try:
@@ -146,7 +146,9 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
         http_address, metrics_url = (url.removeprefix("http://") for url in (server.http_url, server.metrics_url))
         assert server._local is not None
         metrics_address = metrics_url.removesuffix("/metrics")
-        yield Running(http_address, metrics_address, loaded[0], stages, server._local, loop, server.grpc_address)
+        yield Running(
+            http_address, metrics_address, placements[0], stages, server._local, loop, server.grpc_address
+        )
     finally:
         stopped = on_loop(server.stop())
         on_loop(loop.shutdown_default_executor())

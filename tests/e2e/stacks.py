@@ -123,5 +123,5 @@ def under_load(server: Running, seeds: Mapping[str, int]) -> Iterator[list[str]]
 
 def held(server: Running) -> dict[str, int]:
     """Bytes of each model's partition."""
-    memory = server.loaded.memory
-    return {t.key.name: memory.partitions.held[t.owner].nbytes for t in memory.placed_models.values()}
+    memory = server.placement.memory
+    return {t.key.name: memory.partitions.held[t.owner].nbytes for t in memory.models.values()}

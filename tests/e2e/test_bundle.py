@@ -1,6 +1,7 @@
 """Bundles: exported by the command, served without archives, worker processes or searches, with the same bits."""
 
 import argparse
+import multiprocessing
 import os
 import re
 import shutil
@@ -74,12 +75,13 @@ def test_a_bundle_gives_the_bits_of_resident_models(repository: Path, plans: Pat
     with serving(repository, "400%", plans, **changes) as resident:
         wanted = {name: answer(resident, name) for name in MODELS}
     with serving_bundle(bundle) as server:
-        assert server.loaded.placement is None, "nothing can be searched for"
-        residents = sum(placed.footprint.resident_bytes for placed in server.loaded.placed_models.values())
+        assert not server.placement.improver.is_busy
+        assert not multiprocessing.active_children(), "nothing is searched for"
+        residents = sum(placed.footprint.resident_bytes for placed in server.placement.models.values())
         assert residents < len(MODELS) * WEIGHTS_MIB << 20
         for name in (*MODELS, *MODELS):
             np.testing.assert_array_equal(answer(server, name), wanted[name])
-        assert server.loaded.placed_models["a", 1].servable.info.outputs[0].labels == ("first", "second")
+        assert server.placement.models["a", 1].servable.info.outputs[0].labels == ("first", "second")
 
 
 def test_a_bundle_is_served_by_a_process_that_cannot_prepare(bundle: Path) -> None:
@@ -241,8 +243,8 @@ def test_models_get_what_the_process_leaves(repository: Path, plans: Path) -> No
     with serving(
         repository, "8MiB", plans, process_memory_bytes=limit_bytes, store="file", queue_bytes=1 << 20
     ) as server:
-        assert 0 < server.loaded.deployment.memory_bytes < limit_bytes - (100 << 20)
-        assert server.loaded.deployment.memory_bytes % (4 << 20) == 0
+        assert 0 < server.placement.memory_bytes < limit_bytes - (100 << 20)
+        assert server.placement.memory_bytes % (4 << 20) == 0
         assert is_answer_of(0, answer(server, "a"))
 
 

@@ -1,10 +1,10 @@
 """Models are loaded, replaced and unloaded while others are served: no wrong answer, no lost request, no lost byte."""
 
 import json
-import os
 import shutil
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from cohabit.planner.memory import Memory
+from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.runtime.binding.program import Program
-from cohabit.server.models import preparer
-from cohabit.server.models.known_models import Plans
-from cohabit.server.models.prepared import Prepared
-from cohabit.server.models.repository import ModelSource
-from cohabit.server.placement.device_memory import Programs
+from cohabit.server.deploy import place, prepare
+from cohabit.server.deploy.model import Model, Plans, Programs
+from cohabit.server.deploy.worker import MOST_PREPARING
+from cohabit.server.repository.sources import ModelSource
 from tests.e2e.serving import eventually, repository_index
 from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
 
@@ -45,7 +45,7 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
     stacks.put(tmp_path, "broken", 0)
     (tmp_path / "broken" / "1" / "model.pt2").write_bytes(b"no archive")
     with controlled(tmp_path, "20MiB", plans, load_models=("a",)) as (server, client):
-        partitions = server.loaded.memory.partitions
+        partitions = server.placement.memory.partitions
         free = partitions.free_bytes + partitions.workspace_bytes
         assert client.is_server_ready()
         states = {name: entry.get("state") for name, entry in repository_index(server.address).items()}
@@ -106,8 +106,8 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
     for number, name in enumerate("abc"):
         stacks.put(tmp_path, name, number)
     with controlled(tmp_path, "9MiB", plans, load_models=("a", "b")) as (server, client):
-        memory, before = server.loaded.memory, held(server)
-        bound: list[Program] = [p for t in memory.placed_models.values() for p in t.servable.programs.values()]
+        memory, before = server.placement.memory, held(server)
+        bound: list[Program] = [p for t in memory.models.values() for p in t.servable.programs.values()]
         released: list[Program] = []
         monkeypatch.setattr(memory.backend.executor, "release", released.append)
         bind = memory.bind
@@ -133,7 +133,7 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
         assert set(after) == {"a", "b", "c"}
         assert sum(after.values()) + memory.partitions.workspace_bytes <= 9 << 20
         assert after["a"] + after["b"] < before["a"] + before["b"]
-        running = {id(p) for t in memory.placed_models.values() for p in t.servable.programs.values()}
+        running = {id(p) for t in memory.models.values() for p in t.servable.programs.values()}
         assert len(released) >= 1, "a and b have moved, or have less"
         assert len({id(p) for p in released}) == len(released)
         assert {id(p) for p in bound} == running | {id(p) for p in released}
@@ -143,56 +143,60 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
 def test_a_model_that_comes_back_runs_the_plans_that_were_found_for_it(
     stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are checked, drafted and compiled already."""
     for number, name in enumerate("ab"):
         stacks.put(tmp_path / "repository", name, number)
     with controlled(tmp_path / "repository", "6MiB", tmp_path / "cache", load_models=("a",)) as (server, client):
-        placement = server.loaded.placement
-        assert placement is not None
-        best_plans, found = placement.preparer.best_plans, list[Plans]()
+        planner = server.placement.planner
+        best_plans, found = planner.best_plans, list[Plans]()
 
-        def noted(prepared: Prepared, room: Memory) -> Plans:
-            found.append(best_plans(prepared, room))
+        def noted(demand: ModelDemand, memory: Memory) -> Plans:
+            found.append(best_plans(demand, memory))
             return found[-1]
 
-        monkeypatch.setattr(placement.preparer, "best_plans", noted)
+        monkeypatch.setattr(planner, "best_plans", noted)
         client.load_model("b")
         server.until_planned()
         assert len(found) == 1
         client.unload_model("b")
         client.load_model("b")
-        (placed,) = (t for t in server.loaded.memory.placed_models.values() if t.key.name == "b")
-        assert all(program.plan is found[0][batch] for batch, program in placed.servable.programs.items())
+        (placed,) = (t for t in server.placement.memory.models.values() if t.key.name == "b")
+        assert all(program.plan == found[0][batch] for batch, program in placed.servable.programs.items())
+        assert placed.searched
+        server.until_planned()
+        assert len(found) == 1, "they are not searched for again"
 
 
-def test_a_model_that_comes_back_is_opened_from_memory_unless_its_files_have_changed(
+def test_a_model_that_comes_back_is_opened_from_the_cache_unless_its_files_have_changed(
     stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    prepare = preparer.prepare_in_worker
+    lowered: list[str] = []
+    fill = prepare._filled_by_worker
 
-    def noted(source: ModelSource, *arguments: Any, **options: Any) -> Prepared:
-        opened.append(source.name)
-        return prepare(source, *arguments, **options)
+    def noted(call: Any, source: ModelSource, *arguments: Any, **options: Any) -> Any:
+        lowered.extend([source.name] if options["quick"] else [])
+        return fill(call, source, *arguments, **options)
 
-    monkeypatch.setattr(preparer, "prepare_in_worker", noted)
+    monkeypatch.setattr(prepare, "_filled_by_worker", noted)
     stacks.put(tmp_path, "a", 0)
+    eventually(lambda: time.time_ns() - (tmp_path / "a" / "1" / "model.pt2").stat().st_ctime_ns > 1e9)
     with controlled(tmp_path, "9MiB", plans) as (server, client):
         for _ in range(3):
             client.load_model("a")
             assert is_answer_of(0, answer(server, "a"))
             client.unload_model("a")
-        assert opened == ["a"]
+        assert lowered == ["a"]
         for path in plans.rglob("weights.bin"):
-            os.utime(path, ns=(0, 0))
+            with path.open("r+b") as file:
+                file.write(bytes(4096))
         client.load_model("a")
-        assert opened == ["a", "a"], "the weights file may have been written, so its checksum is verified again"
+        assert lowered == ["a", "a"], "the checksum of the weights file is verified"
+        assert is_answer_of(0, answer(server, "a"))
         client.unload_model("a")
         shutil.rmtree(tmp_path / "a")
         stacks.put(tmp_path, "a", 1)
         client.load_model("a")
         assert is_answer_of(1, answer(server, "a"))
-        assert opened == ["a", "a", "a"]
+        assert lowered == ["a", "a", "a"]
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would_and_disturbs_no_other(
@@ -298,3 +302,37 @@ def test_models_that_come_and_go_leave_nothing_behind(
             eventually(lambda n=n: entries() == {("a", 2 + n)})
         assert registry._statistics.keys() == {("a", 3)}
         assert repository_index(server.address).keys() == {"a"}
+
+
+def test_four_models_at_a_time_are_prepared_while_others_are_served(
+    stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, gate, lock, under_way, most = "abcdef", threading.Event(), threading.Lock(), list[str](), 0
+    opened = place.prepare
+
+    def waiting(source: ModelSource, *arguments: Any, **options: Any) -> Model:
+        nonlocal most
+        with lock:
+            under_way.append(source.name)
+            most = max(most, len(under_way))
+        assert gate.wait(120)
+        try:
+            return opened(source, *arguments, **options)
+        finally:
+            with lock:
+                under_way.remove(source.name)
+
+    for name in names:
+        stacks.put(tmp_path, name, 0)
+    with controlled(tmp_path, "40MiB", plans) as (server, _), ThreadPoolExecutor(len(names)) as clients:
+        monkeypatch.setattr(place, "prepare", waiting)
+        loads = [clients.submit(server.on_loop, server.engine.lifecycle.load(name, None)) for name in names]
+        eventually(lambda: all(e.get("state") == "LOADING" for e in repository_index(server.address).values()))
+        eventually(lambda: len(under_way) == MOST_PREPARING)
+        repository_index(server.address)  # the event loop has gone round
+        assert len(under_way) == MOST_PREPARING
+        gate.set()
+        for load in loads:
+            load.result()
+        assert most == MOST_PREPARING
+        assert all(is_answer_of(0, answer(server, name)) for name in names)

@@ -144,7 +144,7 @@ def test_bits_are_equal_and_memory_is_within_the_plan_at_every_length(bert: Bert
     answers: dict[tuple[int, int], list[torch.Tensor]] = {}
     for memory in ("100%", "25%"):
         with deployed(bert.repository, memory, bert.cache) as device:
-            servable, lowered = device.servables["bert"], device.lowered["bert"]
+            servable, lowered = device.model("bert").servable, device.model("bert").lowered
             partition, workspace = device.partition("bert"), device.workspace
             for batch in BATCHES:
                 for length in LENGTHS:

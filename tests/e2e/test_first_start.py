@@ -18,12 +18,11 @@ from msgspec.structs import replace
 from cohabit.planner import cache_file
 from cohabit.planner import profile as profile_format
 from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
+from cohabit.server.deploy import improve, place
+from cohabit.server.deploy.improve import Improver
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.models import preparer
-from cohabit.server.models.prepared import Prepared
-from cohabit.server.models.preparer import ModelPreparer
-from cohabit.server.placement.profile_watch import ProfileWatch
 from cohabit.server.resources import available_cpus
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, eventually, infer, process, refused_start, serving
@@ -32,7 +31,7 @@ MODEL, BATCHES = "bert_small", (1, 2)
 
 
 def plans_of(server: Running) -> dict[Bucket, Plan]:
-    return dict(server.loaded.placed_models[MODEL, 1].plans)
+    return dict(server.placement.models[MODEL, 1].plans)
 
 
 def evaluations(plans: dict[Bucket, Plan]) -> set[int]:
@@ -78,13 +77,13 @@ def test_with_json_a_refused_start_is_a_record(archives: Archives, tmp_path: Pat
 @pytest.fixture
 def may_measure(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Models are measured in the background once it is set."""
-    allowed, measured = threading.Event(), ModelPreparer.measured
+    allowed, measured = threading.Event(), improve.measured_profiles
 
-    def measured_later(self: ModelPreparer, prepared: Prepared, *, again: bool) -> Prepared:
+    def measured_later(*arguments: Any, **options: Any) -> dict[Bucket, Profile]:
         assert allowed.wait(60)
-        return measured(self, prepared, again=again)
+        return measured(*arguments, **options)
 
-    monkeypatch.setattr(ModelPreparer, "measured", measured_later)
+    monkeypatch.setattr(improve, "measured_profiles", measured_later)
     return allowed
 
 
@@ -93,18 +92,18 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
 ) -> None:
     repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
-        placed, quick = server.loaded.placed_models[MODEL, 1], plans_of(server)
-        assert placed.prepared.known.is_provisional
+        placed, quick = server.placement.models[MODEL, 1], plans_of(server)
+        assert placed.is_provisional
         assert evaluations(quick) == {1}
         first = infer(server.address, MODEL, inputs)
         may_measure.set()
         server.until_planned()
         best = plans_of(server)
-        assert not placed.prepared.known.is_provisional
+        assert not placed.is_provisional
         assert all(best[batch] is not quick[batch] for batch in map(Bucket, BATCHES))
         assert all(program.plan is best[batch] for batch, program in placed.servable.programs.items())
         for batch in map(Bucket, BATCHES):
-            profile, provenance = placed.prepared.profiles[batch], best[batch].provenance
+            profile, provenance = placed.profiles[batch], best[batch].provenance
             assert provenance is not None
             assert best[batch].profile == profile.fingerprint
             assert provenance.latency_s <= provenance.baseline_s, "no worse than a quick plan by the same profile"
@@ -114,10 +113,9 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
         }
         partition = placed.footprint.partition_bytes
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
-        assert server.loaded.placement is not None
-        assert not server.loaded.placement._tasks, "a warm start has nothing to improve"
-        assert not server.loaded.placed_models[MODEL, 1].prepared.known.is_provisional
-        if server.loaded.placed_models[MODEL, 1].footprint.partition_bytes == partition:
+        assert not server.placement.improver.is_busy, "a warm start has nothing to improve"
+        assert not server.placement.models[MODEL, 1].is_provisional
+        if server.placement.models[MODEL, 1].footprint.partition_bytes == partition:
             assert plans_of(server) == best
 
 
@@ -141,13 +139,11 @@ def test_a_model_that_is_loaded_later_begins_with_quick_plans_too(archives: Arch
     repository, inputs = archives.repository("ranker"), archives.inputs("ranker", 1)
     with serving(repository, "8MiB", tmp_path, engine="process", model_control="explicit") as server:
         server.on_loop(server.engine.lifecycle.load("ranker", None))
-        (placed,) = server.loaded.memory.placed_models.values()
+        (placed,) = server.placement.memory.models.values()
         answer = infer(server.address, "ranker", inputs)["score"]
         server.until_planned()
-        assert not placed.prepared.known.is_provisional
-        assert all(
-            plan.profile == placed.prepared.profiles[batch].fingerprint for batch, plan in placed.plans.items()
-        )
+        assert not placed.is_provisional
+        assert all(plan.profile == placed.profiles[batch].fingerprint for batch, plan in placed.plans.items())
         assert infer(server.address, "ranker", inputs)["score"].tobytes() == answer.tobytes()
 
 
@@ -164,16 +160,15 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
         finally:
             steps.append(f"{step} ends")
 
-    for step in ("prepare_in_worker", "measure_in_worker"):
-        monkeypatch.setattr(preparer, step, partial(noted, step, getattr(preparer, step)))
+    for step in ("prepare", "measured_profiles"):
+        monkeypatch.setattr(place, step, partial(noted, step, getattr(place, step)))
     repository = archives.repository(*models)
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
-        assert server.loaded.placement is not None
-        assert not server.loaded.placement._tasks
-        assert all(not server.loaded.placed_models[m, 1].prepared.known.is_provisional for m in models)
+        assert not server.placement.improver.is_busy
+        assert all(not server.placement.models[m, 1].is_provisional for m in models)
         assert not multiprocessing.active_children(), "nothing is left to prepare or to plan"
-    assert steps[-4:] == ["measure_in_worker begins", "measure_in_worker ends"] * 2
-    assert sorted(steps[:-4]) == ["prepare_in_worker begins"] * 2 + ["prepare_in_worker ends"] * 2
+    assert steps[-4:] == ["measured_profiles begins", "measured_profiles ends"] * 2
+    assert sorted(steps[:-4]) == ["prepare begins"] * 2 + ["prepare ends"] * 2
 
 
 def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_cached_one(
@@ -188,26 +183,23 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         cache_file.write(path, profile_format.encode(wrong))
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
         server.until_planned()
-        placed = server.loaded.placed_models["ranker", 1]
-        before, answer = placed.prepared, infer(server.address, "ranker", inputs)["score"]
+        placed = server.placement.models["ranker", 1]
+        before, answer = placed.profiles, infer(server.address, "ranker", inputs)["score"]
         for _ in range(20):
             infer(server.address, "ranker", inputs)
-        assert server.loaded.placement is not None
-        watch = ProfileWatch(server.loaded.placement, server.engine.lanes)
-        server.on_loop(watch.check())
-        measured = placed.prepared
-        assert all(measured.profiles[b].fingerprint != before.profiles[b].fingerprint for b in before.profiles)
-        assert all(measured.profiles[b].noise != 9.0 for b in before.profiles)
-        assert all(measured.profiles[b].compute_s > before.profiles[b].compute_s / 2 for b in before.profiles)
-        assert all(plan.profile == measured.profiles[b].fingerprint for b, plan in placed.plans.items())
+        improver = server.placement.improver
+        server.on_loop(improver.check())
+        measured = placed.profiles
+        assert all(measured[b].fingerprint != before[b].fingerprint for b in before)
+        assert all(measured[b].noise != 9.0 for b in before)
+        assert all(measured[b].compute_s > before[b].compute_s / 2 for b in before)
+        assert all(plan.profile == measured[b].fingerprint for b, plan in placed.plans.items())
         assert infer(server.address, "ranker", inputs)["score"].tobytes() == answer.tobytes()
-        server.on_loop(watch.check())
-        assert placed.prepared is measured, "once per load"
+        server.on_loop(improver.check())
+        assert placed.profiles is measured, "once per load"
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
-        known = server.loaded.placed_models["ranker", 1].prepared.profiles
-        assert {b: p.fingerprint for b, p in known.items()} == {
-            b: p.fingerprint for b, p in measured.profiles.items()
-        }
+        known = server.placement.models["ranker", 1].profiles
+        assert {b: p.fingerprint for b, p in known.items()} == {b: p.fingerprint for b, p in measured.items()}
 
 
 @pytest.mark.parametrize(
@@ -221,21 +213,25 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         (1.0, 0.3, True),
     ],
 )
-def test_a_profile_is_in_doubt_if_it_is_noisy_or_disagrees(correction: float, noise: float, doubtful: bool) -> None:
+def test_a_profile_is_in_doubt_if_it_is_noisy_or_disagrees(
+    correction: float, noise: float, doubtful: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     improved: list[Any] = []
 
-    async def improve(placed: Any, *, again: bool) -> None:
+    async def improved_again(model: Any, *, again: bool) -> None:
         assert again
-        improved.append(placed)
+        improved.append(model)
 
-    known, profiles = SimpleNamespace(is_provisional=False), {Bucket(1): SimpleNamespace(noise=noise)}
-    prepared = SimpleNamespace(known=known, profiles=profiles)
-    placed = SimpleNamespace(owner="m.1", key=ModelKey("m", 1), prepared=prepared)
-    memory, preparer = SimpleNamespace(placed_models={"m.1": placed}), SimpleNamespace(release=lambda: None)
-    placement: Any = SimpleNamespace(memory=memory, preparer=preparer, improve=improve)
+    profiles = {Bucket(1): SimpleNamespace(noise=noise)}
+    model = SimpleNamespace(owner="m.1", key=ModelKey("m", 1), is_provisional=False, profiles=profiles)
+    memory, workers = SimpleNamespace(models={"m.1": model}), SimpleNamespace(release=lambda: None)
+    placed: Any = SimpleNamespace(memory=memory, workers=workers)
     lanes: Any = SimpleNamespace(of=lambda key: SimpleNamespace(correction=lambda key: correction))
-    asyncio.run(ProfileWatch(placement, lanes).check())
-    assert improved == [placed] * doubtful
+    config: Any = None
+    improver = Improver(config, placed, lanes)
+    monkeypatch.setattr(improver, "improve", improved_again)
+    asyncio.run(improver.check())
+    assert improved == [model] * doubtful
 
 
 def test_an_engine_imports_neither_compilers_nor_transports(archives: Archives, tmp_path: Path) -> None:

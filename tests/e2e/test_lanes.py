@@ -10,7 +10,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from cohabit.runtime.binding.program import Program
-from cohabit.server.placement.device_memory import PartitionedMemory
+from cohabit.server.deploy.load import PartitionedMemory
 from tests.e2e.serving import Running, eventually, serving
 from tests.e2e.stacks import Stacks, answer, controlled, held, is_answer_of, under_load
 
@@ -26,13 +26,13 @@ def repository(stacks: Stacks, tmp_path: Path) -> Path:
 
 
 def lanes_of(server: Running) -> dict[str, int]:
-    return {placed.key.name: placed.lane for placed in server.loaded.placed_models.values()}
+    return {placed.key.name: placed.lane for placed in server.placement.models.values()}
 
 
 def byte_ranges(memory: PartitionedMemory) -> dict[str, set[tuple[int, int]]]:
     """Where each model's programs copy parameters to."""
     found: dict[str, set[tuple[int, int]]] = {}
-    for placed in memory.placed_models.values():
+    for placed in memory.models.values():
         programs: list[Program] = list(placed.servable.programs.values())
         steps = [step for program in programs for step in (*program.swap_ins, *program.residents)]
         found[placed.key.name] = {(step.offset, step.offset + step.nbytes) for step in steps}
@@ -41,9 +41,9 @@ def byte_ranges(memory: PartitionedMemory) -> dict[str, set[tuple[int, int]]]:
 
 def assert_copies_stay_in_their_own_bytes(server: Running) -> None:
     """Copies go to the own partition, or to the workspace of the own lane."""
-    memory = server.loaded.memory
+    memory = server.placement.memory
     each = memory.partitions.workspace_bytes
-    for placed in memory.placed_models.values():
+    for placed in memory.models.values():
         own = memory.partitions.held[placed.owner]
         rooms = [(placed.lane * each, (placed.lane + 1) * each), (own.offset, own.end)]
         for start, end in byte_ranges(memory)[placed.key.name]:
@@ -57,7 +57,7 @@ def side_by_side(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     """Let the next execution on each lane wait for the other's; returns a function that tells whether they met."""
     met = threading.Barrier(LANES, timeout=120)
     together = threading.Event()
-    for executor in server.loaded.memory.executors:
+    for executor in server.placement.memory.executors:
         run = executor.run
 
         def meet(*arguments: Any, run: Callable[..., Any] = run, **options: Any) -> Any:
@@ -78,12 +78,12 @@ def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answe
     with serving(repository, "9MiB", fixed_plans, batch_sizes=(1, 2), compute_lanes=LANES, **tracing) as server:
         assert set(lanes_of(server).values()) == {0, 1}
         assert_copies_stay_in_their_own_bytes(server)
-        memory = server.loaded.memory
+        memory = server.placement.memory
         met = side_by_side(server, monkeypatch)
         with under_load(server, SEEDS) as wrong:
             eventually(met)
         assert wrong == []
-        use = server.loaded.use()
+        use = server.placement.use()
         assert use.lane_busy_s.keys() == {"swap_in_0", "swap_in_1"}
         assert all(seconds > 0 for seconds in use.lane_busy_s.values())
         assert use.workspace_bytes + use.partition_bytes + use.free_bytes == memory.partitions.arena_bytes
@@ -93,7 +93,7 @@ def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answe
         ends = [extent.offset + extent.nbytes for extent in extents]
         assert [0, *ends[:-1]] == [extent.offset for extent in extents], "the map has every byte once"
         assert ends[-1] == memory.partitions.arena_bytes
-        assert "lane" in server.loaded.memory_map.splitlines()[1]
+        assert "lane" in server.placement.memory_map.splitlines()[1]
         lanes = lanes_of(server)
     events = [e for e in json.loads(trace.read_text()) if e["ph"] == "X"]
     assert {(e["args"].get("model", e["name"]), e["tid"] // 3) for e in events if e["pid"] == 2} == lanes.items()
@@ -105,7 +105,7 @@ def test_models_come_change_and_go_on_both_lanes_and_the_workspaces_grow_while_t
     """The workspaces that suit one model are smaller than those that suit four, so everybody moves."""
     changes = {"compute_lanes": LANES, "load_models": ("a",)}
     with controlled(repository, "8MiB", fixed_plans, **changes) as (server, client):
-        partitions = server.loaded.memory.partitions
+        partitions = server.placement.memory.partitions
         workspace, partition = partitions.workspace_bytes, held(server)["a"]
         with under_load(server, {"a": 0}) as wrong:
             for name in "bcd":

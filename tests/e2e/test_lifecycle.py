@@ -97,7 +97,7 @@ def test_a_second_start_lowers_and_measures_nothing_and_gives_the_same_bits(
     files = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.rglob("*") if path.is_file()}
     second_stages, second = start()
     assert {"tracing batches, and comparing their rows", "measuring batch 1"} < first_stages
-    assert second_stages == {"bringing residents in"}
+    assert second_stages == {"preparing", "bringing residents in"}
     assert {path.parent.relative_to(cache).parts[0] for path in files} == {"weights", "profiles", "plans"}
     assert files == {
         path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.rglob("*") if path.is_file()
@@ -114,14 +114,14 @@ def test_a_slow_link_really_slows_streaming_and_changes_no_bit(archives: Archive
         with serving(
             repository, "50%", archives.cache, link_bandwidth_bytes_per_s=limit, batch_sizes=PLANNED
         ) as server:
-            program = server.loaded.placed_models["ranker", 1].servable.programs[Bucket(1)]
+            program = server.placement.models["ranker", 1].servable.programs[Bucket(1)]
             start = time.perf_counter()
             answers += [infer(server.address, "ranker", inputs) for _ in range(count)]
             taken_s[limit] = time.perf_counter() - start
             stalled_s[limit] = metric(server.metrics_address, "cohabit_stall_seconds_total", "ranker")
             swapped_bytes = metric(server.metrics_address, "cohabit_swapped_bytes_total", "ranker")
             assert swapped_bytes == count * program.link_bytes > 0
-            copying_s = server.loaded.placed_models["ranker", 1].servable.executor.swap_busy_s
+            copying_s = server.placement.models["ranker", 1].servable.executor.swap_busy_s
     least_s = (count - 1) * program.link_bytes / bandwidth_bytes_per_s
     assert taken_s[bandwidth_bytes_per_s] >= least_s
     assert copying_s >= least_s

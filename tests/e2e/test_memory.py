@@ -1,5 +1,6 @@
 """Memory is a hard cap: parameters in use, activations and the whole process stay within what was promised."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,18 +18,19 @@ import cohabit.runtime.cpu.backend
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.plan import Compute, Drop, Plan, SwapIn
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Deployment, DeploymentEntry
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import parse_memory
+from cohabit.server.deploy.lifecycle import open_placement
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.place import ModelPlacement
+from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.engine.servable import ProgramServable
-from cohabit.server.models.repository import scan
-from cohabit.server.placement import loader
-from cohabit.server.placement.partitions import Extent
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.repository.scan import scan
 from tests.e2e.archives import Archives
 from tests.e2e.serving import infer, metric, process
 from tests.planner.reference import live_bytes, peak_bytes
@@ -40,30 +42,34 @@ NON_PARAMETERS = ("input", "activation")
 
 @dataclass
 class Deployed:
-    """What the loader made of a repository."""
+    """What was made of a repository."""
 
-    arena: CpuArena
-    deployment: Deployment
-    lowered: dict[str, Lowered]
-    servables: dict[str, ProgramServable]
-    extents: dict[str, Extent]
+    placement: ModelPlacement
 
-    def entry(self, name: str) -> DeploymentEntry:
-        (entry,) = (e for e in self.deployment.entries if e.name == name)
-        return entry
+    @property
+    def arena(self) -> CpuArena:
+        assert isinstance(self.placement.memory.arena, CpuArena)
+        return self.placement.memory.arena
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.placement.memory.partitions.workspace_bytes
+
+    def model(self, name: str) -> Model:
+        return self.placement.models[ModelKey(name, 1)]
 
     def partition(self, name: str) -> range:
         """Offsets of a model's partition in the arena."""
-        extent = self.extents[name]
+        extent = self.placement.memory.extent_of(self.model(name))
         return range(extent.offset, extent.end)
 
     @property
     def workspace(self) -> range:
-        return range(self.deployment.workspace_bytes)
+        return range(self.workspace_bytes)
 
     def run(self, name: str, bucket: Bucket, observe: Any = None) -> list[torch.Tensor]:
-        servable = self.servables[name]
-        inputs = self.lowered[name].examples(bucket)
+        servable = self.model(name).servable
+        inputs = self.model(name).lowered.examples(bucket)
         program = servable.programs[bucket]
         return servable.executor.run(program if observe is None else observed(program, observe), inputs).outputs
 
@@ -73,19 +79,27 @@ def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iter
     """Load a repository as the server does, and look into what was made of it."""
     changes = {"batch_sizes": (1, 4), "engine": "in-process"} | changes
     config = ServeConfig(repository, parse_memory(memory), cache=cache, **changes)
-    loaded = loader.load(scan(repository), config, lambda *_: None)
+    with asyncio.Runner() as runner:
+        placement, lanes = runner.run(_loaded(repository, config))
+        try:
+            yield Deployed(placement)
+        finally:
+            assert runner.run(lanes.stop())
+            placement.close()
+
+
+async def _loaded(repository: Path, config: ServeConfig) -> tuple[ModelPlacement, ComputeLanes]:
+    lanes, sources = ComputeLanes(config.compute_lanes, config.queue_limit), scan(repository)
+    lanes.start()
+    placement = open_placement(sources, config, lanes)
     try:
-        assert not loaded.failures
-        assert isinstance(loaded.memory.arena, CpuArena)
-        yield Deployed(
-            loaded.memory.arena,
-            loaded.deployment,
-            {key.name: placed.prepared.lowered for key, placed in loaded.placed_models.items()},
-            {key.name: placed.servable for key, placed in loaded.placed_models.items()},
-            {k.name: loaded.memory.partitions.held[placed.owner] for k, placed in loaded.placed_models.items()},
-        )
-    finally:
-        loaded.close()
+        models, failures = await placement.prepare(sources)
+        assert not failures | await placement.place(models)
+    except BaseException:
+        await lanes.stop()
+        placement.close()
+        raise
+    return placement, lanes
 
 
 @dataclass(frozen=True)
@@ -139,7 +153,7 @@ def test_parameters_in_use_lie_in_the_models_own_partition_or_the_workspace(
 ) -> None:
     names = ("bert_small", "ranker")
     with deployed(archives.repository(*names), "25%", archives.cache) as device:
-        assert device.arena.nbytes <= device.deployment.memory_bytes
+        assert device.arena.nbytes <= device.placement.memory_bytes
         used: dict[str, Counter[str]] = {name: Counter() for name in names}
         for name, bucket in [(n, b) for _ in range(3) for b in (Bucket(1), Bucket(4)) for n in names]:
             with Watch(device.arena) as watch:
@@ -156,7 +170,7 @@ def test_parameters_in_use_lie_in_the_models_own_partition_or_the_workspace(
 
 def _assert_these_are_the_parameters(device: Deployed, name: str, bucket: Bucket, uses: Sequence[Use]) -> None:
     """Every step used exactly the parameters that its op reads, each complete: the bytes are the weights file's."""
-    lowered, plan = device.lowered[name], device.entry(name).plans[bucket]
+    lowered, plan = device.model(name).lowered, device.model(name).plans[bucket]
     graph, segments = lowered.graphs[bucket], lowered.manifest.segments
     weights = np.memmap(lowered.weights_path, np.uint8, "r")
     by_step: dict[int, list[Use]] = {}
@@ -198,13 +212,13 @@ def test_no_step_of_a_plan_needs_more_than_partition_and_workspace(
 ) -> None:
     with at_least(archives, names, memory) as device:
         for name in names:
-            entry = device.entry(name)
-            for bucket, plan in entry.plans.items():
-                graph = device.lowered[name].graphs[bucket]
+            partition_bytes = len(device.partition(name))
+            for bucket, plan in device.model(name).plans.items():
+                graph = device.model(name).lowered.graphs[bucket]
                 most = max(*live_bytes(graph, plan), peak_bytes(graph, plan))
-                assert most <= entry.partition_bytes + device.deployment.workspace_bytes
-                assert entry.partition_bytes == plan.memory.partition_bytes
-                assert device.deployment.workspace_bytes == plan.memory.workspace_bytes
+                assert most <= partition_bytes + device.workspace_bytes
+                assert partition_bytes == plan.memory.partition_bytes
+                assert device.workspace_bytes == plan.memory.workspace_bytes
 
 
 @contextmanager
@@ -248,7 +262,7 @@ def test_activations_that_are_held_are_those_that_the_plan_counts(
     with at_least(archives, (name,), memory) as device:
         watch = FrameWatch(addresses(device.arena))
         device.run(name, bucket, watch.observe)
-        plan, graph = device.entry(name).plans[bucket], device.lowered[name].graphs[bucket]
+        plan, graph = device.model(name).plans[bucket], device.model(name).lowered.graphs[bucket]
         counted = [
             sum(graph.tensors[i].nbytes for i in graph.inputs),
             *live_bytes(graph, plan, NON_PARAMETERS, aligned=False),
@@ -273,11 +287,11 @@ def test_torch_allocates_no_more_for_an_inference_than_the_plan_counts(
     archives: Archives, name: str, memory: str, bucket: Bucket
 ) -> None:
     with at_least(archives, (name,), memory) as device:
-        servable = device.servables[name]
+        servable = device.model(name).servable
         device.run(name, bucket)
-        inputs = device.lowered[name].examples(bucket)
+        inputs = device.model(name).lowered.examples(bucket)
         allocated = allocated_peak_bytes(servable.programs[bucket], inputs, servable)
-        plan, graph = device.entry(name).plans[bucket], device.lowered[name].graphs[bucket]
+        plan, graph = device.model(name).plans[bucket], device.model(name).lowered.graphs[bucket]
         assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS)
 
 
@@ -306,7 +320,7 @@ def test_the_plans_that_are_served_come_from_the_search_that_was_asked_for(archi
     with deployed(repository, "50%", archives.cache) as device:
         expected = device.run("ranker", Bucket(4))
     with deployed(repository, "50%", archives.cache, search=search) as device:
-        plans = device.entry("ranker").plans.values()
+        plans = device.model("ranker").plans.values()
         assert {plan.provenance.searcher for plan in plans if plan.provenance is not None} == {search}
         assert device.run("ranker", Bucket(4))[0].equal(expected[0])
 

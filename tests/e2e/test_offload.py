@@ -65,7 +65,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resident(repository: Path, cache: Path) -> list[torch.Tensor]:
     """The outputs with all the memory that there could be use for."""
     with deployed(repository, "256MiB", cache) as device:
-        plan = device.entry("skips").plans[BUCKET]
+        plan = device.model("skips").plans[BUCKET]
         assert not any(isinstance(step, SwapIn | SwapOut) for step in plan.steps)
         return device.run("skips", BUCKET)
 
@@ -88,8 +88,8 @@ def small(request: pytest.FixtureRequest, repository: Path, cache: Path, least: 
 def test_a_budget_below_the_activations_peak_gives_the_resident_run_s_bits(
     small: Deployed, resident: list[torch.Tensor]
 ) -> None:
-    graph, plan = small.lowered["skips"].graphs[BUCKET], small.entry("skips").plans[BUCKET]
-    assert small.deployment.memory_bytes < peak_activation_bytes(graph)
+    graph, plan = small.model("skips").lowered.graphs[BUCKET], small.model("skips").plans[BUCKET]
+    assert small.placement.memory_bytes < peak_activation_bytes(graph)
     assert any(isinstance(step, SwapOut) for step in plan.steps)
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(small.run("skips", BUCKET), resident, strict=True))
@@ -100,7 +100,7 @@ def test_no_step_holds_more_than_the_plan_has_for_activations(small: Deployed) -
     watch = FrameWatch(addresses(small.arena))
     for _ in range(3):
         small.run("skips", BUCKET, watch.observe)
-        assert max(watch.held.values()) <= small.deployment.workspace_bytes
+        assert max(watch.held.values()) <= small.workspace_bytes
 
 
 def on_one_thread(program: Program) -> Program:
@@ -120,12 +120,12 @@ def on_one_thread(program: Program) -> Program:
 
 
 def test_torch_allocates_no_more_than_the_plan_counts(small: Deployed) -> None:
-    servable, examples = small.servables["skips"], small.lowered["skips"].examples
-    graph, plan = small.lowered["skips"].graphs[BUCKET], small.entry("skips").plans[BUCKET]
+    servable, examples = small.model("skips").servable, small.model("skips").lowered.examples
+    graph, plan = small.model("skips").lowered.graphs[BUCKET], small.model("skips").plans[BUCKET]
     program = on_one_thread(servable.programs[BUCKET])
     servable.executor.run(program, examples(BUCKET))
     allocated = allocated_peak_bytes(program, examples(BUCKET), servable)
-    assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS) <= small.deployment.workspace_bytes
+    assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS) <= small.workspace_bytes
     assert allocated < peak_activation_bytes(graph)
 
 

@@ -95,7 +95,7 @@ def answers(request: pytest.FixtureRequest, archives: Archives) -> Iterator[Answ
         memory = memory_of(budget, name, archives)
         with serving(repository, memory, archives.cache, batch_sizes=BATCHES) as server:
             served[budget] = {batch: infer(server.address, name, inputs[batch]) for batch in BATCHES}
-            swapped[budget] = server.loaded.placed_models[name, 1].servable.programs[Bucket(1)].link_bytes
+            swapped[budget] = server.placement.models[name, 1].servable.programs[Bucket(1)].link_bytes
     eager = {batch: archives.eager(name, inputs[batch]) for batch in BATCHES}
     yield Answers(name, eager, served, swapped)
     if name in SLOW_BUDGETS:

@@ -6,7 +6,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,9 +14,12 @@ import tritonclient.http as triton
 
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
+from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.server.config.config import Layout
+from cohabit.server.deploy import prepare
+from cohabit.server.deploy.load import PartitionedMemory
+from cohabit.server.deploy.model import Model, Programs
 from cohabit.server.errors import StartFailed
-from cohabit.server.models import prepared
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
 
@@ -150,10 +153,34 @@ def test_an_unexpected_error_reaches_no_user_but_its_number(
     def broken(*arguments: object, **options: object) -> None:
         raise KeyError("p_weight")
 
-    monkeypatch.setattr(prepared, "lower", broken)
+    monkeypatch.setattr(prepare, "lower", broken)
     with pytest.raises(StartFailed) as refused, serving(archives.repository("ranker"), "100%", archives.cache):
         pass
     said = r"lowering model 'ranker' failed unexpectedly: internal error [0-9a-f]{12}; the server's log"
     assert re.search(said, str(refused.value))
     assert "KeyError" not in str(refused.value)
     assert "KeyError: 'p_weight'" in caplog.text
+
+
+def test_a_model_whose_plan_cannot_be_bound_at_the_start_does_not_stop_the_others(
+    archives: Archives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind = PartitionedMemory.bind
+
+    def refused(memory: PartitionedMemory, model: Model, *arguments: Any, **options: Any) -> Programs:
+        if model.key.name == "ranker":
+            raise UnsupportedPlan("ranker: this device has no such copies")
+        return bind(memory, model, *arguments, **options)
+
+    monkeypatch.setattr(PartitionedMemory, "bind", refused)
+    with serving(archives.repository("ranker", GOOD), "100%", archives.cache, batch_sizes=(1, 4)) as server:
+        index = repository_index(server.address)
+        assert (index["ranker"]["state"], index["ranker"]["reason"]) == (
+            "UNAVAILABLE",
+            "this device has no such copies",
+        )
+        inputs = archives.inputs(GOOD, 4)
+        (expected,) = archives.eager(GOOD, inputs).values()
+        (output,) = infer(server.address, GOOD, inputs).values()
+        np.testing.assert_allclose(output, expected, atol=1e-4)
+        assert server.placement.memory.models.keys() == server.placement.memory.partitions.held.keys()

@@ -46,7 +46,7 @@ def end(event: Event) -> float:
 
 def test_copies_of_a_streamed_model_are_seen_in_the_plans_order(tmp_path: Path) -> None:
     with traced(tmp_path) as server:
-        servable = server.loaded.placed_models["wide", 1].servable
+        servable = server.placement.models["wide", 1].servable
         assert isinstance(servable, ProgramServable)
         for _ in range(REQUESTS):
             infer(server.address, "wide", {"x": np.ones((1, 384), np.float32)})

@@ -37,8 +37,8 @@ def ready_versions(client: triton.InferenceServerClient, model: str = "a") -> li
 
 def extents(server: Running) -> dict[int, tuple[int, int]]:
     """The bytes of each version of `a` in the arena."""
-    memory = server.loaded.memory
-    placed = [t for t in memory.placed_models.values() if t.key.name == "a"]
+    memory = server.placement.memory
+    placed = [t for t in memory.models.values() if t.key.name == "a"]
     return {
         t.key.version: (memory.partitions.held[t.owner].offset, memory.partitions.held[t.owner].end) for t in placed
     }
@@ -50,7 +50,7 @@ def assert_apart(server: Running, versions: list[int]) -> None:
     ordered = sorted(found.values())
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
     assert all(end > start for start, end in ordered)
-    placed_models = server.loaded.memory.placed_models.values()
+    placed_models = server.placement.memory.models.values()
     names = [{program.name for program in placed.servable.programs.values()} for placed in placed_models]
     assert len(set[str]().union(*names)) == len(names) == sum(map(len, names)), "executors keep their states apart"
 
@@ -85,9 +85,9 @@ def test_the_policy_of_a_load_adds_and_removes_versions_and_disturbs_no_other(
     for version in (1, 2, 3):
         stacks.put(tmp_path, "a", version, version)
     with controlled(tmp_path, "24MiB", plans, load_models=("a",)) as (server, client):
-        partitions = server.loaded.memory.partitions
+        partitions = server.placement.memory.partitions
         assert ready_versions(client) == ["3"]
-        third = [t for t in server.loaded.memory.placed_models.values() if t.key == ("a", 3)]
+        third = [t for t in server.placement.memory.models.values() if t.key == ("a", 3)]
         with under_load(server, {"a/3": 3}) as wrong:
             client.load_model("a", config=policy('{"all": {}}'))
             assert ready_versions(client) == ["1", "2", "3"]
@@ -108,7 +108,7 @@ def test_the_policy_of_a_load_adds_and_removes_versions_and_disturbs_no_other(
             assert_apart(server, [3])
             assert ready_versions(client) == ["3"]
         assert wrong == []
-        same = [t for t in server.loaded.memory.placed_models.values() if t.key == ("a", 3)]
+        same = [t for t in server.placement.memory.models.values() if t.key == ("a", 3)]
         assert same == third, "it was never loaded again"
         client.load_model("a", config=policy('{"all": {}}'))
         client.unload_model("a")

@@ -5,11 +5,10 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from cohabit.runtime.backend import Backend
 from cohabit.runtime.lowering import archive
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
-from cohabit.server.models import prepared as preparation
-from cohabit.server.models.prepared import measure_in_worker, open_backend, prepare, prepare_in_worker
-from cohabit.server.models.preparer import ModelPreparer
-from cohabit.server.models.repository import ModelSource, find
-from cohabit.server.models.worker_process import WorkerFailed, WorkerProcesses, failed_stage, stage
+from cohabit.server.deploy import prepare as preparation
+from cohabit.server.deploy.prepare import lowered_and_measured, measured_profiles, open_backend, prepare
+from cohabit.server.deploy.worker import WorkerFailed, WorkerProcesses, failed_stage, stage
+from cohabit.server.repository.scan import find
+from cohabit.server.repository.sources import ModelSource
 from tests.hostile.test_archives import with_equal_checksums
 from tests.runtime import models
 from tests.runtime.test_archive import read
@@ -64,18 +63,39 @@ def test_processes_have_few_rights() -> None:
 
 
 def test_processes_are_started_before_they_are_needed_and_end_when_they_are_not() -> None:
-    workers = WorkerProcesses(most=2, environment={"COHABIT_TEST": "own"})
+    workers = WorkerProcesses(most=2)
     workers.start(["wave"], count=2)
     first = workers.call(os.getpid)
     assert workers.call(is_imported, "wave")
     assert not is_imported("wave")
-    assert workers.call(os.getenv, "COHABIT_TEST") == "own"
-    assert os.getenv("COHABIT_TEST") is None
     workers.release()
     assert workers.call(os.getpid) != first
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
     workers.close()
+
+
+def test_what_can_wait_is_called_alone_in_processes_that_compile_the_planner() -> None:
+    with closing(WorkerProcesses(most=2)) as workers, ThreadPoolExecutor(3) as threads:
+        endless = threads.submit(workers.call_later, signal.pause)
+        behind = threads.submit(workers.call_later, os.getpid)
+        assert workers.call(os.getenv, "COHABIT_INTERPRET") == "1", "what is waited for goes first"
+        assert not endless.done()
+        assert not behind.done()
+        workers.close()
+        for call in (endless, behind):
+            with pytest.raises(WorkerFailed):
+                call.result()
+    with closing(WorkerProcesses()) as workers:
+        assert workers.call_later(os.getenv, "COHABIT_INTERPRET") is None
+        assert workers.call_later(os.getpid) != workers.call(os.getpid)
+
+
+def test_a_call_here_is_made_in_this_process() -> None:
+    workers = WorkerProcesses(here=True)
+    assert workers.call(os.getpid) == workers.call_later(os.getpid) == os.getpid()
+    with pytest.raises(ZeroDivisionError):
+        workers.call(divmod, 1, 0)
 
 
 def is_imported(module: str) -> bool:
@@ -110,16 +130,16 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
     """Every file, truncated, changed by one digit, and removed; the archive is never read in this process."""
     monkeypatch.setattr(archive, "read", lambda file: pytest.fail("an archive was read in this process"))
     workers = WorkerProcesses()
-    first = prepare_in_worker(source, config, backend, workers)
+    first = prepare(source, config, backend, workers)
     first.store.close()
     assert config.cache is not None
-    files = [p for p in config.cache.rglob("*") if p.is_file() and p.parent.name != "prepared"]
+    files = [p for p in config.cache.rglob("*") if p.is_file()]
     assert {p.suffix for p in files} == {".bin", ".json"}
     good = {path: path.read_bytes() for path in files if path.parent.name != "profiles"}
     for path in files:
         for damage in (truncate, change_a_digit, Path.unlink):
             damage(path)
-            again = prepare_in_worker(source, config, backend, workers)
+            again = prepare(source, config, backend, workers)
             again.store.close()
             assert again.lowered.manifest == first.lowered.manifest
             assert {path: path.read_bytes() for path in good} == good, (path, damage)
@@ -128,7 +148,7 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
 
 
 def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: Path, config: ServeConfig) -> None:
-    """Loaded after it, again from memory, and in place of it under the same name after a restart."""
+    """Loaded after it, again from the cache, and in place of it under the same name after a restart."""
     for path, name in zip(with_equal_checksums(tmp_path), ("one", "other"), strict=True):
         (tmp_path / "models" / name / "1").mkdir(parents=True)
         path.rename(tmp_path / "models" / name / "1" / "model.pt2")
@@ -136,23 +156,23 @@ def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: 
         read(tmp_path / "models" / name / "1" / "model.pt2")[0].state_dict["a.weight"] for name in ("one", "other")
     ]
 
-    def weights(preparer: ModelPreparer, name: str) -> torch.Tensor:
-        prepared = preparer.prepare(find(tmp_path / "models" / name))
+    def weights(backend: Backend, workers: WorkerProcesses, name: str) -> torch.Tensor:
+        prepared = prepare(find(tmp_path / "models" / name), config, backend, workers)
         prepared.store.close()
         start = prepared.lowered.manifest.segments[0].offset
         raw = prepared.lowered.weights_path.read_bytes()[start : start + own[0].nbytes]
         return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(8, 8)
 
     config = replace(config, pack_weights=False)
-    with closing(open_backend(config)) as backend, closing(ModelPreparer(config, backend)) as preparer:
+    with closing(open_backend(config)) as backend, closing(WorkerProcesses()) as workers:
         for _ in range(2):
-            assert torch.equal(weights(preparer, "one"), own[0])
-            assert torch.equal(weights(preparer, "other"), own[1])
+            assert torch.equal(weights(backend, workers, "one"), own[0])
+            assert torch.equal(weights(backend, workers, "other"), own[1])
     places = [tmp_path / "models" / name / "1" / "model.pt2" for name in ("one", "other")]
     shutil.copy2(places[1], tmp_path / "copy")
     (tmp_path / "copy").rename(places[0])
-    with closing(open_backend(config)) as backend, closing(ModelPreparer(config, backend)) as preparer:
-        assert torch.equal(weights(preparer, "one"), own[1])
+    with closing(open_backend(config)) as backend, closing(WorkerProcesses()) as workers:
+        assert torch.equal(weights(backend, workers, "one"), own[1])
 
 
 def fail_unexpectedly() -> None:
@@ -184,28 +204,28 @@ def test_a_cache_that_leads_to_an_unexpected_error_is_made_anew(
 ) -> None:
     """A program with a sound checksum that names a weight which there is not, as a defect may have written it."""
     with closing(WorkerProcesses()) as workers:
-        first = prepare_in_worker(source, config, backend, workers)
+        first = prepare(source, config, backend, workers)
         first.store.close()
         (path,) = first.lowered.weights_path.parent.glob("program-*.json")
         good = path.read_bytes()
         program = cache_file.read(path)
         assert b"p_layers_1_weight" in program
         cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
-        again = prepare_in_worker(source, config, backend, workers)
+        again = prepare(source, config, backend, workers)
         again.store.close()
         assert path.read_bytes() == good
         assert "KeyError: 'p_nothing'" in caplog.text
         cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
-        prepare(source, config, backend, lambda *_: None).store.close()
+        prepare(source, config, backend, WorkerProcesses(here=True)).store.close()
         assert path.read_bytes() == good, "in one process as well"
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_a_model_that_fails_unexpectedly_is_tried_again_only_if_the_cache_had_it(
-    source: ModelSource, config: ServeConfig, backend: Backend, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+    source: ModelSource, config: ServeConfig, monkeypatch: pytest.MonkeyPatch, is_cached: bool
 ) -> None:
     if is_cached:
-        prepare(source, config, backend, lambda *_: None).store.close()
+        lowered_and_measured(source, config, lambda *_: None)
     tries: list[Path] = []
 
     def broken(path: Path, *arguments: Any, **options: Any) -> None:
@@ -214,60 +234,41 @@ def test_a_model_that_fails_unexpectedly_is_tried_again_only_if_the_cache_had_it
 
     monkeypatch.setattr(preparation, "lower", broken)
     with pytest.raises(ZeroDivisionError) as failed:
-        prepare(source, config, backend, lambda *_: None)
+        lowered_and_measured(source, config, lambda *_: None)
     assert failed_stage(failed.value) == "lowering model 'wide' failed unexpectedly"
     assert len(tries) == 1 + is_cached
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_a_large_model_is_measured_in_another_process_than_the_one_that_lowered_it(
-    source: ModelSource, config: ServeConfig, backend: Backend, monkeypatch: pytest.MonkeyPatch, quick: bool
+def test_a_model_is_measured_in_another_process_than_the_one_that_lowered_it(
+    source: ModelSource, config: ServeConfig, backend: Backend
 ) -> None:
     """That one keeps torch's exporter, and to measure takes memory for all weights."""
-    monkeypatch.setattr(preparation, "_LARGE_BYTES", source.path.stat().st_size)
-    monkeypatch.setattr(WorkerProcesses, "call", noting := NotingCalls(WorkerProcesses.call))
     with closing(WorkerProcesses()) as workers:
-        prepared = prepare_in_worker(source, config, backend, workers, quick=quick)
-        prepared.store.close()
-        if quick:
-            prepared = measure_in_worker(prepared, config, workers)
-    assert not prepared.known.is_provisional
-    assert len(noting.processes) == len(set(noting.processes)) == 2
-
-
-class NotingCalls:
-    """Stands in for `WorkerProcesses.call`, and notes which processes answered."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-        self.processes: list[int] = []
-
-    def __get__(self, workers: WorkerProcesses, kind: type) -> Callable[..., Any]:
-        return partial(self, workers)
-
-    def __call__(self, workers: WorkerProcesses, *args: Any, **kwargs: Any) -> Any:
-        result = self._call(workers, *args, **kwargs)
-        self.processes.append(self._call(workers, os.getpid))
-        return result
+        model = prepare(source, config, backend, workers)
+        model.store.close()
+        assert model.is_provisional
+        (lowering,) = workers._idle
+        profiles = measured_profiles(model, config, workers)
+        assert not any(profile.provisional for profile in profiles.values())
+        (measuring,) = set(workers._idle) - {lowering}
+        assert measuring._process.pid != lowering._process.pid
 
 
 def test_weights_that_changed_without_a_trace_are_made_anew_when_their_model_is_loaded_again(
     source: ModelSource, config: ServeConfig
 ) -> None:
-    """The model is known, and its file has the size and the time that it had; only the checksums tell."""
-    backend = open_backend(config)
-    preparer = ModelPreparer(config, backend)
-    first = preparer.prepare(source)
+    """The file has the size and the time that it had; only the checksums tell."""
+    backend, workers = open_backend(config), WorkerProcesses()
+    first = prepare(source, config, backend, workers)
     first.store.close()
     path = first.lowered.weights_path
     good, before = path.read_bytes(), path.stat()
     with path.open("r+b") as file:
         file.write(bytes(4096))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert first.known.is_unchanged, "as far as size and time tell"
-    preparer.prepare(source).store.close()
+    prepare(source, config, backend, workers).store.close()
     assert path.read_bytes() == good
-    preparer.close()
+    workers.close()
     backend.close()
 
 

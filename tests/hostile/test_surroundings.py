@@ -26,8 +26,9 @@ from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.ipc.request import Request
-from cohabit.server.models.repository import Unloadable, scan
 from cohabit.server.protocol.shared_memory import Regions, SystemRequest, open_region
+from cohabit.server.repository.scan import scan
+from cohabit.server.repository.sources import Unloadable
 from tests.hostile.machine import tmpfs
 
 

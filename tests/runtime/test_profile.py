@@ -22,7 +22,7 @@ from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.profiling.link import leading, segment_copies
 from cohabit.runtime.profiling.stopwatch import NOISY, ColdCaches, measure_ops
-from cohabit.server.models.prepared import warn_of_noise, warn_of_random_ops
+from cohabit.server.deploy.prepare import warn_of_noise, warn_of_random_ops
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.mixing import Computed
@@ -97,13 +97,12 @@ def test_ops_are_timed_again_while_their_runs_are_noisy_and_the_quietest_try_cou
 def test_the_log_says_how_noisy_a_measurement_was(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     link = Link(1e-5, 1e9)
 
-    def prepared(noise: float) -> Any:
-        profile = Profile("graph", "device", (1.0,), link, link, noise=noise)
-        return SimpleNamespace(lowered=bench.lowered, profiles={Bucket(2): profile})
+    def profiles(noise: float) -> dict[Bucket, Profile]:
+        return {Bucket(2): Profile("graph", "device", (1.0,), link, link, noise=noise)}
 
-    warn_of_noise(prepared(NOISY))
+    warn_of_noise(bench.lowered.name, profiles(NOISY))
     assert caplog.records == []
-    warn_of_noise(prepared(0.31))
+    warn_of_noise(bench.lowered.name, profiles(0.31))
     (record,) = caplog.records
     assert vars(record)["fields"] == {"model": bench.lowered.name, "noise": "31%", "limit": "20%"}
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from server_fakes import FakeLoaded, FakeServable, config, identity, serving
 
-from cohabit.server import engine_host
 from cohabit.server.commands.serve import serve_until_stopped
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.engine_host import OnProgress
+from cohabit.server.deploy import lifecycle
+from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.frontend.access import TokenFiles
 from cohabit.server.ipc.model import Array
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 
 REPOSITORY, FOLDER, WAITS, *TOKEN_FILES = sys.argv[1:]
 
@@ -35,15 +35,14 @@ def gated(x: Array) -> dict[str, Array]:
     return {"y": x}
 
 
-def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> FakeLoaded:
+def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: ComputeLanes) -> FakeLoaded:
     while WAITS == "loading" and not is_let_go():
         time.sleep(0.01)
-        on_progress("gated", "waiting")
     return serving(FakeServable(identity("gated", "FP32").info, gated))
 
 
 if __name__ == "__main__":
-    engine_host.load_repository = load
+    lifecycle.open_placement = load
     TokenFiles.follow.__defaults__ = (3600.0,)  # only SIGHUP has the token files read again
     settings = config(
         repository=Path(REPOSITORY),

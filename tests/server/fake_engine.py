@@ -14,11 +14,12 @@ import numpy as np
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.engine_host import Engine, OnProgress
+from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine_host import Engine
 from cohabit.server.engine_process import main
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 from tests.server.server_fakes import FakeLoaded, adder, identity, serving
 
 REFUSED, FAILS, HELD = 7.0, 8.0, 9.0
@@ -69,14 +70,12 @@ def double(x: Array) -> dict[str, Array]:
     return {"y": np.asarray(x * 2)}
 
 
-def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnProgress) -> FakeLoaded:
+def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: ComputeLanes) -> FakeLoaded:
     (folder() / "requested").write_text(" ".join(sorted(source.name for source in sources)))
     if (folder() / "broken").exists() or (folder() / "broken-once").exists():
         (folder() / "broken-once").unlink(missing_ok=True)
         sys.stderr.flush()
         os._exit(3)
-    for source in sources:
-        on_progress(source.name, "made")
     doubler, slow = identity("double", "FP32"), identity("slow", "FP32")
     doubler.function = double
     slow.predicted_s = {Bucket(1): 1e3}
@@ -86,7 +85,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, on_progress: OnPro
 
 
 def make(config: ServeConfig, **options: Any) -> Engine:
-    return Engine(config, load=load, **options)
+    return Engine(config, open_placement=load, **options)
 
 
 if __name__ == "__main__":

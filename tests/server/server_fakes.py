@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -31,6 +32,7 @@ from cohabit.server.ipc.model import (
     TensorSpec,
 )
 from cohabit.server.ipc.request import Answer, Timing
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
 Function = Callable[..., dict[str, Array]]
@@ -135,20 +137,57 @@ def standard_models() -> list[FakeServable]:
 
 
 @dataclass
+class PlacedFake:
+    """Stands for a `Model` that is loaded."""
+
+    source: ModelSource
+    servable: Servable
+    footprint: ModelFootprint
+
+    @property
+    def lane(self) -> int:
+        return self.footprint.lane
+
+    @property
+    def key(self) -> ModelKey:
+        return self.source.key
+
+
+async def nothing() -> None:
+    pass
+
+
+@dataclass
 class FakeLoaded:
+    """Stands for a `Placement`: what can be served is loaded already."""
+
     servables: Mapping[ModelKey, Servable]
     failures: Mapping[ModelKey, str] = field(default_factory=dict)
     footprints: Mapping[ModelKey, ModelFootprint] = field(default_factory=dict)
     memory_map: str = ""
-    placement: None = None
     closed: bool = False
+    workers: Any = field(default_factory=lambda: SimpleNamespace(here=True, close=lambda: None))
+    improver: Any = field(
+        default_factory=lambda: SimpleNamespace(begin=lambda *_, **__: None, close=nothing, watch=nothing)
+    )
 
-    @property
-    def placed_models(self) -> Mapping[ModelKey, SimpleNamespace]:
-        return {
-            key: SimpleNamespace(servable=servable, footprint=self.footprints.get(key, ModelFootprint()))
-            for key, servable in self.servables.items()
-        }
+    async def prepare(
+        self, sources: Sequence[ModelSource], on_progress: object
+    ) -> tuple[list[PlacedFake], dict[ModelKey, str]]:
+        models = [
+            PlacedFake(source, self.servables[source.key], self.footprints.get(source.key, ModelFootprint()))
+            for source in sources
+            if source.key in self.servables
+        ]
+        left_out = {s.key: "the loader left it out" for s in sources if s.key not in self.servables}
+        return models, left_out | {key: why for key, why in self.failures.items() if key in left_out}
+
+    async def place(self, models: object, old: None, stop_old: object, on_progress: object) -> dict[ModelKey, str]:
+        assert old is None
+        return {}
+
+    async def release(self, model: PlacedFake) -> None:
+        pass
 
     def use(self) -> DeviceUse:
         return DeviceUse(workspace_bytes=100, partition_bytes=700, free_bytes=224, lane_busy_s={"swap_in": 1.5})
@@ -227,7 +266,9 @@ def running(loaded: FakeLoaded, **changes: object) -> Iterator[Running]:
     async def start(repository: Path) -> Server:
         # On a clock by which every reading is later than the text of the metrics is good for.
         clock = itertools.count(step=2.0).__next__
-        server = Server(config(**({"repository": repository} | changes)), load=lambda *_: loaded, clock=clock)
+        server = Server(
+            config(**({"repository": repository} | changes)), open_placement=lambda *_: loaded, clock=clock
+        )
         await server.start()
         await server.load()
         return server

@@ -13,14 +13,14 @@ from server_fakes import FakeLoaded, FakeServable, Gate, config, identity, runni
 from server_http import infer, x
 from test_compute_lane import entered, gated, request
 
+from cohabit.server.deploy.load import assign_lanes
+from cohabit.server.deploy.prepare import threads_of
 from cohabit.server.engine.compute_lanes import ComputeLanes
 from cohabit.server.errors import DeviceUnavailable, ExecutionFailed, ModelNotFound, ShuttingDown
 from cohabit.server.ipc.model import Array, ModelFootprint, ModelKey
 from cohabit.server.ipc.request import Answer
 from cohabit.server.ipc.statistics import ModelStatistics
-from cohabit.server.models.prepared import threads_of
 from cohabit.server.observe.spans import header_events
-from cohabit.server.placement.lane_assignment import assign_lanes
 
 
 def meeting(*names: str) -> list[FakeServable]:
@@ -81,14 +81,15 @@ def test_no_lane_has_more_than_four_thirds_of_the_best_divisions_longest_load(se
         return max(sum(w for w, at in zip(loads, division, strict=True) if at == lane) for lane in range(lanes))
 
     best = min(longest(division) for division in itertools.product(range(lanes), repeat=len(loads)))
-    assert longest(assign_lanes(loads, lanes)) <= best * 4 / 3
+    assert longest(assign_lanes(loads, [0.0] * lanes)) <= best * 4 / 3
 
 
 def test_equal_models_alternate_and_one_lane_takes_all() -> None:
-    assert assign_lanes([1.0] * 5, 2) == [0, 1, 0, 1, 0]
-    assert assign_lanes([4.0, 1.0, 1.0, 1.0], 2) == [0, 1, 1, 1]
-    assert assign_lanes([3.0, 1.0], 1) == [0, 0]
-    assert assign_lanes([], 2) == []
+    assert assign_lanes([1.0] * 5, [0.0] * 2) == [0, 1, 0, 1, 0]
+    assert assign_lanes([4.0, 1.0, 1.0, 1.0], [0.0] * 2) == [0, 1, 1, 1]
+    assert assign_lanes([3.0, 1.0], [0.0]) == [0, 0]
+    assert assign_lanes([], [0.0, 0.0]) == []
+    assert assign_lanes([1.0, 1.0], [3.0, 1.5]) == [1, 1], "next to what is there"
 
 
 async def test_a_model_that_is_loaded_again_may_belong_to_another_lane() -> None:

@@ -10,7 +10,8 @@ from google.protobuf import text_format
 
 from cohabit.server.errors import RepositoryError
 from cohabit.server.ipc.model import ModelInfo, TensorSpec
-from cohabit.server.models.repository import Unloadable, scan
+from cohabit.server.repository.scan import scan
+from cohabit.server.repository.sources import Unloadable
 from cohabit.server.triton.config_fields import FIELDS, ConfigField, defaults_of, ignored_fields, refuse_fields
 from cohabit.server.triton.model_config import (
     ModelConfig,

@@ -14,7 +14,8 @@ from server_http import ask
 from cohabit.runtime.errors import ArchiveError
 from cohabit.runtime.lowering.archive import read
 from cohabit.runtime.lowering.archive_file import ArchiveFile
-from cohabit.server.models.repository import ModelSource, Unloadable, scan, versions_of
+from cohabit.server.repository.scan import scan, versions_of
+from cohabit.server.repository.sources import ModelSource, Unloadable
 
 NAMES_THAT_LEAVE = ["..", ".", "../other", "/etc", "a/b", "a\\b", "", "-x", ".hidden", "a\x00b", "a\n", "x" * 256]
 

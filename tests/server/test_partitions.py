@@ -5,8 +5,8 @@ import random
 import pytest
 
 from cohabit.planner.memory import Memory
-from cohabit.server.placement.moves import Move, ReleaseForMove, moves, packed, vacate_all
-from cohabit.server.placement.partitions import Extent, Partitions
+from cohabit.server.deploy.moves import Move, ReleaseForMove, moves, packed, vacate_all
+from cohabit.server.deploy.partitions import Extent, Partitions
 
 
 def no_overlap(extents: list[Extent], workspace_bytes: int, arena_bytes: int) -> bool:
@@ -49,12 +49,12 @@ def test_everything_is_free_again_when_the_last_model_has_left() -> None:
     assert (partitions.workspace_bytes, partitions.free_bytes) == (0, 100)
 
 
-def test_rooms_are_what_is_free_beside_each_workspace() -> None:
+def test_memories_are_what_is_free_beside_each_workspace() -> None:
     partitions = Partitions(100, 10)
     partitions.take("a", 20)
     partitions.take("b", 30)
     partitions.release("a")
-    assert partitions.rooms([5, 30, 60]) == [Memory(10, 40), Memory(30, 20)]
+    assert partitions.memories([5, 30, 60]) == [Memory(10, 40), Memory(30, 20)]
 
 
 def test_each_lane_has_a_workspace_and_none_grows_while_models_use_it() -> None:
@@ -64,7 +64,7 @@ def test_each_lane_has_a_workspace_and_none_grows_while_models_use_it() -> None:
     assert partitions.workspaces == Extent(0, 40)
     assert partitions.take("a", 30) == Extent(70, 30)
     assert partitions.gaps() == [Extent(40, 30)]
-    assert [room.workspace_bytes for room in partitions.rooms([10, 20, 25])] == [20]
+    assert [room.workspace_bytes for room in partitions.memories([10, 20, 25])] == [20]
     assert not partitions.grow_workspace(21), "the second lane's would begin elsewhere"
     partitions.release("a")
     assert partitions.grow_workspace(50)

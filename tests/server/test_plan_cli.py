@@ -23,7 +23,7 @@ from cohabit.server.commands import compare_plans
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.errors import RepositoryError
 from cohabit.server.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
-from cohabit.server.models.repository import find
+from cohabit.server.repository.scan import find
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 

@@ -1,5 +1,6 @@
 """Model repositories in Triton's layout, sound and otherwise."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import RepositoryError
 from cohabit.server.file_state import FileState
 from cohabit.server.ipc.model import GraphCapture, ModelInfo, TensorSpec
-from cohabit.server.models.repository import ModelSource, Unloadable, scan, versions_of
+from cohabit.server.repository.scan import scan, versions_of
+from cohabit.server.repository.sources import ModelSource, Unloadable
 from cohabit.server.triton.model_config import ModelConfig, config_as_json, config_mismatch, config_of
 
 INFO = ModelInfo("m", 1, (TensorSpec("x", "FP32", (3, 4)),), (TensorSpec("y", "INT64", ()),), max_batch_size=8)
@@ -312,3 +314,17 @@ def test_the_configuration_says_how_each_batch_is_issued() -> None:
             "string_value": "issued to the streams one by one: op item reads a number on the host"
         },
     }
+
+
+def test_a_file_that_was_written_or_replaced_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    assert FileState.of(path) is None
+    path.write_bytes(b"abc")
+    before = FileState.of(path)
+    assert before == FileState.of(path)
+    os.utime(path, ns=(1, 1))
+    assert FileState.of(path) != before
+    replacement = tmp_path / "new"
+    replacement.write_bytes(b"xyz")
+    os.replace(replacement, path)
+    assert FileState.of(path) != before

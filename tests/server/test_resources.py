@@ -11,11 +11,11 @@ from cohabit.planner.errors import format_bytes
 from cohabit.server.cli import main
 from cohabit.server.config.config import ServeConfig, decode_config, encode_config
 from cohabit.server.config.sizes import FixedSize
+from cohabit.server.deploy import process_memory
+from cohabit.server.deploy.prepare import TimeLeft
 from cohabit.server.errors import ConfigError
 from cohabit.server.file_state import FileState
-from cohabit.server.models.repository import ModelSource
-from cohabit.server.placement import process_memory
-from cohabit.server.placement.loader import _TimeLeft
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.resources import available_cpus, available_memory, refuse_impossible, resident_bytes
 
 MACHINE = 64
@@ -164,7 +164,7 @@ def test_no_time_is_estimated_from_a_small_model_alone() -> None:
     sources = {
         name: ModelSource(name, 1, Path(name), state=FileState(0, nbytes, 0)) for name, nbytes in sizes.items()
     }
-    progress = _TimeLeft(list(sources.values()), lambda: now_s)
+    progress = TimeLeft(list(sources.values()), lambda: now_s)
     now_s = 1.0
     assert progress.left == ""
     progress.done(sources["small"])

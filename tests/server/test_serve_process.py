@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from server_fakes import config, eventually, identity, serving
+from server_fakes import config, eventually, identity, running, serving
 from server_http import ask, infer, x
 
 from cohabit.server.cli import EXIT_FAILED, main
 from cohabit.server.commands.serve import serve_until_stopped
-from cohabit.server.engine_host import load_repository
 from cohabit.server.serve import Server
 
 PROGRAM = Path(__file__).with_name("drain_program.py")
@@ -171,11 +170,11 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in capsys.readouterr().out
 
 
-def test_the_garbage_collector_never_visits_what_exists_after_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_garbage_collector_never_visits_what_exists_after_loading() -> None:
     loaded = serving(identity("one", "FP32"))
-    monkeypatch.setattr("cohabit.server.placement.loader.load", lambda *_: loaded)
+    gc.unfreeze()
     try:
-        assert load_repository([], config(), lambda *_: None) is loaded
-        assert gc.get_freeze_count() > len(gc.get_objects())
+        with running(loaded):
+            assert gc.get_freeze_count() > len(gc.get_objects())
     finally:
         gc.unfreeze()

@@ -11,10 +11,10 @@ from cohabit.runtime.lowering import packing
 from cohabit.runtime.options import Options
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
+from cohabit.server.deploy.options import options_of
+from cohabit.server.deploy.prepare import SHAPE_BUCKETS, wanted_buckets, warn_without_packing
 from cohabit.server.errors import RepositoryError
-from cohabit.server.models.options import options_of
-from cohabit.server.models.prepared import SHAPE_BUCKETS, wanted_buckets, warn_without_packing
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.triton.model_config import ModelConfig
 
 

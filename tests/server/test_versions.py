@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 from cohabit.server.commands.remote import tables
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
+from cohabit.server.deploy.prepare import _rate
 from cohabit.server.engine_host import Engine
 from cohabit.server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
 from cohabit.server.frontend.dataplane import DataPlane
@@ -23,9 +24,8 @@ from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 from cohabit.server.ipc.request import Request
-from cohabit.server.models.prepared import _rate
-from cohabit.server.models.repository import ModelSource, Unloadable
 from cohabit.server.protocol.shared_memory import Regions
+from cohabit.server.repository.sources import ModelSource, Unloadable
 from cohabit.server.triton.model_config import ModelConfig
 
 VERSIONS = (1, 2, 10)

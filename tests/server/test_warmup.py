@@ -11,11 +11,12 @@ from google.protobuf import text_format
 from server_fakes import FakeServable, tensors
 from test_compute_lane import lane_of
 
+from cohabit.server.deploy.warmup import warm_up
 from cohabit.server.errors import InvalidRequest, RepositoryError
 from cohabit.server.file_state import FileState
 from cohabit.server.ipc.model import Array, ModelInfo
-from cohabit.server.models.repository import ModelSource, Unloadable, scan
-from cohabit.server.placement.warmup import warm_up
+from cohabit.server.repository.scan import scan
+from cohabit.server.repository.sources import ModelSource, Unloadable
 from cohabit.server.triton.model_config import ModelConfig
 
 INPUTS = (("x", "FP32", (2,)), ("ids", "INT64", (3,)))

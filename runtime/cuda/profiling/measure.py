@@ -27,7 +27,7 @@ from cohabit.runtime.cuda.profiling.link import LinkBench
 from cohabit.runtime.cuda.profiling.scratch import kernel_scratch, wasted_bytes, with_scratch
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.cuda.stores import PinnedMemory
-from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
 
@@ -64,15 +64,19 @@ def measured(
     store: HostStore[torch.Tensor],
     cache: Path | None,
     on_progress: OnProgress,
+    *,
+    known_only: bool = False,
 ) -> tuple[Lowered, dict[Bucket, Profile]]:
     """The model with the scratch that its kernels take here, and its profiles; from the cache if it has them.
 
-    Raises MemoryExceeded if the device cannot hold the model at once, and DeviceError.
+    Raises MemoryExceeded if the device cannot hold the model at once, DeviceError, and with `known_only` NotCached.
     """
     graphs = [lowered.graphs[b].fingerprint for b in lowered.buckets]
     key = fingerprint([*graphs, device.name, store.kind, store.staged, lowered.options.tf32])
     path = None if cache is None else cache / f"cuda-{key[:32]}.json"
     known = None if path is None else _read(path, key)
+    if known is None and known_only:
+        raise NotCached(f"{lowered.name}: the cache has no undamaged profile of it")
     if known is None:
         known = _measure(device, streams, pinned, lowered, store, on_progress)
         if path is not None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cohabit.planner.profile import Profile
 
 
-class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BoardFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: float
     source: str
     is_estimate: bool = False
@@ -22,20 +22,20 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     about: str
-    latency_s: Figure
+    latency_s: BoardFigure
     """Of a read of its store."""
-    bandwidth_bytes_per_s: Figure
+    bandwidth_bytes_per_s: BoardFigure
     """Of its store."""
-    compute_factor: Figure
+    compute_factor: BoardFigure
     """How many times as long as on this machine an op takes there."""
-    memory_bytes: Figure
+    memory_bytes: BoardFigure
     name: str = ""
 
     @property
     def estimates(self) -> tuple[str, ...]:
         """The names of the figures that are estimates."""
         figures = ((name, getattr(self, name)) for name in self.__struct_fields__)
-        return tuple(name for name, figure in figures if isinstance(figure, Figure) and figure.is_estimate)
+        return tuple(name for name, figure in figures if isinstance(figure, BoardFigure) and figure.is_estimate)
 
     def scaled(self, profile: "Profile") -> "Profile":
         """Return the profile predicted for this board from one of this machine."""

@@ -74,15 +74,15 @@ def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -
 
 
 def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
-    from cohabit.server.models.repository import find
+    from cohabit.server.repository.scan import find
 
     config = config_of({"repository": str(options.model), "memory": "1B", **given(options, MEASURING)})
     config = replace(config, batch_sizes=options.batch_sizes or (1,))
     source = replace(find(options.model), config=None)
     on_progress(f"{source.name}: starting torch")
-    from cohabit.server.models.prepared import prepare_closed
+    from cohabit.server.deploy.prepare import lowered_and_measured
 
-    prepared = prepare_closed(source, config, lambda name, stage: on_progress(f"{name}: {stage}"))
+    prepared = lowered_and_measured(source, config, lambda name, stage: on_progress(f"{name}: {stage}"))
     graphs, profiles, batches = prepared.lowered.graphs, prepared.profiles, prepared.lowered.batches
     if missing := sorted(set(options.batch_sizes or ()) - set(batches)):
         has = ", ".join(map(str, batches)) if not prepared.lowered.batched else "smaller ones"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cohabit.server.placement.partitions import Extent
+from cohabit.server.deploy.partitions import Extent
 
 
 @dataclass(frozen=True, slots=True)

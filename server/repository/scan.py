@@ -6,14 +6,13 @@ The `version_policy` of a configuration chooses the versions to serve: the lates
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
 from cohabit.server.errors import RepositoryError
 from cohabit.server.file_state import FileState
-from cohabit.server.ipc.model import ModelKey
+from cohabit.server.repository.sources import Found, ModelSource, Unloadable
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.triton.config_fields import defaults_of, ignored_fields, refuse_fields
 from cohabit.server.triton.model_config import ModelConfig, read_config
@@ -26,50 +25,6 @@ _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _PROGRAM = "model.pt2"
 _MOST_LABEL_BYTES = 1 << 20
 _WARMUP = "warmup"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A version of a model that may be loaded: its file, and the model's config.pbtxt if it has one."""
-
-    name: str
-    version: int
-    path: Path
-    config: ModelConfig | None = None
-    policy: Policy = field(default_factory=Policy)
-    override: bytes | None = None
-    """The serialized `config`, if a client sent it to replace config.pbtxt."""
-    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of classes by output."""
-    state: FileState | None = None
-    """The file's state when it was found."""
-    warmup_files: Mapping[str, tuple[Path, FileState | None]] = field(default_factory=dict)
-    """The files of `model_warmup`, by their names there."""
-    rate_share: float = field(default=1.0, compare=False)
-    """This version's part of the model's request rate, which its versions share equally."""
-
-    @property
-    def key(self) -> ModelKey:
-        return ModelKey(self.name, self.version)
-
-    def loads_as(self, other: "ModelSource") -> bool:
-        """Whether to load the other one instead would change nothing: file and configuration are the same."""
-        ours, theirs = (
-            (s.path, s.state, s.labels, s.warmup_files, _without_version_policy(s.config)) for s in (self, other)
-        )
-        return ours == theirs
-
-
-@dataclass(frozen=True, slots=True)
-class Unloadable:
-    """A version that cannot be loaded, or with None a folder that is no valid model, and the reason."""
-
-    name: str
-    reason: str
-    version: int | None = None
-
-
-Found = ModelSource | Unloadable
 
 
 def scan(repository: Path, may_be_empty: bool = False) -> list[Found]:
@@ -87,14 +42,6 @@ def scan(repository: Path, may_be_empty: bool = False) -> list[Found]:
     models = list(_models(folders, root))
     if not models and not may_be_empty:
         raise RepositoryError(f"model repository {repository} is empty; put models there as NAME/1/{_PROGRAM}")
-    return models
-
-
-def by_name(found: Iterable[Found]) -> dict[str, list[Found]]:
-    """Group versions by their model."""
-    models: dict[str, list[Found]] = {}
-    for entry in found:
-        models.setdefault(entry.name, []).append(entry)
     return models
 
 
@@ -260,15 +207,6 @@ def _wanted(versions: Sequence[int], config: ModelConfig | None) -> Sequence[int
     if not (wanted := [version for version in versions if version in named]):
         raise RepositoryError(f"version_policy asks for {named}, the versions are {list(versions)}")
     return wanted
-
-
-def _without_version_policy(config: ModelConfig | None) -> ModelConfig:
-    """Return what of a configuration concerns each version; an empty one is as good as none."""
-    own = ModelConfig()
-    if config is not None:
-        own.CopyFrom(config)
-        own.ClearField("version_policy")
-    return own
 
 
 def _regular(path: Path) -> Path:

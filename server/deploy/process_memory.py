@@ -8,8 +8,8 @@ from cohabit.planner.graph import aligned
 from cohabit.runtime.heap import release_free_memory
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sources import QUEUE_SHARE
+from cohabit.server.deploy.model import Model
 from cohabit.server.errors import ConfigError
-from cohabit.server.models.prepared import Prepared
 from cohabit.server.resources import resident_bytes
 
 SERVING_BYTES = 18 << 20
@@ -63,7 +63,7 @@ class ProcessMemory:
         )
 
 
-def measure_process_memory(limit_bytes: int, models: Sequence[Prepared], config: ServeConfig) -> ProcessMemory:
+def measure_process_memory(limit_bytes: int, models: Sequence[Model], config: ServeConfig) -> ProcessMemory:
     """Measure this process, once the models' host stores are open and before anything is loaded."""
     release_free_memory()
     store_bytes = sum(m.lowered.manifest.file_bytes for m in models) if config.store == "ram" else 0

@@ -4,8 +4,7 @@ See `server.config.bundle` for what is in the folder.
 """
 
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,24 +12,26 @@ import msgspec
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Profile
+from cohabit.planner.sizing.deployment import Division
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
 from cohabit.runtime.lowering.lower import Entry
 from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, BundledModel, described, read_bundle
 from cohabit.server.config.config import BY_KEY, ServeConfig, cache_of
 from cohabit.server.config.sizes import write_size
-from cohabit.server.errors import ConfigError, RepositoryError
-from cohabit.server.models import planning
-from cohabit.server.models.known_models import Plans
-from cohabit.server.models.prepared import (
+from cohabit.server.deploy.divide import Planner
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.prepare import (
     OnProgress,
-    Prepared,
+    lowered_and_measured,
     machine_of,
-    prepare_closed,
     store_profiles,
     wanted_batches,
     wanted_buckets,
 )
-from cohabit.server.models.repository import ModelSource, Unloadable, scan
+from cohabit.server.deploy.worker import WorkerProcesses
+from cohabit.server.errors import ConfigError, RepositoryError
+from cohabit.server.repository.scan import scan
+from cohabit.server.repository.sources import ModelSource, Unloadable
 
 RECORDED = (
     *("layout", "search", "device", "store", "model_control_mode", "compute_lanes"),
@@ -51,19 +52,19 @@ def export(config: ServeConfig, output: Path, profile: str, adapt: Adapt, on_pro
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output: {output} is not empty; name a new folder, or remove this one")
     models = [_prepared(source, config, adapt, on_progress) for source in _sources(config.repository)]
-    demands = [model.demand for model in models]
+    planner = Planner(config, WorkerProcesses(here=True))
     memory_bytes = config.memory.of(sum(model.weight_bytes for model in models))
     on_progress("planning", "dividing the memory")
-    division = planning.divide(demands, memory_bytes, config.layout, config.compute_lanes)
+    division = planner.division([model.demand for model in models], memory_bytes)
     entries: list[BundledModel] = []
     try:
         for model, partition_bytes in zip(models, division.partition_bytes, strict=True):
-            room = Memory(division.workspace_bytes, partition_bytes)
+            memory = Memory(division.workspace_bytes, partition_bytes)
             on_progress(model.source.name, f"planning, {len(entries)} of {len(models)} models done")
-            plans = planning.plan_model(model.demand, room, Library(cache_of(config)), config.search)
+            model.plans = planner.best_plans(model.demand, memory)
             on_progress(model.source.name, "writing")
-            _write(model, room, plans, config, output)
-            entries.append(_entry(model, room, plans))
+            _write(model, memory, config, output)
+            entries.append(_entry(model))
         bundle = Bundle(
             memory_bytes,
             division.workspace_bytes,
@@ -96,12 +97,21 @@ def fitting_bundle(folder: Path, config: ServeConfig) -> Bundle:
     return bundle
 
 
-def room_in(bundle: Bundle, source: ModelSource) -> Memory:
-    """Return the memory for which a bundle has a model's plans. Raises RepositoryError for an unknown model."""
-    for model in bundle.models:
-        if (model.name, model.version) == source.key:
-            return Memory(bundle.workspace_bytes, model.partition_bytes)
-    raise RepositoryError(f"{source.name} version {source.version} is not in {MANIFEST}; export the bundle again")
+def division_of(bundle: Bundle, sources: Sequence[ModelSource]) -> Division:
+    """Return how memory is divided among models of a bundle. Raises RepositoryError for one that it does not have."""
+    partitions = {(model.name, model.version): model.partition_bytes for model in bundle.models}
+    if unknown := [source for source in sources if source.key not in partitions]:
+        name, version = unknown[0].key
+        raise RepositoryError(f"{name} version {version} is not in {MANIFEST}; export the bundle again")
+    own = tuple(partitions[source.key] for source in sources)
+    return Division(bundle.memory_bytes, bundle.workspace_bytes, own)
+
+
+def damaged(bundle: Bundle, config: ServeConfig, reason: str) -> str:
+    """Return why a model of a bundle cannot be loaded, with the files that are not as they were written."""
+    assert config.bundle is not None
+    files = "; ".join(bundle.damaged(config.bundle)) or "its files are as they were written"
+    return f"{reason} ({files}); copy or export the bundle again"
 
 
 def _sources(repository: Path) -> list[ModelSource]:
@@ -113,23 +123,22 @@ def _sources(repository: Path) -> list[ModelSource]:
     return sources
 
 
-def _prepared(source: ModelSource, config: ServeConfig, adapt: Adapt, on_progress: OnProgress) -> Prepared:
+def _prepared(source: ModelSource, config: ServeConfig, adapt: Adapt, on_progress: OnProgress) -> Model:
     """Lower and measure a model, and close its parameters."""
-    prepared = prepare_closed(source, config, on_progress)
-    if adapt is None:
-        return prepared
-    profiles = {bucket: adapt(profile) for bucket, profile in prepared.profiles.items()}
-    return replace(prepared, known=replace(prepared.known, profiles=profiles))
+    model = lowered_and_measured(source, config, on_progress)
+    if adapt is not None:
+        model.profiles = {bucket: adapt(profile) for bucket, profile in model.profiles.items()}
+    return model
 
 
-def _write(model: Prepared, room: Memory, plans: Plans, config: ServeConfig, output: Path) -> None:
+def _write(model: Model, memory: Memory, config: ServeConfig, output: Path) -> None:
     """Write a model's part of a bundle."""
     source, cache = model.source, cache_of(config)
     lowered, batches, buckets = model.lowered, wanted_batches(source, config), wanted_buckets(source, config)
     for path in Entry(cache / "weights", lowered.archive, batches, lowered.options, buckets).files:
         _copy(path, output / CACHE / path.relative_to(cache))
     store_profiles(lowered, model.profiles, output / CACHE / "profiles")
-    Library(output / CACHE).store_plans(model.demand, room, config.search, plans)
+    Library(output / CACHE).store_plans(model.demand, memory, config.search, model.plans)
     folder, copy = config.repository / source.name, output / MODELS / source.name
     given = source.config
     names = [] if given is None else ["config.pbtxt", *(o.label_filename for o in given.output if o.label_filename)]
@@ -155,8 +164,9 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _entry(model: Prepared, room: Memory, plans: Plans) -> BundledModel:
-    provenance = plans[min(plans)].provenance
+def _entry(model: Model) -> BundledModel:
+    plan = model.plans[min(model.plans)]
+    provenance = plan.provenance
     assert provenance is not None
     source = model.source
     return BundledModel(
@@ -164,7 +174,7 @@ def _entry(model: Prepared, room: Memory, plans: Plans) -> BundledModel:
         source.version,
         model.lowered.archive,
         model.weight_bytes,
-        room.partition_bytes,
+        plan.memory.partition_bytes,
         provenance.latency_s,
         provenance.resident_s,
     )

@@ -11,11 +11,12 @@ from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model, split_budget
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.prepare import lowered_and_measured, open_backend
 from cohabit.server.engine.servable import describe
 from cohabit.server.errors import load_reason
 from cohabit.server.ipc.model import ModelInfo
-from cohabit.server.models.prepared import Prepared, open_backend, prepare
-from cohabit.server.models.repository import find
+from cohabit.server.repository.scan import find
 from cohabit.server.triton.config_fields import ignored_fields, refused_fields
 from cohabit.server.triton.model_config import read_config
 
@@ -78,46 +79,43 @@ def report(
     name = find(path).name if path.is_file() else path.resolve().name
     refused: dict[str, str] = {}
     ignored: dict[str, str] = {}
-    backend = open_backend(config)
+    open_backend(config).close()
     try:
         if (path / "config.pbtxt").is_file():
             written = read_config(path / "config.pbtxt")
             refused, ignored = refused_fields(written), ignored_fields(written, config.device)
-        prepared = prepare(find(path), config, backend, lambda model, stage: on_progress(stage))
+        model = lowered_and_measured(find(path), config, lambda name, stage: on_progress(stage))
     except CohabitError as error:
         return ServabilityReport(name, False, load_reason(name, error), refused, ignored)
-    finally:
-        backend.close()
-    prepared.store.close()
     on_progress("predicting latencies")
-    lowered = prepared.lowered
-    memory = _memory(prepared, budgets, config)
+    lowered = model.lowered
+    memory = _memory(model, budgets, config)
     return ServabilityReport(
         name,
         all(budget.reason is None for budget in memory.budgets) if budgets else True,
         None,
         refused,
         ignored,
-        describe(lowered, prepared.source.version, max(lowered.batches)),
+        describe(lowered, model.source.version, max(lowered.batches)),
         lowered.batches,
         lowered.interaction,
         memory,
     )
 
 
-def _memory(prepared: Prepared, budgets: Sequence[MemorySize], config: ServeConfig) -> MemoryReport:
-    demand, manifest = prepared.demand, prepared.lowered.manifest
+def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) -> MemoryReport:
+    demand, manifest = model.demand, model.lowered.manifest
     kept = Demand.of(demand)
     least = kept.with_offloading().least_bytes
     tried = budgets or (FixedSize(least), *map(ShareOfWeights, _SHARES))
     return MemoryReport(
-        prepared.weight_bytes,
+        model.weight_bytes,
         manifest.segment_bytes,
         manifest.table_bytes,
         least,
         kept.least_bytes,
         {str(bucket): profile.compute_s for bucket, profile in sorted(demand.profiles.items())},
-        tuple(_budget(demand, size.of(prepared.weight_bytes), config.search) for size in tried),
+        tuple(_budget(demand, size.of(model.weight_bytes), config.search) for size in tried),
     )
 
 

@@ -5,10 +5,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cohabit.server.deploy.lifecycle import Lifecycle
 from cohabit.server.errors import LoadFailed, RepositoryError
-from cohabit.server.models.registry import Registry
-from cohabit.server.models.repository import Found, Unloadable, by_name, scan
-from cohabit.server.placement.lifecycle import Lifecycle
+from cohabit.server.repository.registry import Registry
+from cohabit.server.repository.scan import scan
+from cohabit.server.repository.sources import Found, Unloadable, by_name
 
 _log = logging.getLogger("cohabit.poll")
 

@@ -4,12 +4,11 @@ from collections.abc import Callable, Collection, Iterator
 
 from msgspec.structs import replace
 
-from cohabit.server.engine.execution import Servable
 from cohabit.server.errors import RequestError
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
-from cohabit.server.ipc.model import ModelFootprint, ModelKey
+from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 from cohabit.server.ipc.statistics import REJECTIONS, ModelStatistics
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 
 
 class Registry:
@@ -17,17 +16,15 @@ class Registry:
 
     def __init__(self, publish: Callable[[ModelEntry], None] = lambda entry: None) -> None:
         self._catalog = Catalog()
-        self._servables: dict[ModelKey, Servable] = {}
         self._statistics: dict[ModelKey, ModelStatistics] = {}
         self._publish = publish
 
     def __iter__(self) -> Iterator[ModelEntry]:
         return iter(self._catalog)
 
-    def ready(self) -> Iterator[tuple[ModelKey, Servable, ModelStatistics]]:
-        """Iterate over the models that are served."""
-        for key, servable in self._servables.items():
-            yield key, servable, self._statistics[key]
+    def statistics(self, model: ModelKey) -> ModelStatistics:
+        """Return the counters of a version that is loading or served."""
+        return self._statistics[model]
 
     def absent(self, name: str) -> None:
         """Add a model of the repository that was not requested."""
@@ -38,11 +35,9 @@ class Registry:
         self._statistics[source.key] = ModelStatistics()
         self._put(_entry(source, ModelState.LOADING))
 
-    def loaded(self, servable: Servable, source: ModelSource, footprint: ModelFootprint) -> ModelStatistics:
-        """Serve a version, perhaps in place of an older load of it; returns its counters."""
-        entry = replace(_entry(source, ModelState.READY), info=servable.info, footprint=footprint)
-        self._servables[source.key] = servable
-        self._put(entry)
+    def served(self, source: ModelSource, info: ModelInfo, footprint: ModelFootprint) -> ModelStatistics:
+        """Record that a version is served, perhaps in place of an older load of it; returns its counters."""
+        self._put(replace(_entry(source, ModelState.READY), info=info, footprint=footprint))
         return self._statistics[source.key]
 
     def configured(self, source: ModelSource) -> None:
@@ -110,8 +105,6 @@ class Registry:
         return entry
 
     def _put(self, entry: ModelEntry) -> None:
-        if entry.info is None and entry.version is not None:
-            self._servables.pop(entry.key, None)
         self._catalog.update(entry)
         self._publish(entry)
 

@@ -6,7 +6,7 @@ from functools import partial
 from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.engine.execution import Servable
 from cohabit.server.errors import RepositoryError
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.triton.warmup import warmup_request
 
 _MOST_EXECUTIONS = 1000

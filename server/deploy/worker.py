@@ -1,5 +1,6 @@
 """Worker processes for lowering, measuring and planning, which hold the interpreter lock and may crash."""
 
+import asyncio
 import logging
 import multiprocessing
 import os
@@ -7,15 +8,19 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from cohabit.planner.errors import CohabitError
-from cohabit.server.config.config import LogFormat, ServeConfig
+from cohabit.runtime.lowering.archive_file import noted_fingerprint, notes_of
+from cohabit.server.config.config import LogFormat, ServeConfig, cache_of
+from cohabit.server.errors import load_reason
 from cohabit.server.log import configure_logging, log_internal_error
 from cohabit.server.process_rights import no_new_privileges, yield_memory
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.resources import available_cpus
 
 _log = logging.getLogger("cohabit.models")
@@ -29,9 +34,13 @@ MOST_PREPARING = 4
 """Models that are prepared at a time: one that never ends delays no other."""
 MOST_AT_START = min(2, available_cpus())
 """The same at the start, when nothing is served: each takes a core, and memory for its weights."""
-PREPARING = ("cohabit.runtime.lowering.archive", "cohabit.server.models.prepared")
-PLANNING = ("cohabit.planner.sizing.division", "cohabit.planner.sizing.fitting")
-"""Modules that preparing and planning need, and take seconds to import."""
+MOST_PLANNING = 2
+"""Plans that are waited for at a time."""
+PREPARING = ("cohabit.runtime.lowering.archive", "cohabit.server.deploy.prepare")
+PLANNING = ("cohabit.planner.sizing.division", "cohabit.planner.sizing.fitting", "cohabit.server.deploy.divide")
+"""Modules that preparing and planning need, and take seconds to import. The last has the functions that are called."""
+_INTERPRETED = {"COHABIT_INTERPRET": "1"}
+"""Keeps the planner from being compiled."""
 _KILLED_S = 1.0
 """A process that is killed leaves within this time, unless its device hangs."""
 _NICENESS = 10
@@ -78,24 +87,53 @@ def failed_stage(error: Exception) -> str:
     return f"{notes[0] if notes else 'preparing models'} failed unexpectedly"
 
 
+def failure_reason(model: str, error: Exception) -> str:
+    """Return why a model cannot be loaded, after logging an unexpected error, which is being handled."""
+    if isinstance(error, CohabitError | OSError):
+        return load_reason(model, error)
+    return f"{failed_stage(error)}: {log_internal_error(_log, model=model)}"
+
+
+async def in_thread(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call a slow function on a daemon thread, which unlike a pool's thread does not keep the process alive."""
+    future: Future[_T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="deploy", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
 class WorkerProcesses:
-    """Processes that are started when needed, one call at a time each. Any thread may call."""
+    """Processes that are started when needed, one call at a time each. Any thread may call.
+
+    Calls have two priorities. What somebody waits for is called at once, in processes that interpret the planner, since
+    to compile it takes longer than a few plans. Other work is called later: one call at a time, in processes that
+    compile.
+    """
 
     def __init__(
         self,
         timeout_s: float | None = None,
         most: int = 1,
-        environment: Mapping[str, str] | None = None,
         log_format: LogFormat = "text",
+        *,
+        here: bool = False,
     ) -> None:
         """A call that takes longer than `timeout_s` ends with its process. With `most` calls under way, others wait.
 
-        `environment` has the processes' own variables. They log to stderr.
+        The processes log to stderr. With `here`, calls are made in the caller's process and thread.
         """
+        self.here = here
+        """The caller may end this, once there is something else to do in its process."""
         self._timeout_s = timeout_s
-        self._environment = environment or {}
         self._log_format = log_format
-        self._room = threading.Semaphore(most)
+        self._room = {False: threading.Semaphore(most), True: threading.Semaphore(1)}
         self._lock = threading.Lock()
         self._idle: list[_WorkerProcess] = []
         self._busy: set[_WorkerProcess] = set()
@@ -103,8 +141,17 @@ class WorkerProcesses:
 
     def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call a module-level function in a process, and wait. Raises WorkerFailed, also if the process dies."""
-        with self._room:
-            process = self._take()
+        return self._call(False, function, args, kwargs)
+
+    def call_later(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call a function as `call` does, after other work that can wait."""
+        return self._call(True, function, args, kwargs)
+
+    def _call(self, later: bool, function: Callable[..., _T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _T:
+        if self.here:
+            return function(*args, **kwargs)
+        with self._room[later]:
+            process = self._take(function.__module__, later)
             try:
                 result, failure = process.call(function, args, kwargs, self._timeout_s)
             except (EOFError, ConnectionError) as error:
@@ -115,7 +162,7 @@ class WorkerProcesses:
             except TimeoutError as error:
                 self._end(process)
                 raise WorkerFailed(f"it was not prepared within {self._timeout_s:g} s") from error
-            self._give_back(process)
+            self._give_back(process, function.__module__)
         if failure is not None:
             raise WorkerFailed(_reported(failure))
         answer: _T = result
@@ -124,7 +171,7 @@ class WorkerProcesses:
     def start(self, modules: Sequence[str], count: int = 1) -> None:
         """Start processes before they are needed, and have them import these modules. Does not wait."""
         with self._lock:
-            self._idle += [self._started(modules) for _ in range(count)]
+            self._idle += [self._started(False, modules) for _ in range(count)]
 
     def release(self) -> None:
         """End the idle processes."""
@@ -142,22 +189,30 @@ class WorkerProcesses:
             self._end(process)
         self.release()
 
-    def _take(self) -> "_WorkerProcess":
+    def _take(self, module: str, later: bool) -> "_WorkerProcess":
+        """Take an idle process of this priority, preferably one that has imported a module, or start one."""
         with self._lock:
             if self._closed:
                 raise WorkerFailed("the server is stopping")
-            process = self._idle.pop() if self._idle else self._started()
+            idle = [process for process in self._idle if process.later is later]
+            if idle:
+                process = max(idle, key=lambda process: module in process.modules)
+                self._idle.remove(process)
+            else:
+                process = self._started(later)
             self._busy.add(process)
             return process
 
-    def _started(self, modules: Sequence[str] = ()) -> "_WorkerProcess":
-        return _WorkerProcess(self._environment, self._log_format, modules)
+    def _started(self, later: bool, modules: Sequence[str] = ()) -> "_WorkerProcess":
+        return _WorkerProcess(self._log_format, later, modules)
 
-    def _give_back(self, process: "_WorkerProcess") -> None:
-        """Keep one idle process, because starting one takes seconds."""
+    def _give_back(self, process: "_WorkerProcess", module: str) -> None:
+        """Keep one idle process of each priority for a module's functions, because starting one takes seconds."""
+        process.modules.add(module)
         with self._lock:
             self._busy.discard(process)
-            if not self._idle and not self._closed:
+            others = [other for other in self._idle if other.later is process.later and module in other.modules]
+            if not others and not self._closed:
                 self._idle.append(process)
                 return
         process.end()
@@ -171,15 +226,13 @@ class WorkerProcesses:
 class _WorkerProcess:
     """A process that answers calls over a pipe, one at a time."""
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        log_format: LogFormat,
-        modules: Sequence[str],
-    ) -> None:
+    def __init__(self, log_format: LogFormat, later: bool, modules: Sequence[str]) -> None:
+        self.later = later
+        self.modules = set(modules)
+        """What it has imported."""
         context = multiprocessing.get_context("spawn")
         self._pipe, others = context.Pipe()
-        arguments = others, environment, log_format, modules
+        arguments = others, log_format, {} if later else _INTERPRETED, modules
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         others.close()  # so that its end is the end of the pipe
@@ -199,25 +252,26 @@ class _WorkerProcess:
         self._process.join(_KILLED_S)
 
 
-def preparing_workers(config: ServeConfig) -> WorkerProcesses:
-    return WorkerProcesses(PREPARING_S, MOST_PREPARING, log_format=config.log_format)
+def worker_processes(config: ServeConfig) -> WorkerProcesses:
+    """Return the processes that prepare and plan; with the engine in this process, it does so until it serves."""
+    return WorkerProcesses(
+        PREPARING_S, MOST_PREPARING + MOST_PLANNING, config.log_format, here=not config.prepares_in_workers
+    )
 
 
-def planning_workers(config: ServeConfig, *, quick: bool = False) -> WorkerProcesses:
-    """Processes for planning; `quick` ones for few plans, which do not wait until the planner is compiled."""
-    environment = {"COHABIT_INTERPRET": "1"} if quick else None
-    return WorkerProcesses(PREPARING_S, 2, environment, config.log_format)
-
-
-def call_here(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Stands in for `WorkerProcesses.call` where everything is to be one process."""
-    return function(*args, **kwargs)
+def unknown(sources: Sequence[ModelSource], config: ServeConfig) -> int:
+    """Return how many models the cache cannot have, since it has no note of their archives."""
+    notes, count = notes_of(cache_of(config) / "weights"), 0
+    for source in sources:
+        with suppress(CohabitError, OSError):  # it cannot be prepared
+            count += noted_fingerprint(source.path, notes) is None
+    return count
 
 
 def _serve(
     pipe: Connection,
-    environment: Mapping[str, str],
     log_format: LogFormat,
+    environment: Mapping[str, str],
     modules: Sequence[str],
 ) -> None:
     """Answer calls until the pipe ends, with low priority, few rights, and no interrupts from the terminal."""

@@ -5,7 +5,7 @@ import torch
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.options import Dtype, Options
 from cohabit.server.errors import RepositoryError
-from cohabit.server.models.repository import ModelSource
+from cohabit.server.repository.sources import ModelSource
 from cohabit.server.triton.config_fields import parameter_of
 from cohabit.server.triton.model_config import ModelConfig
 

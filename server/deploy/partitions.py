@@ -50,7 +50,7 @@ class Partitions:
             low = max(low, extent.end)
         return gaps
 
-    def rooms(self, workspaces: Iterable[int]) -> list[Memory]:
+    def memories(self, workspaces: Iterable[int]) -> list[Memory]:
         """Return each possible workspace size, not below the present one, with the largest free partition."""
         sizes = sorted({max(size, self.workspace_bytes) for size in (0, *workspaces)})
         return [

@@ -1,0 +1,132 @@
+"""Asks the planner how memory is divided among models, and for their plans.
+
+The planner is called in worker processes: its compiled code takes a second and 100 MiB. Nothing here imports torch,
+which a process that plans does without.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
+from cohabit.planner.plan import Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import Division, ModelDemand
+from cohabit.server.config.config import ServeConfig, cache_of
+from cohabit.server.deploy.partitions import Partitions
+from cohabit.server.deploy.worker import WorkerProcesses, stage
+
+_DIVIDING = "dividing memory among the models"
+
+
+class Planner:
+    """All methods block. Any thread may call them except the event loop's and the compute lanes'.
+
+    What the planner has found is kept in the cache's library, and read from there.
+    """
+
+    def __init__(self, config: ServeConfig, workers: WorkerProcesses) -> None:
+        self._workers = workers
+        self._searcher = config.search
+        self._layout = config.layout
+        self._lanes = config.compute_lanes
+        self._library = Library(cache_of(config))
+
+    def division(
+        self,
+        models: Sequence[ModelDemand],
+        memory_bytes: int,
+        least_workspace_bytes: int = 0,
+        on_divided: Callable[[], None] = lambda: None,
+        *,
+        later: bool = False,
+    ) -> Division:
+        """Return how memory is divided among models; calls `on_divided` first if that is not known yet.
+
+        Plans that stay as they are may need `least_workspace_bytes`. Raises InfeasibleBudget, or WorkerFailed with its
+        message.
+        """
+        layout, lanes = self._layout, self._lanes
+        known = None
+        if not least_workspace_bytes:
+            known = self._library.division(models, memory_bytes, layout, lanes)
+        if known is not None:
+            return known
+        on_divided()
+        call = self._workers.call_later if later else self._workers.call
+        division: Division = call(_divide, models, memory_bytes, layout, lanes, least_workspace_bytes)
+        if not least_workspace_bytes:
+            self._library.store_division(models, memory_bytes, layout, lanes, division)
+        return division
+
+    def least_memory(self, models: Sequence[ModelDemand], memory_bytes: int) -> int:
+        """Return the least memory in bytes that these models can be divided, if this is too little."""
+        if self._library.division(models, memory_bytes, self._layout, self._lanes) is not None:
+            return memory_bytes
+        return self._workers.call(_least_memory, models, self._layout, self._lanes)
+
+    def memory_for(self, model: ModelDemand, partitions: Partitions) -> Memory | None:
+        """Return the free memory in which one more model is fastest; None if it fits nowhere."""
+        return self._workers.call(_memory_for, model, partitions)
+
+    def least_workspace(self, model: ModelDemand, memory_bytes: int) -> int:
+        """Return the least size of a workspace that is worth trying for a model."""
+        return self._workers.call(_least_workspace, model, memory_bytes)
+
+    def known_plans(self, model: ModelDemand, memory: Memory) -> dict[Bucket, Plan] | None:
+        """Return the plans that a full search has found, if they are kept."""
+        return self._library.plans(model, memory, self._searcher)
+
+    def quick_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
+        """Return the first plans that work. Raises InfeasibleBudget, or WorkerFailed with its message."""
+        return self._workers.call(_plan, model, memory, None, self._searcher, quick=True)
+
+    def best_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
+        """Return what a full search finds, which is kept. Raises as `quick_plans`."""
+        known = self.known_plans(model, memory)
+        return known or self._workers.call_later(_plan, model, memory, self._library, self._searcher)
+
+
+def _divide(
+    models: Sequence[ModelDemand], memory_bytes: int, layout: str, lanes: int, least_workspace_bytes: int
+) -> Division:
+    with stage(_DIVIDING):
+        division: Division = _planner("division").divide(
+            models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes
+        )
+    return division
+
+
+def _least_memory(models: Sequence[ModelDemand], layout: str, lanes: int) -> int:
+    try:
+        return _divide(models, 1, layout, lanes, 0).memory_bytes
+    except InfeasibleBudget as error:
+        return error.least_bytes
+
+
+def _least_workspace(model: ModelDemand, memory_bytes: int) -> int:
+    with stage(f"planning model '{model.name}'"):
+        return min(_planner("fitting").workspaces_for(model, memory_bytes), default=0)
+
+
+def _memory_for(model: ModelDemand, partitions: Partitions) -> Memory | None:
+    with stage(f"planning model '{model.name}'"):
+        fitting = _planner("fitting")
+        free = partitions.memories(fitting.workspaces_for(model, partitions.arena_bytes))
+        found: Memory | None = fitting.fit(model, free)
+    return found
+
+
+def _plan(
+    model: ModelDemand, memory: Memory, library: Library | None, searcher: str, quick: bool = False
+) -> Mapping[Bucket, Plan]:
+    with stage(f"planning model '{model.name}'"):
+        plans: Mapping[Bucket, Plan] = _planner("fitting").plan_model(model, memory, library, searcher, quick=quick)
+    return plans
+
+
+def _planner(module: str) -> Any:
+    """Import a module of the planner, which takes a second: only the processes that plan do."""
+    return import_module(f"cohabit.planner.sizing.{module}")

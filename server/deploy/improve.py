@@ -1,0 +1,159 @@
+"""Finds better plans for models while they are served: they are measured, planned, and measured again if in doubt."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cohabit.planner.errors import CohabitError
+from cohabit.planner.memory import Memory
+from cohabit.planner.plan import Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.profiling.stopwatch import NOISY
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.prepare import measured_profiles, warn_of_noise
+from cohabit.server.deploy.worker import in_thread
+from cohabit.server.engine.compute_lanes import ComputeLanes
+
+if TYPE_CHECKING:
+    from cohabit.server.deploy.place import ModelPlacement
+
+_log = logging.getLogger("cohabit.profiles")
+
+INTERVAL_S = 60.0
+IDLE_SHARE = 0.1
+"""Of the time: where lanes have computed for less, the server is quiet enough to measure."""
+DISAGREEING = 1.25
+"""Measured over predicted time, or its reciprocal, from which a profile is measured again."""
+
+
+class Improver:
+    """Belongs to the event loop's thread. Each load of a model is measured again once at most."""
+
+    def __init__(self, config: ServeConfig, placement: "ModelPlacement", lanes: ComputeLanes) -> None:
+        self._config = config
+        self._placement = placement
+        self._lanes = lanes
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._measured_again: set[str] = set()
+        """Owners of loads."""
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._tasks)
+
+    def begin(self, models: Sequence[Model], *, plan_next_start: bool = False) -> None:
+        """Improve models in the background, one after the other, where their plans are quick ones.
+
+        With `plan_next_start`, what the next start of these models begins with is planned after that.
+        """
+        quick = [model.key.name for model in models if not model.searched]
+        if quick:
+            if plan_next_start:
+                _log.info("quick plans are in use until better ones are found", extra={"fields": {"models": quick}})
+            task = asyncio.create_task(self._improve_all(models, plan_next_start))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancel pending searches; models stay as they are."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def watch(self) -> None:
+        """Check profiles after each interval in which little was computed, until cancelled."""
+        computed_s = 0.0
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            before_s, computed_s = computed_s, sum(self._lanes.computed_s.values())
+            if computed_s - before_s <= IDLE_SHARE * INTERVAL_S:
+                try:
+                    await self.check()
+                except OSError as error:  # the cache cannot be written
+                    _log.warning("profiles are not measured again", extra={"fields": {"reason": str(error)}})
+
+    async def check(self) -> None:
+        """Measure and plan the models again whose profiles are noisy or disagree with their executions.
+
+        A busy start makes such profiles.
+        """
+        models = self._placement.memory.models
+        self._measured_again &= models.keys()
+        doubtful = [model for model in models.values() if self._is_doubtful(model)]
+        for model in doubtful:
+            self._measured_again.add(model.owner)
+            await self.improve(model, again=True)
+        if doubtful:
+            await in_thread(self._placement.workers.release)
+
+    def _is_doubtful(self, model: Model) -> bool:
+        if model.owner in self._measured_again or model.is_provisional:
+            return False
+        correction = self._lanes.of(model.key).correction(model.key)
+        noise = max(profile.noise for profile in model.profiles.values())
+        if 1 / DISAGREEING <= correction <= DISAGREEING and noise <= NOISY:
+            return False
+        fields = {**model.key.fields, "measured_over_predicted": f"{correction:.2f}", "noise": f"{noise:.0%}"}
+        _log.info("the model's profile is in doubt, it is measured again", extra={"fields": fields})
+        return True
+
+    async def _improve_all(self, models: Sequence[Model], plan_next_start: bool) -> None:
+        for model in models:
+            await self.improve(model)
+        if not plan_next_start:
+            return
+        if not any(model.is_provisional for model in models):
+            try:
+                await self._plan_next_start(models)
+            except CohabitError as error:
+                _log.warning("the next start is not planned", extra={"fields": {"reason": str(error)}})
+            _log.info("every model has been measured and planned")
+        await in_thread(self._placement.workers.release)
+
+    async def _plan_next_start(self, models: Sequence[Model]) -> None:
+        """Store how memory is divided among these models at the next start, and their plans. Raises CohabitError."""
+        planner, demands = self._placement.planner, [model.demand for model in models]
+        memory_bytes = self._placement.memory_limit.of(sum(model.weight_bytes for model in models))
+        division = await in_thread(planner.division, demands, memory_bytes, later=True)
+        for demand, partition_bytes in zip(demands, division.partition_bytes, strict=True):
+            await in_thread(planner.best_plans, demand, Memory(division.workspace_bytes, partition_bytes))
+
+    async def improve(self, model: Model, *, again: bool = False) -> None:
+        """Measure and plan a model better, if it is not yet; `again` in any case. It is served meanwhile."""
+        try:
+            await self._improve(model, again=again)
+        except CohabitError as error:
+            fields = {**model.key.fields, "reason": str(error)}
+            _log.warning("no better plan was found", extra={"fields": fields})
+
+    async def _improve(self, model: Model, *, again: bool) -> None:
+        """Search better plans for a model's present partition, and switch to them between two executions.
+
+        A model that is measured first keeps no plan from before that. Raises CohabitError.
+        """
+        placement, profiles = self._placement, model.profiles
+        if again or model.is_provisional:
+            profiles = await in_thread(measured_profiles, model, self._config, placement.workers, again=again)
+            warn_of_noise(model.key.name, profiles)
+        elif model.searched:
+            return
+        begun, demand = model.plans, replace(model.demand, profiles=profiles)
+        plans = await in_thread(placement.planner.best_plans, demand, begun[min(begun)].memory)
+        async with placement.changing:
+            if model.plans is not begun or model.owner not in placement.memory.models:
+                return
+            if profiles is model.profiles and not _is_better(plans, begun):
+                model.searched = True
+                return
+            model.profiles = profiles
+            await placement.replan(model, plans)
+        _log.info("better plans are in use", extra={"fields": model.key.fields})
+
+
+def _is_better(plans: Mapping[Bucket, Plan], than: Mapping[Bucket, Plan]) -> bool:
+    """Whether `plans` have a lower predicted latency than `than` in any bucket."""
+    pairs = [(plans[bucket].provenance, than[bucket].provenance) for bucket in plans]
+    return any(new is not None and old is not None and new.latency_s < old.latency_s for new, old in pairs)

@@ -1,0 +1,307 @@
+"""Deploys models: those of the start, and those that are loaded, replaced and unloaded while others are served."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.deploy.warmup import warm_up
+from cohabit.server.deploy.worker import (
+    MOST_AT_START,
+    PLANNING,
+    PREPARING,
+    failure_reason,
+    in_thread,
+    unknown,
+    worker_processes,
+)
+from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.errors import (
+    ControlOff,
+    LoadFailed,
+    NotInRepository,
+    RepositoryError,
+    ShuttingDown,
+    load_reason,
+)
+from cohabit.server.ipc.catalog import ModelEntry
+from cohabit.server.ipc.model import DeviceUse, ModelKey
+from cohabit.server.repository.registry import Registry
+from cohabit.server.repository.scan import is_in_repository, versions_of
+from cohabit.server.repository.sources import Found, ModelSource, Unloadable
+from cohabit.server.triton.model_config import parse_config
+
+if TYPE_CHECKING:
+    from cohabit.server.deploy.model import Model
+    from cohabit.server.deploy.place import ModelPlacement
+
+_log = logging.getLogger("cohabit.lifecycle")
+
+OpenPlacement = Callable[[Sequence[ModelSource], ServeConfig, ComputeLanes], "ModelPlacement"]
+"""Opens the device for models. Any thread."""
+
+
+def open_placement(sources: Sequence[ModelSource], config: ServeConfig, lanes: ComputeLanes) -> "ModelPlacement":
+    """Open the device. Torch is imported here, because that takes seconds and would delay the start.
+
+    If models will have to be prepared, the processes for that import it at the same time.
+    """
+    workers = worker_processes(config)
+    missing = 0 if workers.here else unknown(sources, config)
+    if missing:
+        workers.start(PREPARING, min(missing, MOST_AT_START))
+    from cohabit.server.deploy.place import ModelPlacement
+
+    if missing:
+        workers.start(PLANNING)
+    return ModelPlacement(config, lanes, workers)
+
+
+class Lifecycle:
+    """Deploys models at the start, for clients and for the poller. Belongs to the event loop's thread."""
+
+    def __init__(
+        self, config: ServeConfig, registry: Registry, lanes: ComputeLanes, open_placement: OpenPlacement
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._lanes = lanes
+        self._open_placement = open_placement
+        self._placement: ModelPlacement | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._opened = asyncio.Event()
+        self.serving: dict[ModelKey, Model] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By model name, while operations of that model are under way."""
+        self._operations: set[asyncio.Task[None]] = set()
+
+    async def start(
+        self, sources: Sequence[ModelSource], on_progress: Callable[[str, str], None]
+    ) -> dict[ModelKey, str]:
+        """Deploy the models of the start in memory that is empty. Returns why some are not served.
+
+        Raises ConfigError, DeviceError, or InfeasibleBudget, which names the least sufficient memory.
+        """
+        self._placement = await in_thread(self._open_placement, sources, self._config, self._lanes)
+        self._placement.on_change = self._changed
+        failures = await self._deploy(sources, on_progress=on_progress)
+        self._placement.workers.here = False  # from now on, there are requests to answer in this process
+        self._opened.set()
+        if self._config.plans_later and self._config.device == "cpu":
+            self._watch = asyncio.create_task(self._placement.improver.watch())
+        return failures
+
+    async def _deploy(
+        self,
+        sources: Sequence[ModelSource],
+        old: "Model | None" = None,
+        on_progress: Callable[[str, str], None] = lambda name, stage: None,
+    ) -> dict[ModelKey, str]:
+        """Prepare versions of models, divide memory, place and load them, warm them up, serve and improve them.
+
+        `old` is a load that one of them replaces: it ends once its requests are answered, or before if its memory is
+        needed. Returns why some are not served. Raises CohabitError if memory is too small.
+        """
+        placement = self._placement
+        assert placement is not None
+        models, failures = await placement.prepare(sources, on_progress)
+        failures |= await placement.place(models, old, partial(self._stop_old, sources), on_progress)
+        served = []
+        for model in models:
+            if model.key in failures:
+                continue
+            try:
+                await warm_up(self._lanes[model.lane], model.servable, model.source)
+            except RepositoryError as error:
+                failures[model.key] = str(error)
+                await placement.release(model)
+                continue
+            statistics = self._registry.served(model.source, model.servable.info, model.footprint)
+            self._lanes.add(model.servable, statistics, model.source.policy, model.lane)
+            self.serving[model.key] = model
+            served.append(model)
+        placement.improver.begin(served, plan_next_start=not self._opened.is_set())
+        return failures
+
+    def is_serving(self, model: str) -> bool:
+        """Whether any version of a model is served."""
+        return any(key.name == model for key in self.serving)
+
+    async def close(self) -> None:
+        """Cancel pending operations, and end the processes that prepare and plan; models stay as they are."""
+        pending = [*self._operations] if self._watch is None else [self._watch, *self._operations]
+        if self._placement is not None:
+            self._placement.workers.close()
+            await self._placement.improver.close()
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+    def release(self) -> None:
+        """Release the device. The lanes must have ended."""
+        if self._placement is not None:
+            self._placement.close()
+            self._placement = None
+
+    @property
+    def use(self) -> DeviceUse:
+        return DeviceUse() if self._placement is None else self._placement.use()
+
+    @property
+    def memory_map(self) -> str:
+        """The device's memory as text; empty if there is no model in it."""
+        return "" if self._placement is None else self._placement.memory_map
+
+    async def load(self, model: str, config: str | None = None) -> None:
+        """Serve the versions of a model that its version policy asks for; returns once they are served.
+
+        Versions that are served and have not changed stay as they are; others are unloaded in the end. `config` is
+        a ModelConfig in JSON that replaces the model's config.pbtxt. Raises ControlOff unless the mode is explicit,
+        NotInRepository if the repository has nothing to load, or LoadFailed; both have the reason, and what was
+        served before is still served.
+        """
+        self._require_explicit()
+        try:
+            override = None if config is None else await asyncio.to_thread(parse_config, config)
+            found = await asyncio.to_thread(versions_of, self._config.repository, model, override)
+        except RepositoryError as error:
+            raise NotInRepository(model, load_reason(model, error)) from error
+        if not found:
+            raise NotInRepository(model)
+        await self.serve(model, found)
+        await self.forget_removed()
+
+    async def unload(self, model: str) -> None:
+        """Refuse new requests for a model, answer the present ones, and release its memory.
+
+        Does nothing for a model that is not loaded. Raises ControlOff unless the mode is explicit.
+        """
+        self._require_explicit()
+        await self.serve(model, ())
+        await self.forget_removed()
+
+    async def forget_removed(self) -> None:
+        """Forget the models and versions that are not served, and whose folders were removed."""
+        repository, idle = self._config.repository, self._registry.idle()
+
+        def removed() -> list[ModelEntry]:
+            return [entry for entry in idle if not is_in_repository(repository, entry.name, entry.version)]
+
+        for entry in await asyncio.to_thread(removed):
+            self._registry.forget(entry)
+
+    async def serve(self, model: str, found: Sequence[Found]) -> None:
+        """Serve exactly these versions of a model, each of which has a number.
+
+        Raises LoadFailed, which names the versions that cannot be loaded; then no version is unloaded, unless its
+        memory was needed.
+        """
+        task = asyncio.create_task(self._serve(model, found))
+        # It ends even if the client disconnects: models would be left half moved.
+        self._operations.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.shield(task)
+
+    def _ended(self, operation: asyncio.Task[None]) -> None:
+        self._operations.discard(operation)
+        if not operation.cancelled():
+            operation.exception()  # retrieved, because it was logged and the client may have disconnected
+
+    async def _serve(self, model: str, found: Sequence[Found]) -> None:
+        if self._lanes.draining:
+            raise ShuttingDown
+        await self._opened.wait()
+        versions = {entry.version for entry in found if entry.version is not None}
+        async with self._locks.setdefault(model, asyncio.Lock()):
+            surplus = [m for key, m in self.serving.items() if key.name == model and key.version not in versions]
+            sources = [entry for entry in found if isinstance(entry, ModelSource) and not self._keep(entry)]
+            for source in sources:
+                if source.key not in self.serving:
+                    self._registry.loading(source)
+            failures = [self._failed(entry, entry.reason) for entry in found if isinstance(entry, Unloadable)]
+            for source in reversed(sources):
+                reason = await self._load(source, surplus)
+                if reason is not None:
+                    failures.append(self._failed(source, reason))
+            if failures:
+                raise LoadFailed(model, "; ".join(failures))
+            for old in surplus:
+                if self.serving.get(old.key) is old:
+                    await self._retire(old)
+            self._registry.request_only(model, versions)
+
+    def _keep(self, source: ModelSource) -> bool:
+        """Leave a version as it is if its file and configuration have not changed; False if it must be loaded."""
+        present = self.serving.get(source.key)
+        if present is None or not present.source.loads_as(source):
+            return False
+        present.source = source
+        self._registry.configured(source)
+        return True
+
+    async def _load(self, source: ModelSource, surplus: Sequence["Model"]) -> str | None:
+        """Load a version; returns why it cannot be loaded, or None. Its memory may be that of a surplus version."""
+        placement, present = self._placement, self.serving.get(source.key)
+        assert placement is not None
+        old = present or next((m for m in surplus if self.serving.get(m.key) is m), None)
+        try:
+            failures = await self._deploy([source], old)
+        except Exception as error:
+            return failure_reason(source.name, error)
+        except asyncio.CancelledError:
+            self._failed(source, "loading was cancelled")
+            raise
+        finally:
+            if old is not None and old.key != source.key and self.serving.get(old.key) is not old:
+                self._registry.unloaded(old.key)
+        if failures:
+            return failures[source.key]
+        if present is not None:
+            await self._lanes.of(source.key).finish(source.key, self._config.exit_timeout_s, older_only=True)
+            await placement.release(present)
+        _log.info("model loaded", extra={"fields": source.key.fields})
+        return None
+
+    async def _retire(self, model: "Model") -> None:
+        """Refuse new requests for a version, answer the present ones, and release its memory."""
+        assert self._placement is not None
+        del self.serving[model.key]
+        self._registry.unloading(model.key)
+        await self._placement.retire(model, self._config.exit_timeout_s)
+        self._registry.unloaded(model.key)
+        _log.info("model unloaded", extra={"fields": model.key.fields})
+
+    def _failed(self, version: Found, reason: str) -> str:
+        """Record a failed load, unless the version is still served as it was; returns the error for clients."""
+        fields = {"model": version.name, "version": version.version, "reason": reason}
+        _log.warning("model not loaded", extra={"fields": fields})
+        if (version.name, version.version) not in self.serving:
+            self._registry.failed(version.name, version.version, reason)
+        return f"version {version.version} is at UNAVAILABLE state: {reason}"
+
+    async def _stop_old(self, sources: Sequence[ModelSource], old: "Model") -> None:
+        """Stop serving what a version replaces before it is loaded, because memory has no room for both."""
+        for source in sources:
+            if old.key == source.key:
+                self._registry.loading(source)
+            else:
+                self._registry.unloading(old.key)
+        self.serving.pop(old.key, None)
+        await self._lanes.of(old.key).finish(old.key, self._config.exit_timeout_s)
+
+    def _changed(self, model: "Model", lost: str | None) -> None:
+        """Record that a model has another partition or other plans, or could not be moved and was removed."""
+        if self.serving.get(model.key) is not model:
+            return
+        if lost is None:
+            self._registry.moved(model.key, model.footprint)
+        else:
+            del self.serving[model.key]
+            self._registry.failed(*model.key, f"it could not be moved: {lost}")
+
+    def _require_explicit(self) -> None:
+        if self._config.model_control != "explicit":
+            raise ControlOff(self._config.model_control)

@@ -1,0 +1,194 @@
+"""The device's memory: a partition for each model, and a workspace for each compute lane."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.memory import DeviceArena
+from cohabit.runtime.shared_region.sharing import SharedRegion, Sharing
+from cohabit.server.deploy.model import Model, Plans, Programs
+from cohabit.server.deploy.partitions import Extent, Partitions
+from cohabit.server.deploy.prepare import warn_of_interaction, warn_of_noise, warn_of_random_ops
+from cohabit.server.engine.device_thread import BackgroundWork
+from cohabit.server.engine.servable import ProgramServable, describe
+from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelKey, lane_name
+from cohabit.server.triton.model_config import with_defaults
+
+_SHARED = "(shared)"
+"""The owner of the region that all models share."""
+
+
+class PartitionedMemory:
+    """Any thread may bind; background work belongs to the lanes' threads, all else to the event loop's."""
+
+    def __init__(self, backend: Backend, lanes: int) -> None:
+        self.backend = backend
+        self.executors = backend.executors(lanes)
+        self.partitions = Partitions(0, lanes=lanes)
+        self.arena: DeviceArena[object] | None = None
+        """None until it is opened."""
+        self.models: dict[str, Model] = {}
+        """Those that are loaded, by owner."""
+        self.shared: SharedRegion | None = None
+        """The region that all models share; None if each has a partition."""
+        self._admitted = 0
+
+    def open(self, arena_bytes: int) -> None:
+        """Take the memory from the device. Raises MemoryExceeded."""
+        self.arena = self.backend.arena(arena_bytes)
+        self.partitions.arena_bytes = arena_bytes
+
+    def share(self, sharing: Sharing) -> None:
+        """Make one shared region of the arena without the workspace."""
+        assert len(self.executors) == 1
+        assert self.arena is not None
+        workspace_bytes = self.partitions.workspace_bytes
+        region_bytes = self.partitions.arena_bytes - workspace_bytes
+        self.partitions.put(_SHARED, Extent(workspace_bytes, region_bytes))
+        self.shared = SharedRegion(self.backend, sharing, self.arena, workspace_bytes, region_bytes)
+
+    def assign_lanes(self, models: Sequence[Model]) -> None:
+        """Assign planned models to compute lanes, next to those that are there."""
+        busy = [0.0] * len(self.executors)
+        for model in self.models.values():
+            busy[model.lane] += model.expected_load
+        for model, lane in zip(models, assign_lanes([m.expected_load for m in models], busy), strict=True):
+            model.lane = lane
+
+    def new_owner(self, model: ModelKey) -> str:
+        """Return a unique owner name for one load of a version."""
+        self._admitted += 1
+        return f"{model.name}:{model.version}#{self._admitted}"
+
+    def bind(
+        self,
+        model: Model,
+        plans: Plans,
+        extent: Extent,
+        *,
+        workspace_bytes: int | None = None,
+        yields: bool = False,
+    ) -> Programs:
+        """Make programs of plans for an owner's partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
+
+        `workspace_bytes` is each lane's workspace when the programs run; None for the present one. Binding holds
+        the interpreter lock; with `yields`, it sleeps for half of the time, so that serving threads can run.
+        """
+        assert self.arena is not None
+        each = self.partitions.workspace_bytes if workspace_bytes is None else workspace_bytes
+        bases = Bases(partition=extent.offset, workspace=model.lane * each)
+        programs = {}
+        for bucket, plan in plans.items():
+            start_s = time.perf_counter()
+            profile = model.profiles[bucket]
+            program = self.backend.build(model.lowered, plan, profile, self.arena, bases, model.store)
+            # Two versions, or two loads of one, share no residents.
+            programs[bucket] = replace(program, name=model.owner)
+            if yields:
+                time.sleep(time.perf_counter() - start_s)
+        return programs
+
+    def bind_shared(self, model: Model) -> Programs:
+        """Make programs for the shared region, of plans with every parameter resident. Raises as `bind` does."""
+        assert self.shared is not None
+        lowered, profiles, store = model.lowered, model.profiles, model.store
+        if any(other.key.name == lowered.name for other in self.models.values()):
+            version = f"{lowered.name} version {model.key.version}"
+            lowered = replace(lowered, name=version)  # the region's key
+        plans = model.plans.items()
+        return {bucket: self.shared.add(lowered, plan, profiles[bucket], store) for bucket, plan in plans}
+
+    def add(self, model: Model, programs: Programs) -> None:
+        """Add a model whose residents are loaded: it can be served."""
+        lowered, config = model.lowered, model.source.config
+        warn_of_interaction(lowered)
+        warn_of_random_ops(lowered)
+        warn_of_noise(lowered.name, model.profiles)
+        most = max(programs).batch
+        if config is not None and config.max_batch_size:
+            most = min(most, config.max_batch_size)
+        info = with_defaults(describe(lowered, model.key.version, most, model.source.labels), config)
+        runner = self.executors[model.lane] if self.shared is None else self.shared
+        model.servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
+        model.shares = self.shared is not None
+        self.models[model.owner] = model
+
+    def resident_load(self, programs: Programs, lane: int) -> BackgroundWork:
+        """Return the work of a lane that loads a model's residents, which all buckets share."""
+        pieces = self.executors[lane].load_in_pieces([programs[bucket] for bucket in sorted(programs)])
+        return lambda: next(pieces, True) is True
+
+    def release_programs(self, programs: Programs, lane: int) -> None:
+        """Wait for a lane's copies, and release programs. The lane's thread."""
+        executor = self.executors[lane]
+        executor.settle()
+        for program in programs.values():
+            executor.release(program)
+
+    def extent_of(self, model: Model) -> Extent:
+        """Return a model's partition, or the region that it shares."""
+        return self.partitions.held[_SHARED if model.shares else model.owner]
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of workspaces and partitions."""
+        return self.partitions.arena_bytes - self.partitions.free_bytes
+
+    def remove(self, model: Model) -> None:
+        """Release a model's bytes. The lanes must no longer use it; the caller closes its store."""
+        self.partitions.release(model.owner)
+        self.models.pop(model.owner, None)
+
+    def use(self) -> DeviceUse:
+        """Return the use of the memory, and the busy time of the swap-in lanes if the device measures it."""
+        pinned = self.backend.pinned_memory
+        busy_s = [executor.swap_busy_s for executor in self.executors]
+        return DeviceUse(
+            workspace_bytes=self.partitions.workspaces.nbytes,
+            partition_bytes=sum(extent.nbytes for extent in self.partitions.held.values()),
+            free_bytes=self.partitions.free_bytes,
+            lane_busy_s={
+                lane_name("swap_in", lane, len(busy_s)): busy
+                for lane, busy in enumerate(busy_s)
+                if busy is not None
+            },
+            pinned_total_bytes=None if pinned is None else pinned.limit_bytes,
+            pinned_used_bytes=0 if pinned is None else pinned.used_bytes,
+            extents=tuple(self._extents()),
+        )
+
+    def _extents(self) -> Iterator[ArenaExtent]:
+        """Yield the arena's address map: each lane's workspace, the partitions, and what is free."""
+        partitions = self.partitions
+        for lane in range(partitions.lanes):
+            yield ArenaExtent("workspace", lane * partitions.workspace_bytes, partitions.workspace_bytes)
+        for owner, extent in partitions.held.items():
+            model = self.models.get(owner)
+            use: Literal["partition", "shared"] = "partition" if self.shared is None else "shared"
+            yield ArenaExtent(use, extent.offset, extent.nbytes, None if model is None else model.key)
+        for gap in partitions.gaps():
+            yield ArenaExtent("free", gap.offset, gap.nbytes)
+
+    def close(self) -> None:
+        """Release everything. The engine must have stopped."""
+        self.backend.close()
+        if self.arena is not None:
+            self.arena.close()
+        for model in self.models.values():
+            model.store.close()
+
+
+def assign_lanes(loads: Sequence[float], busy: Sequence[float]) -> list[int]:
+    """Return a lane for each model: longest processing time first, each to the least busy lane so far.
+
+    `busy` is the load of each lane before.
+    """
+    chosen, sums = [0] * len(loads), list(busy)
+    for model in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
+        lane = sums.index(min(sums))
+        chosen[model] = lane
+        sums[lane] += loads[model]
+    return chosen

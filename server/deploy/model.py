@@ -1,0 +1,97 @@
+"""A model in the engine: one record, which the stages of its deployment fill."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cohabit.planner.plan import Plan
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import ModelDemand
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.memory import HostStore
+from cohabit.server.engine.servable import ProgramServable
+from cohabit.server.ipc.model import ModelFootprint, ModelKey
+from cohabit.server.repository.sources import ModelSource
+
+Plans = Mapping[Bucket, Plan]
+Programs = Mapping[Bucket, Program]
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """One load of a version of a model. A version that is loaded again while it is served has two.
+
+    A field that no stage has filled yet raises AttributeError. From `plans` on, fields belong to the event loop's
+    thread.
+    """
+
+    source: ModelSource
+    rate_per_s: float = 1.0
+    """Expected requests per second."""
+
+    # Prepare.
+    lowered: Lowered = field(init=False)
+    profiles: dict[Bucket, Profile] = field(init=False)
+    store: HostStore[Any] = field(init=False)
+    """Its parameters in the host."""
+
+    # Divide.
+    plans: Plans = field(init=False)
+    searched: bool = False
+    """Whether `plans` are what a full search found for measured profiles."""
+
+    # Place.
+    owner: str = field(init=False)
+    """Its key in `Partitions`, unique per load."""
+    lane: int = 0
+    """The compute lane whose executor and workspace it uses."""
+    shares: bool = False
+    """Whether all models share one region, and it has no partition."""
+
+    # Load.
+    servable: ProgramServable = field(init=False)
+
+    @property
+    def key(self) -> ModelKey:
+        return self.source.key
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of all parameters, including tables in host memory."""
+        return self.lowered.manifest.segment_bytes + self.lowered.manifest.table_bytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.lowered.graphs[min(self.lowered.graphs)].parameter_bytes
+
+    @property
+    def demand(self) -> ModelDemand:
+        return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s)
+
+    @property
+    def is_provisional(self) -> bool:
+        """Whether it still has to be measured."""
+        return any(profile.provisional for profile in self.profiles.values())
+
+    @property
+    def expected_load(self) -> float:
+        """The expected share of a lane's time: requests per second times the seconds of one."""
+        smallest = min(self.plans)
+        provenance = self.plans[smallest].provenance
+        seconds = self.profiles[smallest].compute_s if provenance is None else provenance.latency_s
+        return self.rate_per_s * seconds
+
+    @property
+    def footprint(self) -> ModelFootprint:
+        plan = self.plans[min(self.plans)]
+        tensors = self.lowered.graphs[min(self.plans)].tensors
+        return ModelFootprint(
+            partition_bytes=0 if self.shares else plan.memory.partition_bytes,
+            parameter_bytes=self.parameter_bytes,
+            resident_bytes=0 if self.shares else sum(tensors[p.tensor].nbytes for p in plan.residents),
+            predicted_s={b: p.provenance.latency_s for b, p in self.plans.items() if p.provenance is not None},
+            bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
+            lane=self.lane,
+        )

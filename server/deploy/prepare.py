@@ -1,0 +1,388 @@
+"""Preparation of a model: lowered, measured, its parameters in the host store."""
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.devices import open_device
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.heap import release_free_memory
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.allowed_ops import draws
+from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint, noted_fingerprint, notes_of
+from cohabit.runtime.lowering.lower import Entry, Lowered, NotCached, cached, lower
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import cached_profiles, forget
+from cohabit.runtime.profiling.stopwatch import NOISY
+from cohabit.server.config.config import ServeConfig, cache_of
+from cohabit.server.config.values import batches as parse_sizes
+from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.options import options_of
+from cohabit.server.deploy.worker import EXPECTED, WorkerProcesses, stage
+from cohabit.server.engine.servable import describe
+from cohabit.server.repository.sources import ModelSource
+from cohabit.server.resources import available_cpus
+from cohabit.server.triton.config_fields import parameter_of
+from cohabit.server.triton.model_config import ModelConfig, config_mismatch, config_names
+
+_log = logging.getLogger("cohabit.models")
+
+OnProgress = Callable[[str, str], None]
+SHAPE_BUCKETS = "cohabit.shape_buckets"
+"""Key of `parameters` in a ModelConfig."""
+_PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
+"""After opening a cached model, a load pauses for this multiple of the time taken: a client that loads small models
+in a loop uses at most a third of the interpreter's time."""
+BUNDLED = "bundled"
+"""The device of a bundle's profiles, in their files' names."""
+
+
+def warn_of_interaction(lowered: Lowered) -> None:
+    """Log why a model's requests are neither padded nor batched, if they are not."""
+    if lowered.interaction is not None:
+        fields = {"model": lowered.name, "reason": lowered.interaction, "batch_sizes": list(lowered.batches)}
+        _log.warning(
+            "rows of a batch influence one another; requests run alone, at planned batch sizes only",
+            extra={"fields": fields},
+        )
+
+
+def random_ops(lowered: Lowered) -> list[str]:
+    """Return the names of the operators with which a model draws random numbers."""
+    calls = [i for trace in lowered.traces.values() for i in trace.instructions]
+    return sorted({str(i.target) for i in calls if draws(i.target, i.args, i.kwargs)})
+
+
+def warn_of_random_ops(lowered: Lowered) -> None:
+    """Log which of a model's operators draw random numbers: the same request has another answer each time."""
+    if random := random_ops(lowered):
+        fields = {"model": lowered.name, "operators": random}
+        _log.warning(
+            "the model draws random numbers; equal requests have different answers", extra={"fields": fields}
+        )
+
+
+def warn_of_noise(name: str, profiles: Mapping[Bucket, Profile]) -> None:
+    """Log how noisy the measurement of a model was, if other work disturbed it."""
+    noise = max(profile.noise for profile in profiles.values())
+    if noise > NOISY:
+        fields = {"model": name, "noise": f"{noise:.0%}", "limit": f"{NOISY:.0%}"}
+        _log.warning(
+            "a busy machine disturbed the model's profile; delete the cache's profiles folder to measure again",
+            extra={"fields": fields},
+        )
+
+
+def warn_without_packing(config: ServeConfig) -> None:
+    """Log why the CPU computes with plain weights, if it does."""
+    if config.device == "cpu" and (reason := packing.unavailable()) is not None:
+        fields = {"torch": str(torch.__version__), "reason": reason}
+        _log.warning("weights are not packed, which makes kernels slower", extra={"fields": fields})
+
+
+def open_backend(config: ServeConfig) -> Backend:
+    """Open the device and set how torch computes on the CPU. Raises DeviceError for an unknown device."""
+    torch.set_num_threads(threads_of(config))
+    if config.device == "cpu":
+        # Or else several threads add to the elements of an `index_put` in any order, which changes their last bits.
+        # `torch.use_deterministic_algorithms` would import torch's compiler for this: a second, and 60 MiB.
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # A new engine makes a changed file anew, unless there is no new engine, or no archive to make it from.
+    remade = config.engine == "process" and config.bundle is None
+    link = config.link_bandwidth_bytes_per_s
+    return open_device(config.device, link, verify_reads=config.verifies_reads, lost_on_change=remade)
+
+
+def threads_of(config: ServeConfig) -> int:
+    """Return the number of threads of one inference; torch gives each lane's thread a pool of that size.
+
+    By default one core is reserved for the swap-in lane and the front end, and the lanes divide the others.
+    """
+    return config.threads or max(1, (available_cpus() - 1) // config.compute_lanes)
+
+
+def prepare(
+    source: ModelSource,
+    config: ServeConfig,
+    backend: Backend,
+    workers: WorkerProcesses,
+    on_progress: OnProgress = lambda name, stage: None,
+    *,
+    yields: bool = False,
+) -> Model:
+    """Open a model from the cache, which a worker process fills first if it lacks the model. Raises CohabitError.
+
+    Archives come from clients, so nothing else reads them. A damaged cache is made anew. The model's profiles may be
+    provisional. The caller closes its store. With `yields`, it pauses after opening a model, for serving threads.
+    """
+    archive, anew = noted_fingerprint(source.path, notes_of(cache_of(config) / "weights")), False
+    if archive is not None:
+        start_s = time.perf_counter()
+        try:
+            model = _opened(source, config, backend, archive, known_only=True)
+            if yields:
+                time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
+            return model
+        except NotCached as error:
+            if config.bundle is not None:
+                raise
+            _log.info("the cache lacks the model", extra={"fields": {**source.key.fields, "reason": str(error)}})
+        except EXPECTED:
+            raise
+        except Exception:
+            _warn_of_useless_cache(source)
+            anew = True
+    if workers.here:
+        archive = lowered_and_measured(source, config, on_progress, anew=anew).lowered.archive
+    else:
+        archive, _ = _filled_by_worker(workers.call, source, config, quick=True, anew=anew)
+    return _opened(source, config, backend, archive)
+
+
+def _opened(
+    source: ModelSource,
+    config: ServeConfig,
+    backend: Backend,
+    archive: str,
+    *,
+    known_only: bool = False,
+) -> Model:
+    """Open a model whose archive has this fingerprint from the cache. Raises NotCached.
+
+    Without `known_only`, it is measured here if a full disk has kept the profiles from being cached.
+    """
+    name, cache = source.name, cache_of(config)
+    model = Model(source, _rate(source, config))
+    with stage(f"lowering model '{name}'"):
+        options, buckets = model_options(source, config), wanted_buckets(source, config)
+        lowered = cached(archive, name, wanted_batches(source, config), cache / "weights", options, buckets)
+        lowered = _with_config_names(source, lowered)
+        _refuse_mismatch(source, lowered)
+    with stage(f"opening the weights of model '{name}'"):
+        model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
+    try:
+        with stage(f"measuring model '{name}'"):
+            if config.bundle is not None:
+                model.lowered, model.profiles = lowered, bundled_profiles(lowered, cache / "profiles")
+            else:
+                model.lowered, model.profiles = backend.measure(
+                    lowered, model.store, cache / "profiles", lambda text: None, quick=True, known_only=known_only
+                )
+    except BaseException:
+        model.store.close()
+        raise
+    return model
+
+
+def measured_profiles(
+    model: Model, config: ServeConfig, workers: WorkerProcesses, *, again: bool = False
+) -> dict[Bucket, Profile]:
+    """Have a worker process measure a model; with `again`, even if that was done before. Raises CohabitError.
+
+    It is not the process that has lowered the model, which keeps torch's exporter, 120 MiB. One model is measured at a
+    time: two at once would measure each other.
+    """
+    if again:
+        forget(model.profiles.values(), cache_of(config) / "profiles")
+    _, profiles = _filled_by_worker(workers.call_later, model.source, config, quick=False)
+    if any(profiles[bucket].graph != graph.fingerprint for bucket, graph in model.lowered.graphs.items()):
+        raise UnsupportedModel(f"{model.source.name}: its archive has changed since it was loaded")
+    return profiles
+
+
+_Filled = tuple[str, dict[Bucket, Profile]]
+"""The fingerprint of the archive that was read, and the profiles in the cache."""
+
+
+def _filled_by_worker(
+    call: Callable[..., _Filled], source: ModelSource, config: ServeConfig, *, quick: bool, anew: bool = False
+) -> _Filled:
+    model_config = None if source.config is None else source.config.SerializeToString()
+    return call(_fill_cache, replace(source, config=None), model_config, config, quick, anew)
+
+
+def _fill_cache(
+    source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool, anew: bool
+) -> _Filled:
+    """Lower and measure a model, unless the cache has it. Worker's process."""
+    if model_config is not None:
+        source = replace(source, config=ModelConfig.FromString(model_config))
+    model = lowered_and_measured(source, config, lambda name, stage: None, quick=quick, anew=anew)
+    return model.lowered.archive, model.profiles
+
+
+def lowered_and_measured(
+    source: ModelSource,
+    config: ServeConfig,
+    on_progress: OnProgress,
+    *,
+    quick: bool = False,
+    anew: bool = False,
+) -> Model:
+    """Lower and measure a model, unless the cache has it, on a device that is opened for it. Its store is closed.
+
+    With `quick`, its profiles may be provisional. What the cache has of the model is made anew with `anew`, and once
+    after an unexpected error. Raises CohabitError.
+    """
+    if anew:
+        _forget_lowered(source, config)
+    backend = open_backend(config)
+    try:
+        return _lowered_and_measured(source, config, backend, on_progress, quick=quick)
+    except EXPECTED:
+        raise
+    except Exception:
+        if not _forget_lowered(source, config):
+            raise
+        _warn_of_useless_cache(source)
+        return _lowered_and_measured(source, config, backend, on_progress, quick=quick)
+    finally:
+        backend.close()
+
+
+def _lowered_and_measured(
+    source: ModelSource, config: ServeConfig, backend: Backend, on_progress: OnProgress, *, quick: bool
+) -> Model:
+    def progress(text: str) -> None:
+        on_progress(source.name, text.removeprefix(f"{source.name}: "))
+
+    name, cache = source.name, cache_of(config)
+    model = Model(source, _rate(source, config))
+    with stage(f"lowering model '{name}'"):
+        batches, options = wanted_batches(source, config), model_options(source, config)
+        buckets = wanted_buckets(source, config)
+        lowered = lower(source.path, name, batches, cache / "weights", progress, options, shape_buckets=buckets)
+        release_free_memory()  # lowering has packed the weights one by one
+        lowered = _with_config_names(source, lowered)
+        _refuse_mismatch(source, lowered)
+    with stage(f"opening the weights of model '{name}'"):
+        model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
+    with closing(model.store), stage(f"measuring model '{name}'"):
+        model.lowered, model.profiles = backend.measure(
+            lowered, model.store, cache / "profiles", progress, quick=quick
+        )
+    return model
+
+
+def _warn_of_useless_cache(source: ModelSource) -> None:
+    _log.warning("the cache was of no use, and is made anew", exc_info=True, extra={"fields": source.key.fields})
+
+
+def _forget_lowered(source: ModelSource, config: ServeConfig) -> bool:
+    """Remove a lowered model from the cache; False if it is not there, or there is no archive to make it from."""
+    if config.bundle is not None or source.path.suffix == LOWERED_SUFFIX:
+        return False
+    options, batches = model_options(source, config), wanted_batches(source, config)
+    buckets = wanted_buckets(source, config)
+    folder = Entry(cache_of(config) / "weights", fingerprint(source.path), batches, options, buckets).folder
+    is_there = folder.is_dir()
+    shutil.rmtree(folder, ignore_errors=True)
+    return is_there
+
+
+def bundled_profiles(lowered: Lowered, folder: Path) -> dict[Bucket, Profile]:
+    """Return the profiles that a bundle has of a model. Raises NotCached."""
+
+    def missing() -> dict[Bucket, Profile]:
+        raise NotCached(f"{lowered.name}: the bundle has no undamaged profile of it")
+
+    return cached_profiles(lowered, BUNDLED, folder, missing, quick=False)
+
+
+def store_profiles(lowered: Lowered, profiles: dict[Bucket, Profile], folder: Path) -> None:
+    """Write a model's profiles to a bundle. They are valid on every machine that serves it."""
+    cached_profiles(lowered, BUNDLED, folder, lambda: profiles, quick=False)
+
+
+def machine_of(config: ServeConfig) -> str:
+    """Return what programs and weights are valid for: the processor, if weights are packed, and torch's version."""
+    if config.pack_weights and config.device == "cpu" and packing.unavailable() is None:
+        return packing.machine()
+    return f"plain weights, torch {torch.__version__}"
+
+
+def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
+    """Return the batch sizes to plan; a config.pbtxt caps them, and adds its maximum and preferred sizes."""
+    most = source.config.max_batch_size if source.config is not None else 0
+    preferred = source.policy.preferred_batches
+    if most <= 0:
+        return sorted({*config.batch_sizes, *preferred})
+    return sorted({b for b in (*config.batch_sizes, *preferred) if b < most} | {most})
+
+
+def wanted_buckets(source: ModelSource, config: ServeConfig) -> tuple[int, ...]:
+    """Return the sizes of dynamic dimensions to plan for; empty for the default. Raises RepositoryError."""
+    return parameter_of(source.config, SHAPE_BUCKETS, parse_sizes) or config.shape_buckets or ()
+
+
+def model_options(source: ModelSource, config: ServeConfig) -> Options:
+    return options_of(source, config.device, pack_weights=config.pack_weights)
+
+
+def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:
+    """Give the inputs and outputs the names that config.pbtxt has for them."""
+    if source.config is None:
+        return lowered
+    inputs, outputs = (
+        tuple(replace(port, name=names.get(port.name, port.name)) for port in ports)
+        for ports, given in ((lowered.inputs, source.config.input), (lowered.outputs, source.config.output))
+        for names in [config_names([tensor.name for tensor in given], [port.name for port in ports])]
+    )
+    return replace(lowered, inputs=inputs, outputs=outputs)
+
+
+def _refuse_mismatch(source: ModelSource, lowered: Lowered) -> None:
+    info = describe(lowered, source.version, max(lowered.batches))
+    if source.config is not None and (reason := config_mismatch(source.config, info)) is not None:
+        raise UnsupportedModel(reason)
+
+
+def _rate(source: ModelSource, config: ServeConfig) -> float:
+    """Return a version's expected requests per second; a model without a rate gets the mean of the others."""
+    given = config.model_rates
+    mean = sum(given.values()) / len(given) if given else 1.0
+    return given.get(source.name, mean) * source.rate_share
+
+
+_LEAST_DONE = 0.25
+"""Share of the archives' bytes from which on the time for the others is estimated: small models come first as often as
+not, and would stand for large ones."""
+
+
+class TimeLeft:
+    """Estimates when several models are prepared, from the sizes of their archives."""
+
+    def __init__(self, sources: Sequence[ModelSource], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start_s = clock()
+        self._all_bytes = {source.key: source.state.nbytes if source.state else 0 for source in sources}
+        self._left_bytes = dict(self._all_bytes)
+
+    def done(self, source: ModelSource) -> None:
+        del self._left_bytes[source.key]
+
+    @property
+    def left(self) -> str:
+        """How many models are done, and the time that the others will take, as text; empty while none is.
+
+        The time is left out until enough is done to tell.
+        """
+        done = len(self._all_bytes) - len(self._left_bytes)
+        if not done:
+            return ""
+        left_bytes, all_bytes = sum(self._left_bytes.values()), sum(self._all_bytes.values())
+        done_bytes = all_bytes - left_bytes
+        if done_bytes < _LEAST_DONE * all_bytes or not done_bytes:
+            return f", {done} of {len(self._all_bytes)} done"
+        left_s = (self._clock() - self._start_s) * left_bytes / done_bytes
+        return f", {done} of {len(self._all_bytes)} done, about {left_s:.0f} s left"
