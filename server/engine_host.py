@@ -10,10 +10,10 @@ import msgspec
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.lifecycle import Lifecycle, OpenPlacement, open_placement
 from cohabit.server.deploy.polling import Poller
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine.compute_lane import ComputeLane, make_lanes
 from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
-from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.model import ModelKey, lane_name
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
@@ -49,7 +49,7 @@ class Engine:
     ) -> None:
         """`publish` receives every change of a model, `on_lost` the reason for the loss of the device."""
         self.registry = Registry(publish)
-        self.lanes = ComputeLanes(config.compute_lanes, config.queue_limit, on_lost=on_lost)
+        self.lanes = make_lanes(config.compute_lanes, config.queue_limit, on_lost)
         self.lifecycle = Lifecycle(config, self.registry, self.lanes, open_placement)
         self._config = config
         self._periodic: list[asyncio.Task[None]] = []
@@ -67,7 +67,8 @@ class Engine:
 
         Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if no model could be loaded.
         """
-        self.lanes.start()
+        for lane in self.lanes:
+            lane.start()
         config = self._config
         found = by_name(scan(config.repository, may_be_empty=config.model_control != "none"))
         self._refuse_unknown(found.keys())
@@ -108,13 +109,33 @@ class Engine:
         self.started = True
         return memory_map
 
+    @property
+    def lost(self) -> str | None:
+        """Why nothing can be executed any more, or None while the device works."""
+        return self.lanes[0].lost
+
+    @property
+    def executing(self) -> tuple[float, float]:
+        """When the oldest execution under way began and its prediction, in seconds; zeros if there is none."""
+        executing = (lane.device.executing for lane in self.lanes)
+        return min((one for one in executing if one[0]), default=(0.0, 0.0))
+
+    def lane_of(self, model: ModelKey) -> ComputeLane:
+        """Return a model's lane; for an unknown model the first lane, which raises ModelNotFound."""
+        return next((lane for lane in self.lanes if lane.serves(model)), self.lanes[0])
+
     async def infer(self, request: Request, on_spans: OnSpans | None = None) -> Answer:
         """Execute a request. See `ComputeLane.infer`."""
         try:
-            return await self.lanes.infer(request, on_spans)
+            return await self.lane_of(request.model).infer(request, on_spans)
         except RequestError as error:
             self.registry.rejected(request.model, error)
             raise
+
+    async def ended(self, request: Request) -> None:
+        """Wait until a cancelled request uses its places no more."""
+        for lane in self.lanes:  # its model may have been unloaded
+            await lane.ended(request)
 
     def report(self) -> EngineReport:
         models = {
@@ -125,10 +146,14 @@ class Engine:
                 dict(model.servable.captures),
             )
             for key, model in self.lifecycle.serving.items()
-            for lane in [self.lanes.of(key)]
+            for lane in [self.lanes[model.lane]]
         }
         use = self.lifecycle.use
-        busy_s = {**self.lanes.computed_s, **use.lane_busy_s}
+        computed_s = {
+            lane_name("compute", number, len(self.lanes)): lane.device.computed_s
+            for number, lane in enumerate(self.lanes)
+        }
+        busy_s = {**computed_s, **use.lane_busy_s}
         return EngineReport(models, msgspec.structs.replace(use, lane_busy_s=busy_s))
 
     async def stop(self) -> bool:
@@ -138,7 +163,7 @@ class Engine:
             self._deploying.cancel()
         for task in self._periodic:
             task.cancel()
-        ended = await self.lanes.stop(_THREADS_END_S)
+        ended = all(await asyncio.gather(*(lane.stop(_THREADS_END_S) for lane in self.lanes)))
         await self.lifecycle.close()
         if ended and started:  # else a thread may still use the device
             self.lifecycle.release()

@@ -84,7 +84,7 @@ class FrontendConnection:
         try:
             self.channel.send(await self._service.engine.infer(request, on_spans))
         except asyncio.CancelledError:
-            await self._service.engine.lanes.of(request.model).ended(request)
+            await self._service.engine.ended(request)
             raise
         except CohabitError as error:
             self.channel.send(messages.Failed(request.number, to_wire(error)))
@@ -150,8 +150,8 @@ class EngineService:
 
     @property
     def executing(self) -> tuple[float, float]:
-        """See `ComputeLanes.executing`."""
-        return (0.0, 0.0) if self._engine is None else self._engine.lanes.executing
+        """See `Engine.executing`."""
+        return (0.0, 0.0) if self._engine is None else self._engine.executing
 
     async def run(self) -> None:
         """Serve until the supervising front end sends Stop or disconnects."""

@@ -29,7 +29,7 @@ class InProcessEngine:
 
     @property
     def unavailable(self) -> str | None:
-        if (lost := self._engine.lanes.lost) is not None:
+        if (lost := self._engine.lost) is not None:
             return f"the device is lost: {lost}"
         return None if self._engine.started else "the engine is starting"
 
@@ -41,7 +41,7 @@ class InProcessEngine:
             return await self._engine.infer(request, on_spans)
         except asyncio.CancelledError:
             lease.hold()
-            ending = asyncio.create_task(self._engine.lanes.of(request.model).ended(request))
+            ending = asyncio.create_task(self._engine.ended(request))
             ending.add_done_callback(lambda _: lease.release())
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)

@@ -15,7 +15,7 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.model import Model
 from cohabit.server.deploy.prepare import measured_profiles, warn_of_noise
 from cohabit.server.deploy.worker import in_thread
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine.compute_lane import ComputeLane
 
 if TYPE_CHECKING:
     from cohabit.server.deploy.place import ModelPlacement
@@ -32,7 +32,7 @@ DISAGREEING = 1.25
 class Improver:
     """Belongs to the event loop's thread. Each load of a model is measured again once at most."""
 
-    def __init__(self, config: ServeConfig, placement: "ModelPlacement", lanes: ComputeLanes) -> None:
+    def __init__(self, config: ServeConfig, placement: "ModelPlacement", lanes: Sequence[ComputeLane]) -> None:
         self._config = config
         self._placement = placement
         self._lanes = lanes
@@ -68,7 +68,7 @@ class Improver:
         computed_s = 0.0
         while True:
             await asyncio.sleep(INTERVAL_S)
-            before_s, computed_s = computed_s, sum(self._lanes.computed_s.values())
+            before_s, computed_s = computed_s, sum(lane.device.computed_s for lane in self._lanes)
             if computed_s - before_s <= IDLE_SHARE * INTERVAL_S:
                 try:
                     await self.check()
@@ -92,7 +92,7 @@ class Improver:
     def _is_doubtful(self, model: Model) -> bool:
         if model.owner in self._measured_again or model.is_provisional:
             return False
-        correction = self._lanes.of(model.key).correction(model.key)
+        correction = self._lanes[model.lane].correction(model.key)
         noise = max(profile.noise for profile in model.profiles.values())
         if 1 / DISAGREEING <= correction <= DISAGREEING and noise <= NOISY:
             return False

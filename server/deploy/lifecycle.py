@@ -18,7 +18,7 @@ from cohabit.server.deploy.worker import (
     unknown,
     worker_processes,
 )
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.errors import (
     ControlOff,
     LoadFailed,
@@ -40,11 +40,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cohabit.lifecycle")
 
-OpenPlacement = Callable[[Sequence[ModelSource], ServeConfig, ComputeLanes], "ModelPlacement"]
+OpenPlacement = Callable[[Sequence[ModelSource], ServeConfig, Sequence[ComputeLane]], "ModelPlacement"]
 """Opens the device for models. Any thread."""
 
 
-def open_placement(sources: Sequence[ModelSource], config: ServeConfig, lanes: ComputeLanes) -> "ModelPlacement":
+def open_placement(
+    sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]
+) -> "ModelPlacement":
     """Open the device. Torch is imported here, because that takes seconds and would delay the start.
 
     If models will have to be prepared, the processes for that import it at the same time.
@@ -64,7 +66,7 @@ class Lifecycle:
     """Deploys models at the start, for clients and for the poller. Belongs to the event loop's thread."""
 
     def __init__(
-        self, config: ServeConfig, registry: Registry, lanes: ComputeLanes, open_placement: OpenPlacement
+        self, config: ServeConfig, registry: Registry, lanes: Sequence[ComputeLane], open_placement: OpenPlacement
     ) -> None:
         self._config = config
         self._registry = registry
@@ -120,7 +122,7 @@ class Lifecycle:
                 await placement.release(model)
                 continue
             statistics = self._registry.served(model.source, model.servable.info, model.footprint)
-            self._lanes.add(model.servable, statistics, model.source.policy, model.lane)
+            self._lanes[model.lane].add(model.servable, statistics, model.source.policy)
             self.serving[model.key] = model
             served.append(model)
         placement.improver.begin(served, plan_next_start=not self._opened.is_set())
@@ -211,7 +213,7 @@ class Lifecycle:
             operation.exception()  # retrieved, because it was logged and the client may have disconnected
 
     async def _serve(self, model: str, found: Sequence[Found]) -> None:
-        if self._lanes.draining:
+        if self._lanes[0].draining:
             raise ShuttingDown
         await self._opened.wait()
         versions = {entry.version for entry in found if entry.version is not None}
@@ -260,7 +262,8 @@ class Lifecycle:
         if failures:
             return failures[source.key]
         if present is not None:
-            await self._lanes.of(source.key).finish(source.key, self._config.exit_timeout_s, older_only=True)
+            lane = self._lanes[present.lane]
+            await lane.finish(source.key, self._config.exit_timeout_s, older_only=True)
             await placement.release(present)
         _log.info("model loaded", extra={"fields": source.key.fields})
         return None
@@ -290,7 +293,7 @@ class Lifecycle:
             else:
                 self._registry.unloading(old.key)
         self.serving.pop(old.key, None)
-        await self._lanes.of(old.key).finish(old.key, self._config.exit_timeout_s)
+        await self._lanes[old.lane].finish(old.key, self._config.exit_timeout_s)
 
     def _changed(self, model: "Model", lost: str | None) -> None:
         """Record that a model has another partition or other plans, or could not be moved and was removed."""

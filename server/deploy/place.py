@@ -38,7 +38,7 @@ from cohabit.server.deploy.worker import (
     failure_reason,
     in_thread,
 )
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.errors import RequestError
 from cohabit.server.ipc.model import DeviceUse, ModelKey
 from cohabit.server.repository.scan import warn_of_ignored_config
@@ -59,7 +59,7 @@ class ModelPlacement:
     memory map.
     """
 
-    def __init__(self, config: ServeConfig, lanes: ComputeLanes, workers: WorkerProcesses) -> None:
+    def __init__(self, config: ServeConfig, lanes: Sequence[ComputeLane], workers: WorkerProcesses) -> None:
         """Open the device, in any thread. Raises DeviceError, or ConfigError for a bundle of another machine."""
         if config.process_memory_bytes is not None:
             keep_freed_memory(0)
@@ -407,7 +407,7 @@ class ModelPlacement:
             await lane.perform(self.memory.resident_load(programs, model.lane))
             await lane.call_on_lane(lambda: model.servable.switch(programs))
         except CohabitError as error:
-            self._lanes.remove(model.key)
+            self._lanes[model.lane].remove(model.key)
             await self._release_programs(model, programs)
             await self._release_programs(model, old)
             await self._remove(model)
@@ -442,7 +442,7 @@ class ModelPlacement:
         if model.owner not in self.memory.models:
             return
         if forget:
-            self._lanes.remove(model.key)
+            self._lanes[model.lane].remove(model.key)
         programs = model.servable.programs
         await self._lanes[model.lane].call_on_lane(lambda: self.memory.release_programs(programs, model.lane))
         await self._remove(model)

@@ -57,6 +57,9 @@ class ComputeLane:
         """Whether new requests are refused."""
         self._answered = asyncio.Event()
 
+    def serves(self, model: ModelKey) -> bool:
+        return model in self._current
+
     def pending(self, model: ModelKey) -> int:
         """Return how many requests wait in this model's queue."""
         return self._scheduler.pending(model)
@@ -301,6 +304,22 @@ class ComputeLane:
         for ticket in list(self._waiting):
             self.refused(ticket, DeviceUnavailable(reason), "BACKEND")
         self._on_lost(reason)
+
+
+def make_lanes(
+    count: int, queue_limit: int, on_lost: Callable[[str], None] = lambda reason: None
+) -> list[ComputeLane]:
+    """Make the compute lanes of one device. When one has lost the device, all have; then `on_lost` is called once."""
+
+    def lost(reason: str) -> None:
+        others = [lane for lane in lanes if lane.lost is None]
+        for lane in others:
+            lane.device_lost(reason)
+        if not others:
+            on_lost(reason)
+
+    lanes = [ComputeLane(Scheduler(queue_limit), number, lost) for number in range(count)]
+    return lanes
 
 
 def _hand_out(request: Request, answer: Answer) -> Answer:

@@ -15,7 +15,7 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy.lifecycle import open_placement
 from cohabit.server.deploy.prepare import random_ops
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine.compute_lane import make_lanes
 from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.exporting import export, save
@@ -117,8 +117,9 @@ async def _compared(
     def progress(name: str, stage: str) -> None:
         on_progress(stage)
 
-    lanes, sources = ComputeLanes(config.compute_lanes, config.queue_limit), [find(folder)]
-    lanes.start()
+    lanes, sources = make_lanes(config.compute_lanes, config.queue_limit), [find(folder)]
+    for lane in lanes:
+        lane.start()
     placement = open_placement(sources, config, lanes)
     try:
         models, failures = await placement.prepare(sources, progress)
@@ -144,7 +145,7 @@ async def _compared(
             subject.notes,
         )
     finally:
-        await lanes.stop()
+        await asyncio.gather(*(lane.stop() for lane in lanes))
         placement.close()
 
 

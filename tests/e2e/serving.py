@@ -27,7 +27,7 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import parse_memory
 from cohabit.server.deploy.lifecycle import open_placement
 from cohabit.server.deploy.place import ModelPlacement
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.engine_host import Engine
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
@@ -135,7 +135,7 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
 
     placements: list[ModelPlacement] = []
 
-    def opened(sources: Sequence[ModelSource], config: ServeConfig, lanes: ComputeLanes) -> ModelPlacement:
+    def opened(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]) -> ModelPlacement:
         placements.append(open_placement(sources, config, lanes))
         return placements[0]
 

@@ -27,7 +27,7 @@ from cohabit.server.config.sizes import parse_memory
 from cohabit.server.deploy.lifecycle import open_placement
 from cohabit.server.deploy.model import Model
 from cohabit.server.deploy.place import ModelPlacement
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine.compute_lane import ComputeLane, make_lanes
 from cohabit.server.engine.servable import ProgramServable
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.repository.scan import scan
@@ -84,19 +84,21 @@ def deployed(repository: Path, memory: str, cache: Path, **changes: Any) -> Iter
         try:
             yield Deployed(placement)
         finally:
-            assert runner.run(lanes.stop())
+            stopped = [runner.run(lane.stop()) for lane in lanes]
+            assert all(stopped)
             placement.close()
 
 
-async def _loaded(repository: Path, config: ServeConfig) -> tuple[ModelPlacement, ComputeLanes]:
-    lanes, sources = ComputeLanes(config.compute_lanes, config.queue_limit), scan(repository)
-    lanes.start()
+async def _loaded(repository: Path, config: ServeConfig) -> tuple[ModelPlacement, list[ComputeLane]]:
+    lanes, sources = make_lanes(config.compute_lanes, config.queue_limit), scan(repository)
+    for lane in lanes:
+        lane.start()
     placement = open_placement(sources, config, lanes)
     try:
         models, failures = await placement.prepare(sources)
         assert not failures | await placement.place(models)
     except BaseException:
-        await lanes.stop()
+        await asyncio.gather(*(lane.stop() for lane in lanes))
         placement.close()
         raise
     return placement, lanes

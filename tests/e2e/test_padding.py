@@ -95,7 +95,7 @@ def infer_together(
     server: Running, name: str, requests: Sequence[NDArray[Any]]
 ) -> list[NDArray[Any] | InferenceServerException]:
     """Send requests, which are queued in this order before the first one is executed; return answers or errors."""
-    lane = server.engine.lanes.of(ModelKey(name, 1))
+    lane = server.engine.lane_of(ModelKey(name, 1))
 
     async def hold(held: bool) -> None:
         lane.hold(ModelKey(name, 1), held)

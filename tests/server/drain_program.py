@@ -16,7 +16,7 @@ from server_fakes import FakeLoaded, FakeServable, config, identity, serving
 from cohabit.server.commands.serve import serve_until_stopped
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy import lifecycle
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.frontend.access import TokenFiles
 from cohabit.server.ipc.model import Array
 from cohabit.server.repository.sources import ModelSource
@@ -35,7 +35,7 @@ def gated(x: Array) -> dict[str, Array]:
     return {"y": x}
 
 
-def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: ComputeLanes) -> FakeLoaded:
+def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]) -> FakeLoaded:
     while WAITS == "loading" and not is_let_go():
         time.sleep(0.01)
     return serving(FakeServable(identity("gated", "FP32").info, gated))

@@ -14,7 +14,7 @@ import numpy as np
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.engine_host import Engine
 from cohabit.server.engine_process import main
 from cohabit.server.errors import InvalidRequest
@@ -70,7 +70,7 @@ def double(x: Array) -> dict[str, Array]:
     return {"y": np.asarray(x * 2)}
 
 
-def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: ComputeLanes) -> FakeLoaded:
+def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]) -> FakeLoaded:
     (folder() / "requested").write_text(" ".join(sorted(source.name for source in sources)))
     if (folder() / "broken").exists() or (folder() / "broken-once").exists():
         (folder() / "broken-once").unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from test_compute_lane import entered, gated, request
 
 from cohabit.server.deploy.load import assign_lanes
 from cohabit.server.deploy.prepare import threads_of
-from cohabit.server.engine.compute_lanes import ComputeLanes
+from cohabit.server.engine_host import Engine
 from cohabit.server.errors import DeviceUnavailable, ExecutionFailed, ModelNotFound, ShuttingDown
 from cohabit.server.ipc.model import Array, ModelFootprint, ModelKey
 from cohabit.server.ipc.request import Answer
@@ -35,33 +35,34 @@ def meeting(*names: str) -> list[FakeServable]:
 
 
 @asynccontextmanager
-async def lanes_of(placed: Mapping[int, tuple[FakeServable, ...]], count: int = 2) -> AsyncIterator[ComputeLanes]:
-    """Lanes with these models, by lane."""
-    lanes = ComputeLanes(count, 64)
+async def engine_with(placed: Mapping[int, tuple[FakeServable, ...]]) -> AsyncIterator[Engine]:
+    """An engine that has loaded nothing, and whose two lanes serve these models."""
+    engine = Engine(config(compute_lanes=2), lambda entry: None)
     for lane, servables in placed.items():
         for servable in servables:
-            lanes.add(servable, ModelStatistics(), lane=lane)
-    lanes.start()
+            engine.lanes[lane].add(servable, ModelStatistics())
+    for lane in engine.lanes:
+        lane.start()
     try:
-        yield lanes
+        yield engine
     finally:
-        await lanes.stop()
+        await engine.stop()
 
 
-def asked(lanes: ComputeLanes, model: str, value: float = 0.0) -> "asyncio.Task[Answer]":
-    return asyncio.create_task(lanes.infer(request(model, value)))
+def asked(engine: Engine, model: str, value: float = 0.0) -> "asyncio.Task[Answer]":
+    return asyncio.create_task(engine.infer(request(model, value)))
 
 
 @asynccontextmanager
-async def both_busy() -> AsyncIterator[tuple[ComputeLanes, list[Gate], list["asyncio.Task[Answer]"]]]:
+async def both_busy() -> AsyncIterator[tuple[Engine, list[Gate], list["asyncio.Task[Answer]"]]]:
     """Two lanes that execute the models `a` and `b`, until their gates are opened."""
     (a, gate_a), (b, gate_b) = gated("a"), gated("b")
-    async with lanes_of({0: (a,), 1: (b,)}) as lanes:
-        under_way = [asked(lanes, "a"), asked(lanes, "b")]
+    async with engine_with({0: (a,), 1: (b,)}) as engine:
+        under_way = [asked(engine, "a"), asked(engine, "b")]
         await entered(gate_a)
         await entered(gate_b)
         try:
-            yield lanes, [gate_a, gate_b], under_way
+            yield engine, [gate_a, gate_b], under_way
         finally:
             gate_a.open.set()
             gate_b.open.set()
@@ -100,16 +101,34 @@ async def test_a_model_that_is_loaded_again_may_belong_to_another_lane() -> None
         return {"y": x}
 
     servable = FakeServable(identity("m", "FP32").info, note)
-    async with lanes_of({0: (servable,)}) as lanes:
-        await lanes.infer(request("m"))
-        lanes.remove(ModelKey("m", 1))
+    key = ModelKey("m", 1)
+    async with engine_with({0: (servable,)}) as engine:
+        await engine.infer(request("m"))
+        engine.lanes[0].remove(key)
         with pytest.raises(ModelNotFound):
-            await lanes.infer(request("m"))
-        assert lanes.of(ModelKey("m", 1)).correction(ModelKey("m", 1)) == 1.0
-        lanes.add(servable, ModelStatistics(), lane=1)
-        await lanes.infer(request("m"))
-        assert await lanes.of(ModelKey("m", 1)).finish(ModelKey("m", 1), 10)
-        assert threads == [await lanes[lane].call_on_lane(threading.get_ident) for lane in range(2)]
+            await engine.infer(request("m"))
+        assert engine.lane_of(key).correction(key) == 1.0
+        engine.lanes[1].add(servable, ModelStatistics())
+        await engine.infer(request("m"))
+        assert await engine.lane_of(key).finish(key, 10)
+        assert threads == [await lane.call_on_lane(threading.get_ident) for lane in engine.lanes]
+
+
+async def test_a_cancelled_request_of_a_model_that_was_unloaded_meanwhile_ends_with_its_execution() -> None:
+    slow, gate = gated("slow")
+    async with engine_with({1: (slow,)}) as engine:
+        sent = request("slow")
+        running = asyncio.create_task(engine.infer(sent))
+        await entered(gate)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        engine.lanes[1].remove(ModelKey("slow", 1))
+        ending = asyncio.create_task(engine.ended(sent))
+        await asyncio.wait([ending], timeout=0.1)
+        assert not ending.done(), "the execution uses the request's memory"
+        gate.open.set()
+        await ending
 
 
 # Parallel execution.
@@ -117,43 +136,43 @@ async def test_a_model_that_is_loaded_again_may_belong_to_another_lane() -> None
 
 async def test_models_of_two_lanes_compute_at_the_same_time() -> None:
     first, second = meeting("a", "b")
-    async with lanes_of({0: (first,), 1: (second,)}) as lanes:
-        answers = await asyncio.gather(lanes.infer(request("a", 1)), lanes.infer(request("b", 2)))
+    async with engine_with({0: (first,), 1: (second,)}) as engine:
+        answers = await asyncio.gather(engine.infer(request("a", 1)), engine.infer(request("b", 2)))
         assert [answer.outputs["y"][0, 0] for answer in answers] == [1, 2]
         assert [answer.timing.lane for answer in answers] == [0, 1]
-        assert lanes.computed_s.keys() == {"compute_0", "compute_1"}
+        assert engine.report().device.lane_busy_s.keys() == {"compute_0", "compute_1"}
 
 
 async def test_requests_and_chores_wait_for_their_own_lane_only() -> None:
     (slow, gate), queued, other = gated("slow"), identity("queued", "FP32"), identity("other", "FP32")
-    async with lanes_of({0: (slow, queued), 1: (other,)}) as lanes:
-        first = asked(lanes, "slow")
+    async with engine_with({0: (slow, queued), 1: (other,)}) as engine:
+        first = asked(engine, "slow")
         await entered(gate)
-        waiting = asked(lanes, "queued")
-        await asked(lanes, "other")
-        thread = await lanes[1].call_on_lane(threading.get_ident)
-        assert lanes.of(ModelKey("queued", 1)).pending(ModelKey("queued", 1)) == 1
+        waiting = asked(engine, "queued")
+        await asked(engine, "other")
+        thread = await engine.lanes[1].call_on_lane(threading.get_ident)
+        assert engine.lanes[0].pending(ModelKey("queued", 1)) == 1
         assert queued.calls == []
         gate.open.set()
         await asyncio.gather(first, waiting)
-        assert await lanes[0].call_on_lane(threading.get_ident) != thread
+        assert await engine.lanes[0].call_on_lane(threading.get_ident) != thread
 
 
-async def test_a_single_lane_has_no_number() -> None:
-    async with lanes_of({0: (identity("a", "FP32"),)}, count=1) as lanes:
-        await lanes.infer(request("a"))
-        assert lanes.computed_s.keys() == {"compute"}
+def test_a_single_lane_has_no_number() -> None:
+    engine = Engine(config(), lambda entry: None)
+    assert engine.report().device.lane_busy_s.keys() == {"compute"}
 
 
 # The end.
 
 
-async def test_a_lane_that_does_not_end_is_reported() -> None:
+async def test_a_lane_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cohabit.server.engine_host._THREADS_END_S", 0.0)
     slow, gate = gated("slow")
-    async with lanes_of({1: (slow,)}) as lanes:
-        never = asked(lanes, "slow")
+    async with engine_with({1: (slow,)}) as engine:
+        never = asked(engine, "slow")
         await entered(gate)
-        assert not await lanes.stop(0.0)
+        assert not await engine.stop()
         with pytest.raises(ShuttingDown):
             await never
         gate.open.set()
@@ -164,29 +183,29 @@ async def test_a_failed_execution_in_one_lane_does_not_touch_the_other() -> None
         raise RuntimeError("the kernel caught fire")
 
     broken = FakeServable(identity("broken", "FP32").info, fail)
-    async with lanes_of({0: (broken,), 1: (identity("other", "FP32"),)}) as lanes:
+    async with engine_with({0: (broken,), 1: (identity("other", "FP32"),)}) as engine:
         outcomes = await asyncio.gather(
-            *(lanes.infer(request(model)) for model in ("broken", "other", "broken", "other")),
+            *(engine.infer(request(model)) for model in ("broken", "other", "broken", "other")),
             return_exceptions=True,
         )
         assert [isinstance(outcome, ExecutionFailed) for outcome in outcomes] == [True, False, True, False]
-        assert lanes.lost is None
+        assert engine.lost is None
 
 
 async def test_a_device_that_is_lost_is_lost_for_all_lanes() -> None:
-    async with both_busy() as (lanes, gates, (a, b)):
+    async with both_busy() as (engine, gates, (a, b)):
         dying = identity("dying", "FP32")
         dying.lost = "it fell off the bus"
-        lanes.add(dying, ModelStatistics(), lane=1)
-        last = asked(lanes, "dying")
+        engine.lanes[1].add(dying, ModelStatistics())
+        last = asked(engine, "dying")
         gates[1].open.set()
         await asyncio.gather(b, last)
         with pytest.raises(DeviceUnavailable):
             await a
-        assert lanes.lost == "it fell off the bus"
+        assert engine.lost == "it fell off the bus"
         for model in ("a", "b", "dying"):
             with pytest.raises(DeviceUnavailable):
-                await lanes.infer(request(model))
+                await engine.infer(request(model))
 
 
 # What the operator sees.
