@@ -73,7 +73,7 @@ def test_layouts_and_stores_give_the_bits_of_resident_models(
     with serving(repository, STREAMING, archives.cache, layout=layout, store=store, batch_sizes=PLANNED) as server:
         assert_same_bits(ask_in_turns(server, archives), resident_answers)
         assert sum(metric(server.metrics_address, "cohabit_swapped_bytes_total", name) for name in TRIO) > 0
-        uses = {extent.use for extent in server.loaded.use().extents}
+        uses = {extent.use for extent in server.placement.use().extents}
         assert ("shared" if layout != "partitioned" else "partition") in uses
 
 
