@@ -1,18 +1,27 @@
-"""A program as commands for three streams: kernels, copies, and the fewest events that keep the plan's order.
+"""A program as commands for three streams: kernels, copies, and the events that keep the plan's order.
 
     compute   K0      W0 K1          K2 R1 ...         K  kernels of one op        W  wait for an event
     swap_in   C(0,1)  R0       ...      W1 C(2)        C  one copy of neighbours   R  record an event
     swap_out     ... S(0) ...                          S  an activation's copy to the host
 
-Streams are in order, so a wait for something earlier than what a stream has waited for already is left out, and so is
-one that another implies. Commands stand in an order in which they can be issued by one thread: no wait before its
-record. Activations allocate and release their bytes in the compute stream's order (`Empty`, `Refill`), whose allocator
-may then reuse the bytes for later work.
+The plan's waits are issued as they stand: its writer has left out those that lane order or another wait implies. Steps
+that are joined are one command, for which a stream waits once. Commands that are no steps of the plan add these waits:
+
+- the first copy of a lane waits for the inference's begin (`FORK`), unless it waits for an op;
+- `Empty` waits for the tensor's last copy out;
+- `Return` waits for its `Refill`, which stands for all that the plan says of that swap-in;
+- at the end, compute waits for the last copy of a lane whose end it does not know.
+
+Residents, epilogues and staged copies need none: they are issued in stream order, between inferences. Commands stand in
+an order in which they can be issued by one thread: no wait before its record. Activations allocate and release their
+bytes in the compute stream's order (`Empty`, `Refill`), whose allocator may then reuse the bytes for later work.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 from cohabit.planner.plan import Compute, Drop, Lane, SwapIn, SwapOut
 from cohabit.runtime.binding.draft import SwapStep
@@ -214,7 +223,6 @@ def _placed(program: Program, end: int, most_bytes: int) -> Iterator[_Placed]:
     for change in _changes(program):
         refilled[change.step] = change.ends
         yield change
-    latest = 0
     for first, part in _parts(program.swap_ins[:end]):
         if part[0].offloaded is not None:
             at = part[0].step
@@ -222,9 +230,8 @@ def _placed(program: Program, end: int, most_bytes: int) -> Iterator[_Placed]:
             continue
         for copy in joined(part, first, most_bytes):
             steps = program.swap_ins[copy.first : copy.last]
-            latest = max(latest, *(s.computes_before for s in steps))
-            outs = max(s.others_before for s in steps)
-            needs = {"compute": (latest, 0), "swap_out": (outs, 0)}
+            computes, outs = max(s.computes_before for s in steps), max(s.others_before for s in steps)
+            needs = {"compute": (computes, 0), "swap_out": (outs, 0)}
             yield _Placed(steps[0].step, "swap_in", copy, needs, (copy.last, 0))
     for index, step in enumerate(program.swap_outs):
         needs = {"compute": (step.computes_before, 0), "swap_in": (step.others_before, 0)}
@@ -269,22 +276,17 @@ def _changes(program: Program) -> Iterator[_Placed]:
 
 
 def _waits(placed: Sequence[_Placed]) -> dict[int, list[int]]:
-    """Return the positions that each command waits for, without those that lane order or another wait implies."""
-    known: dict[Lane, dict[Lane, _Ended]] = {lane: dict.fromkeys(LANES, _NOTHING) for lane in LANES}
-    after: list[dict[Lane, _Ended]] = []
+    """Return the positions that each command waits for; a lane waits for each once."""
+    ends = {lane: [(p.ends, n) for n, p in enumerate(placed) if p.lane == lane] for lane in LANES}
+    waited: set[tuple[Lane, int]] = set()
     waits: dict[int, list[int]] = {}
     for position, item in enumerate(placed):
-        mine = known[item.lane]
-        others = {
-            next(n for n, p in enumerate(placed) if p.lane == lane and p.ends >= needed): lane
-            for lane, needed in item.needs.items()
-            if needed > mine[lane]
-        }
-        for other in sorted(others, reverse=True):  # the latest first: it may imply the others
+        for lane, needed in item.needs.items():
+            if needed == _NOTHING:
+                continue
+            _, other = ends[lane][bisect_left(ends[lane], needed, key=itemgetter(0))]
             assert other < position, "a plan waits for what it issues later"
-            if placed[other].ends > mine[others[other]]:
+            if (item.lane, other) not in waited:
+                waited.add((item.lane, other))
                 waits.setdefault(position, []).append(other)
-                mine.update({lane: max(mine[lane], there) for lane, there in after[other].items()})
-        mine[item.lane] = item.ends
-        after.append(dict(mine))
     return waits

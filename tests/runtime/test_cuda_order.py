@@ -197,6 +197,17 @@ def test_no_lane_waits_for_what_it_has_waited_for(lowered: Lowered) -> None:
     assert len(twice) == len(set(twice))
 
 
+def test_the_plan_s_waits_are_issued_as_they_stand(lowered: Lowered) -> None:
+    """The plan's writer leaves out what others imply; here one is implied, and nothing leaves it out again."""
+    with small(fake_cuda, lowered) as bench:
+        program = bench.program(streaming_plan(bench.graph))
+    counts = {2: 3, 3: 2, 4: 5}  # the fourth op waits for a copy that has ended before the third op's
+    computes = tuple(replace(c, swap_ins_before=counts.get(n, 0)) for n, c in enumerate(program.computes))
+    swap_ins = tuple(replace(s, step=0, computes_before=0) for s in program.swap_ins)
+    issues = schedule(replace(program, computes=computes, swap_ins=swap_ins)).commands.issues
+    assert [i.lane for i in issues if isinstance(i.command, Wait)] == ["swap_in", "compute", "compute", "compute"]
+
+
 def test_small_neighbours_travel_together_and_large_ones_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
     models.export(models.Wide(8, 280), {"x": torch.zeros(3, 280)}, tmp_path / "model.pt2")
