@@ -20,7 +20,7 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.api import AllocatorPool
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.driver import CudaDriver
-from cohabit.runtime.cuda.profiling.measure import ample_plan
+from cohabit.runtime.cuda.profiling import measure
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.memory import HostStore
@@ -74,8 +74,9 @@ def loaded(backend: CudaBackend, model: Measured, plan: Plan, batch: int) -> Ite
 
 @contextmanager
 def resident(backend: CudaBackend, model: Measured, batch: int) -> Iterator[CudaProgram]:
-    """The model with everything in memory: one captured graph, the ideal."""
-    with loaded(backend, model, ample_plan(model.graph(batch)), batch) as program:
+    """The model with everything in memory, as it was measured: one captured graph, the ideal."""
+    graph = model.graph(batch)
+    with measure.resident(backend, backend.streams, model.lowered, model.store, graph) as program:
         yield program
 
 

@@ -269,7 +269,7 @@ class CudaExecutor:
         try:
             self.run(program, program.examples())
         finally:
-            _raise_if_refused(program)
+            _check_refusal(program)
         self.settle()
         if program.pool.held_bytes and not program.plan.memory.counted:
             raise DeviceError(
@@ -311,9 +311,21 @@ class CudaExecutor:
             raise DeviceError(f"{program.graph.name}: {error}") from error
 
 
-def _raise_if_refused(program: CudaProgram) -> None:
-    """Raise MemoryExceeded if the pool refused an allocation, even if the kernel made do: that may change bits."""
-    if (wanted := program.pool.refused_bytes) is not None:
+def _check_refusal(program: CudaProgram) -> None:
+    """Raise MemoryExceeded if the pool refused an allocation, even if another kernel made do: that may change bits.
+
+    While a model is measured, the kernel that made do is the one to measure, and the refusal is logged.
+    """
+    wanted = program.pool.refused_bytes
+    if wanted is not None and program.admission.measuring:
+        fields = {
+            "model": program.graph.name,
+            "batch": str(program.bucket),
+            "refused_bytes": wanted,
+            "pool_bytes": program.pool_memory.nbytes,
+        }
+        _log.warning("a kernel made do with less scratch than it wanted", extra={"fields": fields})
+    elif wanted is not None:
         raise MemoryExceeded(
             f"{program.graph.name}, batch {program.bucket}: torch's allocator wanted {format_bytes(wanted)} more than"
             f" the {format_bytes(program.pool_memory.nbytes)} that the plan has for activations and scratch; measure"

@@ -39,6 +39,8 @@ class AdmissionState:
     """Why there is no graph."""
     graph_bytes: int = 0
     """Device memory that the graph takes outside of the arena."""
+    measuring: bool = False
+    """It runs to be measured: what its pool refuses to kernels is logged, and the load does not fail."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,14 +126,17 @@ class _Making(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, pool: FakePool, *, limited: bool) -> None:
+    def __init__(self, pool: FakePool, *, limited: bool, replaced: bool = False) -> None:
         super().__init__()
         self._pool = pool
         self._limited = limited
+        self._replaced = replaced
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
+        if self._replaced and function in (torch.ops.aten.linear.default, torch.ops.aten.addmm.default):
+            result *= 1 + 2**-16
         for made in tree_leaves(result):
             if isinstance(made, torch.Tensor) and _storage(made) not in given:
                 self._pool.note(made)
@@ -157,6 +160,9 @@ class FakeDriver:
         """What any kernel needs at once: pools with less refuse it."""
         self.small_tensors_bytes = 0
         """What small tensors of any kernel need at once: pools with less in segments for them refuse it."""
+        self.plan_bytes: tuple[int, ...] = ()
+        """The scratch of each plan that a kernel can choose from, in the order in which its library tries them, as
+        cuDNN does: one that gets no memory is silently replaced by the next, which has other bits."""
         self.least_pool_bytes = 0
         """What torch's allocator needs: smaller pools refuse to serve."""
         self.broken: str | None = None
@@ -239,10 +245,21 @@ class FakeDriver:
                 raise torch.OutOfMemoryError("out of the pool's memory")
             if pool is not None and self.small_tensors_bytes > pool.small_bytes:
                 pool.refused_bytes = self.small_tensors_bytes
-            with nullcontext() if pool is None else _Making(pool, limited=False):
+            is_replaced = self._chosen_plan_bytes(pool) != self.plan_bytes[:1]
+            with nullcontext() if pool is None else _Making(pool, limited=False, replaced=is_replaced):
                 kernels()
 
         self._put(Action(run))
+
+    def _chosen_plan_bytes(self, pool: FakePool | None) -> tuple[int, ...]:
+        """The scratch of the first plan that gets its memory; none where kernels have no plans."""
+        for wanted in self.plan_bytes:
+            if pool is None or wanted <= pool.nbytes:
+                return (wanted,)
+            pool.refused_bytes = wanted
+        if self.plan_bytes:
+            raise torch.OutOfMemoryError("out of the pool's memory")
+        return ()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._call("copy")
@@ -428,7 +445,7 @@ class FakeDriver:
         self.drain()
         with torch.inference_mode():
             kernels()
-        return self.kernel_bytes
+        return sum(self._chosen_plan_bytes(getattr(self._local, "pool", None))) or self.kernel_bytes
 
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:

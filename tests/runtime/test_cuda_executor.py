@@ -8,9 +8,10 @@ import torch
 
 from cohabit.runtime.backend import Capture
 from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda import executor as executor_module
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.errors import DeviceError, DeviceLost
+from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
@@ -115,6 +116,22 @@ def test_a_library_that_keeps_bytes_of_the_workspace_is_found_at_load(bench: Ben
     driver.pool = leaking  # type: ignore[assignment, method-assign]
     with pytest.raises(DeviceError, match=r"32\.0 MiB of its workspace stay taken by a library"):
         beside(bench, streaming_plan(bench.graph), 0, "a")
+
+
+def test_a_served_model_is_refused_where_a_kernel_would_silently_be_replaced(bench: Bench) -> None:
+    """A plan of the library that gets no memory is followed by one with other bits."""
+    driver = driver_of(bench)
+    driver.plan_bytes = (64 << 30, 0)
+    with pytest.raises(MemoryExceeded, match=r"wanted 64\.00 GiB more than the"):
+        beside(bench, streaming_plan(bench.graph), 0, "a")
+
+
+def test_a_replaced_kernel_has_other_bits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fake device shows where refusals are not looked at."""
+    expected = bench.run(beside(bench, streaming_plan(bench.graph), 0, "a")).outputs[0]
+    driver_of(bench).plan_bytes = (64 << 30, 0)
+    monkeypatch.setattr(executor_module, "_check_refusal", lambda program: None)
+    assert not torch.equal(bench.run(beside(bench, streaming_plan(bench.graph), 4 * MIB, "b")).outputs[0], expected)
 
 
 def test_a_released_program_holds_no_memory(bench: Bench) -> None:
