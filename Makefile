@@ -52,12 +52,13 @@ bench-planner: $(READY)  ## The planner's benchmarks: all searchers, networks an
 
 # Installs nothing: GPU_PYTHON is an interpreter with torch for CUDA, and packages that it lacks may lie in .wheels
 # (python -m pip install --target .wheels --only-binary :all: --python-version 3.12 msgspec, with that interpreter's
-# version). Without a GPU it says so and succeeds; the module itself exits 77.
-# GPU_STEPS="table2 copies" runs those steps only; each takes less than nine minutes. GPU_OUTPUT is where results go.
+# version). Without a GPU it says so and fails; the module itself exits 77.
+# GPU_STEPS="table2 copies" runs those steps only; each takes less than nine minutes. GPU_OUTPUT is where results go, by
+# default the folder that OUT names, where it is set.
 GPU_STEPS ?=
-GPU_OUTPUT ?= docs/results
+GPU_OUTPUT ?= $(or $(OUT),docs/results)
 gpu-check:  ## On a machine with a GPU: its tests, then its benchmarks, step by step.
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/.wheels$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu.run $(GPU_STEPS) --output "$(GPU_OUTPUT)" || test $$? -eq 77
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/.wheels$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu.run $(GPU_STEPS) --output "$(GPU_OUTPUT)"
 
 format: $(READY)  ## Write the code as the linter wants it.
 	$(BIN)/ruff check --fix .

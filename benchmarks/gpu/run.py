@@ -1,8 +1,8 @@
 """`make gpu-check`: the tests marked `gpu`, then every GPU benchmark, or those steps that are named.
 
 Each step takes less than nine minutes, so that a machine that is lent for ten minutes at a time gets through one per
-call. Results are written as they come. Exit status: 0 when everything ran and held, 1 when something did not, 77 (as
-build tools say "skipped") where torch sees no CUDA device.
+call. Results are written as they come, one file per step. Exit status: 0 when everything ran and held, 1 when something
+did not, 77 where torch sees no CUDA device.
 
 Beside torch, the steps need numpy, scipy, numba and msgspec; the tests also pytest, hypothesis, psutil and rich.
 Packages that are missing can lie in `.wheels`, which `make gpu-check` adds to the path. Where numba refuses its
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.steps import STEP_S
-from benchmarks.record import RESULTS
+from benchmarks.gpu.steps import STEP_S, with_log
+from benchmarks.record import RESULTS, record
 
 NO_GPU = 77
 TESTS = "tests"
@@ -55,16 +55,19 @@ def _run(step: str, output: Path) -> int:
     # files of tests import, and its libraries may warn.
     command += ["-o", "addopts=-ra", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     output.mkdir(parents=True, exist_ok=True)
-    with (output / "gpu-tests.log").open("wb") as log:
-        try:
-            return subprocess.run(
-                [sys.executable, *command], timeout=STEP_S, check=False, stdout=log, stderr=log
+    log = output / "gpu-tests.log"
+    try:
+        with log.open("wb") as file:
+            status = subprocess.run(
+                [sys.executable, *command], timeout=STEP_S, check=False, stdout=file, stderr=file
             ).returncode
-        except subprocess.TimeoutExpired:
-            print(f"the tests took longer than {STEP_S:.0f} s", file=sys.stderr)
-            return 1
-        finally:
-            print((output / "gpu-tests.log").read_text(errors="replace")[-4000:])
+        ended = f"Ended with status {status}.\n"
+    except subprocess.TimeoutExpired:
+        status, ended = 1, f"The tests took longer than {STEP_S:.0f} s.\n"
+    print(f"{log.read_text(errors='replace')[-4000:]}\n{ended}")
+    record("gpu-tests", "Tests on a GPU", "benchmarks.gpu.run", [ended, with_log(log)], output)
+    log.unlink()
+    return status
 
 
 if __name__ == "__main__":

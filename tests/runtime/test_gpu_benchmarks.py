@@ -156,7 +156,8 @@ if __name__ == "__main__":
 def test_a_cell_that_crashes_costs_itself_only(tmp_path: Path) -> None:
     (tmp_path / "fake_step.py").write_text(FAKE_STEP)
     command = [sys.executable, "-m", "fake_step", "--output", str(tmp_path / "results")]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    given = os.environ.get("PYTHONPATH", "")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}:{given}"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     written = (tmp_path / "results" / "gpu-fake_step.md").read_text()
@@ -164,7 +165,9 @@ def test_a_cell_that_crashes_costs_itself_only(tmp_path: Path) -> None:
     assert "rows: crashes, works" in written
     assert "works is through" in written
     assert "crashes: ended with status -11: " in written
-    assert "Segmentation fault" in (tmp_path / "results" / "gpu-fake_step.log").read_text()
+    assert "Segmentation fault" in written, "the log is packed in"
+    assert '{"row":{"cell":"works"}}' in written, "and so are the rows"
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["gpu-fake_step.md"]
 
 
 def test_cells_that_hang_or_come_too_late_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -193,13 +196,28 @@ def test_a_file_that_cannot_be_imported_does_not_keep_the_other_tests_from_runni
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run.main(["tests", "--output", str(tmp_path)]) == 1
-    assert "1 passed" in (tmp_path / "gpu-tests.log").read_text()
+    assert "1 passed" in (tmp_path / "gpu-tests.md").read_text()
+    assert not (tmp_path / "gpu-tests.log").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["table2"]) == run.NO_GPU
     assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_gpu_is_not_a_success_of_make() -> None:
+    command = ["make", "-C", str(ROOT), "gpu-check", "GPU_STEPS=copies", f"GPU_PYTHON={sys.executable}"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "nothing was tested or measured" in done.stderr
+
+
+@pytest.mark.parametrize("variables", [["OUT=/elsewhere"], ["OUT=/given", "GPU_OUTPUT=/elsewhere"]])
+def test_results_go_to_the_folder_that_a_lent_machine_names(variables: list[str]) -> None:
+    command = ["make", "-n", "-C", str(ROOT), "gpu-check", *variables]
+    assert '--output "/elsewhere"' in subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_an_unknown_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
