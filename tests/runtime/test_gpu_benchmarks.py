@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -194,10 +195,27 @@ def test_a_file_that_cannot_be_imported_does_not_keep_the_other_tests_from_runni
     (folder / "test_absent.py").write_text("import a_package_that_is_not_here")
     (folder / "test_device.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it(): pass\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "GPU_TESTS", ("tests/runtime/test_absent.py", "tests/runtime/test_device.py"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run.main(["tests", "--output", str(tmp_path)]) == 1
     assert "1 passed" in (tmp_path / "gpu-tests.md").read_text()
     assert not (tmp_path / "gpu-tests.log").exists()
+
+
+def test_the_files_with_gpu_tests_are_named(tmp_path: Path) -> None:
+    """All of them, and none imports a package that only the server needs."""
+    for package in ("tritonclient", "aiohttp", "grpc"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not on this machine')")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=", "-W", "default"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+
+    def collected(*places: str) -> set[str]:
+        done = subprocess.run([*command, *places], cwd=ROOT, env=environment, capture_output=True, text=True)
+        return set(re.findall(r"^(tests/\S+): \d+$", done.stdout, re.MULTILINE))
+
+    assert collected(*run.GPU_TESTS) == set(run.GPU_TESTS)
+    assert collected("tests/runtime", "--continue-on-collection-errors") == set(run.GPU_TESTS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
