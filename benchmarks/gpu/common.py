@@ -1,9 +1,9 @@
 """What the GPU benchmarks share: the device, a lowered ResNet-152, a clock, and timing of programs."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from cohabit.runtime.memory import HostStore
 from cohabit.runtime.options import DEFAULTS, Options
 
 FOLDER = Path(".gpu")
+BATCHES = (1, 16, 32, 64)
 PLAN_S = 3.0
 RUNS, WARM_UP, REPLAYS = 30, 5, 7
 _QUEUE_S = 0.004
@@ -49,11 +50,14 @@ def open_gpu() -> CudaBackend:
     return CudaBackend(CudaDriver.open())
 
 
-def resnet(backend: CudaBackend, batches: list[int], options: Options = DEFAULTS) -> Measured:
-    """ResNet-152, lowered and measured; both are kept in the folder."""
+def resnet(
+    backend: CudaBackend, batch: int, options: Options = DEFAULTS, batches: Sequence[int] = BATCHES
+) -> Measured:
+    """ResNet-152, lowered at `batches` at once and measured at one of them; both are kept in the folder."""
     path = export_resnet152(FOLDER / "resnet152" / "1" / "model.pt2")
-    lowered = lower(path, "resnet152", batches, FOLDER / "lowered", print, options)
+    lowered = lower(path, "resnet152", batches, FOLDER / "lowered", print, options, compare_rows=False)
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    lowered = replace(lowered, traces={Bucket(batch): lowered.traces[Bucket(batch)]})
     lowered, profiles = backend.measure(lowered, store, FOLDER / "profiles", print)
     return Measured(lowered, store, profiles)
 

@@ -18,6 +18,7 @@ from benchmarks.gpu.steps import Step
 from cohabit.planner.sizing.deployment import LayoutName
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
+from cohabit.runtime.lowering import lower as lower_module
 from cohabit.runtime.options import DEFAULTS
 from tests.runtime.cuda_fake import FakeDriver
 
@@ -63,6 +64,25 @@ def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "float32, batch 1, 8 MB |" in written
     assert "float32, batch 1, 9 MB |" in written
     assert "float32, batch 1, 0 MB: resnet152" in written, "a budget that is too small is a note"
+
+
+@slow
+def test_a_precision_is_lowered_once_and_its_rows_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """To lower ResNet-152, and to run it on a CPU at the largest batch, would take the device's minutes."""
+
+    def compare(*_: object) -> None:
+        raise AssertionError("rows are compared")
+
+    monkeypatch.setattr(lower_module, "find_interaction", compare)
+    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (9,), 2: (9,)})
+    monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1, 2)),))
+    for cell in table2.cells():
+        written = measured(table2.STEP, cell, tmp_path)
+    assert "float32, batch 1, 9 MB |" in written
+    assert "float32, batch 2, 9 MB |" in written
+    assert len(list((tmp_path / "gpu" / "lowered").rglob("program-*.json"))) == 1
 
 
 @slow
