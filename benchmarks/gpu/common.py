@@ -99,6 +99,21 @@ def latencies_s(backend: CudaBackend, program: CudaProgram) -> list[float]:
     return times[WARM_UP:]
 
 
+def plain_sources(backend: CudaBackend, nbytes: int) -> Iterator[torch.Tensor]:
+    """Yield pinned memory for a plain copy, of each kind that there is, for as long as the caller uses it.
+
+    Ours is registered, in huge pages; torch allocates its own.
+    """
+    host = backend.pinned_memory.take(nbytes, "a plain copy")
+    yield torch.from_numpy(host)
+    backend.pinned_memory.release(host)
+    yield pinned_by_torch(backend, nbytes)
+
+
+def pinned_by_torch(backend: CudaBackend, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
 def replay_s(backend: CudaBackend, pool: AllocatorPool, issue: Callable[[], None]) -> float:
     """Median device time of copies in a graph of their own: issued from Python, there would be gaps between them."""
     driver, times = backend.driver, []
