@@ -36,6 +36,7 @@ class CudaDriver:
         self._index = index
         self._libcuda = LibCuda()
         self._streams = 0
+        self._thread = threading.local()
         self._adopted: WeakKeyDictionary[threading.Thread, set[int]] = WeakKeyDictionary()
         """The compute streams that each thread issues to. Linux uses the numbers of threads again."""
         self._libraries: Any = _cuda.MemPool()
@@ -85,8 +86,22 @@ class CudaDriver:
         event: torch.cuda.Event = _cuda.Event(enable_timing=timed)
         return event
 
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        given, before = getattr(self._thread, "current", None), self._current
+        torch.cuda.set_stream(stream)
+        self._thread.current = stream
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(before)
+            self._thread.current = given
+
+    @property
+    def _current(self) -> torch.cuda.Stream:
+        """The calling thread's stream. To ask torch makes a new object of it, which costs as much as a launch."""
+        stream: torch.cuda.Stream | None = getattr(self._thread, "current", None)
+        return torch.cuda.current_stream(self._index) if stream is None else stream
 
     def launch(self, kernels: Kernels) -> None:
         kernels()
@@ -98,10 +113,10 @@ class CudaDriver:
         self.copy(*ends())
 
     def record(self, event: torch.cuda.Event) -> None:
-        event.record(torch.cuda.current_stream(self._index))
+        event.record(self._current)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        event.wait(torch.cuda.current_stream(self._index))
+        event.wait(self._current)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
@@ -215,8 +230,9 @@ class CudaDriver:
                 raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
             finally:
                 del error  # it and this frame would keep each other, and the tensors that were made in the pool
-        compute = torch.cuda.current_stream(self._index)
-        return CudaGraph(graph, pool, lambda: self._make_workspaces(compute))
+        stream = self._current
+        has_kernels = any(stream.cuda_stream in adopted for adopted in self._adopted.values())
+        return CudaGraph(graph, pool, lambda: self._make_workspaces(stream) if has_kernels else None)
 
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:

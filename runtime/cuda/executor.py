@@ -1,7 +1,7 @@
 """The CUDA executor: one launch per inference where the program could be captured, streams and events elsewhere.
 
     compute   | inputs, kernels, outputs of A          | ... of B                    one graph each, copies inside
-    swap_in   |    (A's copies)                        | epilogue of A ...           copies between inferences
+    swap_in   |    (A's copies)                        | epilogue of A ...           another graph
 
 The thread that calls `run` waits for the outputs, so an inference begins when the kernels of the one before have
 ended. What it must still wait for on the device is the epilogue of its model's last run.
@@ -107,7 +107,9 @@ class CudaExecutor:
     def _load_residents(self, program: CudaProgram) -> None:
         with self._faults(program):
             self._adopt()
-            transfer = self._transfers.submit(program, program.schedule.residents)
+            transfer = self._transfers.submit(
+                program, program.schedule.residents, graph=program.admission.residents
+            )
             self._transfers.take(program.name)
             self._driver.synchronize(transfer.event)
             _raise_if_failed(program, transfer)
@@ -221,7 +223,7 @@ class CudaExecutor:
             perform = watch.timing(program.performing(self._driver, []))
             self._transfers.submit(program, copies, perform)
         elif copies:
-            self._transfers.submit(program, copies)
+            self._transfers.submit(program, copies, graph=program.admission.epilogue)
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.

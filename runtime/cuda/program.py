@@ -35,10 +35,13 @@ class AdmissionState:
 
     pool: AllocatorPool | None = None
     graph: CapturedGraph | None = None
+    epilogue: CapturedGraph | None = None
+    residents: CapturedGraph | None = None
+    """Graphs of the copies between inferences, where there are copies."""
     refused: str | None = None
     """Why there is no graph."""
     graph_bytes: int = 0
-    """Device memory that the graph takes outside of the arena."""
+    """Device memory that the graphs take outside of the arena."""
     measuring: bool = False
     """It runs to be measured: what its pool refuses to kernels is logged, and the load does not fail."""
 
@@ -98,11 +101,12 @@ class CudaProgram(Program):
             tensor.reset()
             tensor.close()
         admission = self.admission
-        if admission.graph is not None:
-            admission.graph.close()
+        for graph in (admission.graph, admission.epilogue, admission.residents):
+            if graph is not None:
+                graph.close()
         if admission.pool is not None:
             admission.pool.close()
-        admission.graph = admission.pool = None
+        admission.graph = admission.epilogue = admission.residents = admission.pool = None
         admission.graph_bytes = 0
         if not self.borrows_buffers:
             self.buffers.close()

@@ -102,7 +102,8 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
         "use_mem_pool": use_mem_pool,
         "Stream": lambda device: SimpleNamespace(cuda_stream=7),
         "CUDAGraph": Graph,
-        "current_stream": lambda index: SimpleNamespace(cuda_stream=7),
+        "current_stream": lambda index: left.append(("current_stream",)) or SimpleNamespace(cuda_stream=7),
+        "set_stream": lambda stream: left.append(("set_stream", stream.cuda_stream)),
         "stream": lambda stream: nullcontext(),
         "set_device": lambda index: None,
         "mem_get_info": lambda index: (0, 0),
@@ -244,12 +245,20 @@ def test_pinned_memory_stays_while_it_is_registered(driver: CudaDriver) -> None:
 def test_workspaces_are_made_anew_after_a_graph_was_released(driver: CudaDriver) -> None:
     """Torch 2.12 releases those of the graph's stream, although other graphs use them."""
     pool: Any = SimpleNamespace(id=(0, 1))
+    driver._adopted[threading.current_thread()] = {7}
     graph = driver.capture(pool, lambda: None)
     entries = driver.left  # type: ignore[attr-defined]
     assert not [entry for entry in entries if entry[0] == "pool"]
     graph.close()
     assert graphs[0].calls == ["begin", "end", "reset"]
     assert ("pool", driver._libraries) in entries
+
+
+def test_a_graph_of_copies_has_no_workspaces(driver: CudaDriver) -> None:
+    """Its stream runs no kernels: 34 MiB would be taken for nothing."""
+    pool: Any = SimpleNamespace(id=(0, 1))
+    driver.capture(pool, lambda: None).close()
+    assert ("pool", driver._libraries) not in driver.left  # type: ignore[attr-defined]
 
 
 def test_a_thread_is_adopted_even_if_an_earlier_one_had_its_number(
@@ -269,6 +278,28 @@ def test_a_thread_is_adopted_even_if_an_earlier_one_had_its_number(
         thread.start()
         thread.join()
     assert adopted == ["first", "second"]
+
+
+def test_events_go_to_the_stream_that_the_driver_has_set(driver: CudaDriver) -> None:
+    """Op by op, an inference has hundreds of them, and to ask torch for its stream costs as much as a launch."""
+    outer, inner = SimpleNamespace(cuda_stream=1), SimpleNamespace(cuda_stream=2)
+    seen: list[int] = []
+    event: Any = SimpleNamespace(
+        record=lambda stream: seen.append(stream.cuda_stream), wait=lambda stream: seen.append(stream.cuda_stream)
+    )
+    driver.left.clear()  # type: ignore[attr-defined]
+    with driver.on(outer):  # type: ignore[arg-type]
+        driver.record(event)
+        with driver.on(inner):  # type: ignore[arg-type]
+            driver.wait(event)
+        driver.wait(event)
+    assert seen == [1, 2, 1]
+    entries = driver.left  # type: ignore[attr-defined]
+    assert entries == [("current_stream",), *(("set_stream", n) for n in (1, 2, 1, 7))]
+    elsewhere = threading.Thread(target=lambda: driver.record(event))
+    elsewhere.start()
+    elsewhere.join()
+    assert seen[-1] == 7, "another thread has a current stream of its own"
 
 
 def test_streams_are_refused_before_torch_gives_the_first_one_out_again(driver: CudaDriver) -> None:

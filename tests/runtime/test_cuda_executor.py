@@ -57,7 +57,29 @@ def test_the_epilogue_is_issued_after_the_outputs_and_waited_for_by_the_next_run
     driver = driver_of(bench)
     driver.calls.clear()
     bench.run(program)
-    assert driver.calls == ["wait", "replay", "record", "synchronize", "copy", "record"]
+    assert driver.calls == ["wait", "replay", "record", "synchronize", "replay", "record"]
+
+
+def test_residents_that_are_loaded_again_are_one_launch(bench: Bench) -> None:
+    program = beside(bench, evicting_plan(bench.graph), 0, "a")
+    expected = bench.run(program).outputs[0]
+    driver = driver_of(bench)
+    bench.executor.settle()
+    assert bench.arena is not None
+    for step in program.residents:
+        bench.arena.bytes(step.offset, step.nbytes).fill_(1)
+    driver.calls.clear()
+    bench.executor.load(program)
+    assert driver.calls == ["replay", "record", "synchronize"]
+    assert torch.equal(bench.run(program).outputs[0], expected)
+
+
+def test_a_released_program_leaves_no_graph_of_its_copies(bench: Bench) -> None:
+    driver = driver_of(bench)
+    program = beside(bench, evicting_plan(bench.graph), 0, "a")
+    assert driver.graphs == 3, "the inference, its epilogue, its residents"
+    bench.executor.release(program)
+    assert driver.graphs == 0
 
 
 def test_a_lost_device_is_said_to_every_request(bench: Bench) -> None:
