@@ -1,19 +1,21 @@
 """The real CUDA, through torch: streams, events, copies, pinned memory, pools, graphs, and NVML for what is in use."""
 
+import atexit
 import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from cohabit.planner.errors import format_bytes
 from cohabit.runtime.cuda.api import DeviceMemory, HostBytes, Kernels
 from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
-from cohabit.runtime.cuda.pools import CarvedPool
+from cohabit.runtime.cuda.pools import CarvedPool, close_open_pools
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 
 _cuda: Any = torch.cuda  # in large part without types
@@ -24,6 +26,16 @@ _CYCLES_PER_S = 2e9
 _NOT_CAPTURED = "kernels could not be captured"
 _registered: dict[int, HostBytes] = {}
 """Pinned host memory by address. The system must not give the addresses out again before they are unpinned."""
+_graphs: "WeakSet[CudaGraph]" = WeakSet()
+"""Those that are open. They keep their pools."""
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Release graphs, then pools, while the interpreter can still be called back."""
+    for graph in list(_graphs):
+        graph.reset()
+    close_open_pools()
 
 
 class CudaDriver:
@@ -201,12 +213,17 @@ class CudaDriver:
 
     def memory(self) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(self._index)
-        return DeviceMemory(total, free, _process_bytes(self._index))
+        return DeviceMemory(total, free, self._nvml.process_bytes())
+
+    @cached_property
+    def _nvml(self) -> "_Nvml":
+        return _Nvml(self._index)
 
     # Graphs
 
     def capture(self, pool: CarvedPool, issue: Callable[[], None]) -> "CudaGraph":
         graph: Any = torch.cuda.CUDAGraph()
+        users = pool.use_count
         torch.cuda.synchronize(self._index)
         error: Exception | None = None
         with _without_garbage_collection():
@@ -218,14 +235,14 @@ class CudaDriver:
             try:
                 graph.capture_end()
             except RuntimeError as raised:
-                # The capture is over, but torch may still send its allocations to the pool, and then counts a user.
-                with suppress(RuntimeError):
+                with suppress(RuntimeError):  # torch may still send allocations to the pool; 2.12 and later do not
                     torch._C._cuda_endAllocateToPool(self._index, pool.id)
-                    torch._C._cuda_releasePool(self._index, pool.id)
                 error = error or raised
         if error is not None:
             with suppress(RuntimeError):
                 graph.reset()
+            for _ in range(pool.use_count - users):  # users that neither of them has released
+                torch._C._cuda_releasePool(self._index, pool.id)
             try:
                 raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
             finally:
@@ -267,12 +284,19 @@ class CudaGraph:
         self._graph = graph
         self._pool = pool
         self._make_workspaces = make_workspaces
+        _graphs.add(self)
 
     def replay(self) -> None:
         self._graph.replay()
 
+    def reset(self) -> None:
+        """Release the graph and its reference to the pool, and no more."""
+        _graphs.discard(self)
+        with suppress(RuntimeError):  # a lost device
+            self._graph.reset()
+
     def close(self) -> None:
-        self._graph.reset()
+        self.reset()
         self._make_workspaces()
 
 
@@ -290,17 +314,29 @@ class _AtAddress:
         }
 
 
-def _process_bytes(index: int) -> int | None:
-    """Device memory of this process by NVML; None if NVML does not know the process."""
-    try:
+class _Nvml:
+    """NVML for one device, opened once: to open it takes longer than a question."""
+
+    def __init__(self, index: int) -> None:
+        self._handle: Any = None
+        try:
+            import pynvml
+        except ImportError:
+            return
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+
+    def process_bytes(self) -> int | None:
+        """Device memory of this process; None if NVML is not there, or does not know the process."""
+        if self._handle is None:
+            return None
         import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}".encode())
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
-        return None
-    own = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
-    return int(own[0]) if own and own[0] is not None else None
+
+        try:
+            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        except pynvml.NVMLError:
+            return None
+        own = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
+        return int(own[0]) if own and own[0] is not None else None
