@@ -48,6 +48,7 @@ class CudaDriver:
         self._index = index
         self._libcuda = LibCuda()
         self._streams = 0
+        self._allocated: dict[int, int] = {}
         self._thread = threading.local()
         self._adopted: WeakKeyDictionary[threading.Thread, set[int]] = WeakKeyDictionary()
         """The compute streams that each thread issues to. Linux uses the numbers of threads again."""
@@ -164,12 +165,18 @@ class CudaDriver:
                 f"the device has {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free, less"
                 f" than the {format_bytes(nbytes)} of the arena; lower --memory"
             ) from error
+        self._allocated[address] = nbytes
         return torch.as_tensor(_AtAddress(address, nbytes), device=self.device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(self._allocated.values())
 
     def free(self, memory: torch.Tensor) -> None:
         if memory.nbytes and self.well():
             self._enter()
             self._libcuda.free(memory.data_ptr())
+            del self._allocated[memory.data_ptr()]
 
     def _enter(self) -> None:
         """Make the device's context the calling thread's: the runtime API's first call does."""

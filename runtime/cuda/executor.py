@@ -19,6 +19,7 @@ import torch
 
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.runtime.backend import Capture, Result
+from cohabit.runtime.cuda.api import Driver
 from cohabit.runtime.cuda.capture import capture
 from cohabit.runtime.cuda.inference import issue_inference
 from cohabit.runtime.cuda.issue import Streams
@@ -39,6 +40,17 @@ class SharedDevice:
     exclusive: threading.RLock = field(default_factory=threading.RLock)
     """Held to allocate, to capture, and to synchronise the whole device. Replays do not need it."""
     lost: str | None = None
+    outside_bytes: int = 0
+    """Device memory of this process that is in no arena: the context, what libraries keep per lane, constants, and
+    graphs. Where the driver does not tell processes apart, others' memory is included."""
+
+    def note_memory(self, driver: Driver) -> None:
+        """Ask the driver how much that is now."""
+        memory = driver.memory()
+        used_bytes = memory.process_bytes
+        if used_bytes is None:
+            used_bytes = memory.total_bytes - memory.free_bytes
+        self.outside_bytes = max(0, used_bytes - driver.allocated_bytes)
 
 
 class CudaExecutor:
@@ -66,6 +78,7 @@ class CudaExecutor:
         if self._thread is not threading.current_thread():
             with self._shared.exclusive:
                 self._driver.adopt_thread(self._streams.compute)
+                self._shared.note_memory(self._driver)
             self._thread = threading.current_thread()
 
     def close(self) -> None:
@@ -266,6 +279,7 @@ class CudaExecutor:
                 "reason": program.admission.refused,
             }
             _log.warning("program is issued op by op, not as one graph", extra={"fields": fields})
+        self._shared.note_memory(self._driver)
 
     def _first_run(self, program: CudaProgram) -> None:
         try:
@@ -287,6 +301,7 @@ class CudaExecutor:
         self._admitted = [p for p in self._admitted if p is not program]
         with self._shared.exclusive:
             program.close()
+            self._shared.note_memory(self._driver)
 
     @contextmanager
     def _faults(self, program: CudaProgram) -> Iterator[None]:

@@ -109,6 +109,8 @@ class DeviceUse(msgspec.Struct, frozen=True):
     pinned_total_bytes: int | None = None
     """Limit of pinned host memory; None on devices that pin none."""
     pinned_used_bytes: int = 0
+    outside_bytes: int | None = None
+    """Device memory that the process takes outside of the arena; None on devices where it takes none."""
 
 
 def lane_name(kind: str, lane: int, lanes: int) -> str:

@@ -171,6 +171,10 @@ class FakeDriver:
         """Set to make captures fail."""
         self.graph_bytes = 0
         """Device memory that a graph takes."""
+        self.context_bytes = 0
+        """Device memory that the process takes for nothing else."""
+        self.names_processes = True
+        """Whether it says what of its memory this process takes."""
         self.graphs = 0
         """That have been captured and not been closed."""
         self.skip_waits: set[int] = set()
@@ -452,8 +456,8 @@ class FakeDriver:
         yield
 
     def memory(self) -> DeviceMemory:
-        used = self.allocated_bytes + self.graphs * self.graph_bytes
-        return DeviceMemory(self._total_bytes, self._total_bytes - used, used)
+        used = self.context_bytes + self.allocated_bytes + self.graphs * self.graph_bytes
+        return DeviceMemory(self._total_bytes, self._total_bytes - used, used if self.names_processes else None)
 
     # Graphs
 

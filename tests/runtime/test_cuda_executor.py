@@ -177,6 +177,20 @@ def test_stalls_are_what_an_inference_takes_beyond_its_kernels(bench: Bench) -> 
     assert 0 < result.stall_s < result.latency_s
 
 
+@pytest.mark.parametrize("names_processes", [True, False])
+def test_what_lies_outside_of_the_arena_is_measured_when_programs_are_loaded_and_released(
+    lowered: Lowered, names_processes: bool
+) -> None:
+    driver = FakeDriver()
+    driver.context_bytes, driver.graph_bytes, driver.names_processes = 500 * MIB, MIB, names_processes
+    with opened(lambda: CudaBackend(driver), lowered, 16 * MIB) as bench:
+        assert bench.backend.outside_bytes == 500 * MIB
+        program = beside(bench, evicting_plan(bench.graph), 0, "a")
+        assert bench.backend.outside_bytes == 503 * MIB, "with three graphs"
+        bench.executor.release(program)
+        assert bench.backend.outside_bytes == 500 * MIB
+
+
 def test_a_captured_program_says_what_its_graph_takes_and_another_why_there_is_none(bench: Bench) -> None:
     driver = driver_of(bench)
     driver.graph_bytes = 1000
