@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)} (default: all)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=STEP_S, help="time for each step (default: %(default)s)")
     options = parser.parse_args(argv)
     if unknown := set(options.steps) - set(STEPS):
         parser.error(f"no steps: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
@@ -44,16 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return NO_GPU
-    failed = [step for step in options.steps or STEPS if _run(step, options.output) != 0]
+    failed = [step for step in options.steps or STEPS if _run(step, options.output, options.seconds) != 0]
     print(f"did not hold: {', '.join(failed)}" if failed else "everything held", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _run(step: str, output: Path) -> int:
+def _run(step: str, output: Path, seconds: float) -> int:
     """Run a step in a process of its own, and return its exit status. Whatever happens to it, the next ones run."""
     print(f"== {step}", flush=True)
     if step != TESTS:
-        command = ["-m", f"benchmarks.gpu.{step}", "--output", str(output)]
+        command = ["-m", f"benchmarks.gpu.{step}", "--output", str(output), "--seconds", str(seconds)]
         return subprocess.run([sys.executable, *command], check=False).returncode
     command = ["-X", "faulthandler", "-m", "pytest", "-m", "gpu", *GPU_TESTS, "-q", "--durations=10"]
     # A machine that was lent may lack plugins that the project's settings name, and its libraries may warn.
@@ -63,11 +64,11 @@ def _run(step: str, output: Path) -> int:
     try:
         with log.open("wb") as file:
             status = subprocess.run(
-                [sys.executable, *command], timeout=STEP_S, check=False, stdout=file, stderr=file
+                [sys.executable, *command], timeout=seconds, check=False, stdout=file, stderr=file
             ).returncode
         ended = f"Ended with status {status}.\n"
     except subprocess.TimeoutExpired:
-        status, ended = 1, f"The tests took longer than {STEP_S:.0f} s.\n"
+        status, ended = 1, f"The tests took longer than {seconds:.0f} s.\n"
     print(f"{log.read_text(errors='replace')[-4000:]}\n{ended}")
     record("gpu-tests", "Tests on a GPU", "benchmarks.gpu.run", [ended, with_log(log)], output)
     log.unlink()

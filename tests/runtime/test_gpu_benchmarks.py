@@ -20,6 +20,7 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.lowering import lower as lower_module
 from cohabit.runtime.options import DEFAULTS
+from tests.runtime import gpu_dry_run
 from tests.runtime.cuda_fake import FakeDriver, pinned_array
 
 MIB = 1 << 20
@@ -275,6 +276,30 @@ def test_no_gpu_is_not_a_success_of_make() -> None:
 def test_results_go_to_the_folder_that_a_lent_machine_names(variables: list[str]) -> None:
     command = ["make", "-n", "-C", str(ROOT), "gpu-check", *variables]
     assert '--output "/elsewhere"' in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_tests_that_take_longer_than_their_time_are_ended_and_leave_their_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def hang(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> None:
+        if timeout is None:
+            raise FileNotFoundError("this machine has no git")
+        options["stdout"].write(b"test_it PASSED")
+        options["stdout"].flush()
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run.subprocess, "run", hang)
+    assert run.main(["tests", "--output", str(tmp_path), "--seconds", "20"]) == 1
+    written = (tmp_path / "gpu-tests.md").read_text()
+    assert "The tests took longer than 20 s." in written
+    assert "test_it PASSED" in written
+
+
+def test_the_dry_run_has_a_cell_of_every_step_and_leaves_out_tests_that_exist() -> None:
+    assert {step.name for step in gpu_dry_run.CELLS} == set(run.STEPS) - {run.TESTS}
+    written = (ROOT / "tests" / "runtime" / "test_cuda_gpu.py").read_text()
+    assert all(f"def {name}(" in written for name in gpu_dry_run.NEED_A_DEVICE)
 
 
 def test_an_unknown_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
