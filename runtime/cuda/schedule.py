@@ -312,7 +312,13 @@ def _placed(program: Program, end: int, joining: Joining | None) -> Iterator[_Pl
             steps = program.swap_ins[copy.first : copy.last]
             computes, outs = max(s.computes_before for s in steps), max(s.others_before for s in steps)
             needs = {"compute": (computes, 0), "swap_out": (outs, 0)}
-            yield _Placed(steps[-1].step, "swap_in", copy, needs, (copy.last, 0))
+            # As early as what it waits for allows: ops that need its first part may come before its last one's step.
+            place = max(
+                steps[0].step,
+                program.computes[computes - 1].step if computes else -1,
+                program.swap_outs[outs - 1].step if outs else -1,
+            )
+            yield _Placed(place, "swap_in", copy, needs, (copy.last, 0))
     for index, step in enumerate(program.swap_outs):
         needs = {"compute": (step.computes_before, 0), "swap_in": (step.others_before, 0)}
         yield _Placed(step.step, "swap_out", Save(index), needs, (index + 1, 0))

@@ -328,6 +328,17 @@ def test_no_op_begins_later_because_copies_are_joined(lowered: Lowered) -> None:
                 assert free_s <= forecast.latest_s[copy.first], op_s
 
 
+def test_a_joined_copy_is_issued_before_the_op_of_its_first_part(lowered: Lowered) -> None:
+    """A plan may name a copy late that could begin early; what it is joined with is needed before."""
+    program = timed(lowered, [1 << 20] * 8, [0.1] * 8)
+    late = replace(program.swap_ins[-1], step=2 * 8)
+    program = replace(program, swap_ins=(*program.swap_ins[:-1], late))
+    issues = schedule(program).commands.issues
+    (copy,) = [i.command for i in issues if isinstance(i.command, Copy)]
+    assert copy.last - copy.first == 8
+    assert [type(i.command) for i in issues if i.lane == "swap_in"] == [Wait, Copy, Record]
+
+
 def test_without_a_profile_every_op_is_near(lowered: Lowered) -> None:
     program = timed(lowered, [1 << 20] * 8, [1.0] * 8)
     program = replace(program, draft=replace(program.draft, profile=None))
