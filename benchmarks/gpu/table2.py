@@ -28,8 +28,8 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.cuda.schedule import Copy
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.options import DEFAULTS, Options
 

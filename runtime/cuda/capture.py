@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from cohabit.runtime.cuda.api import CapturedGraph
 from cohabit.runtime.cuda.inference import issue_inference
 from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.cuda.schedule import Copy
 from cohabit.runtime.errors import CaptureFailed
 
 _log = logging.getLogger("cohabit.cuda")

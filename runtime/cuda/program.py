@@ -13,7 +13,8 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from cohabit.runtime.cuda.buffers import Buffers
 from cohabit.runtime.cuda.issue import Perform
-from cohabit.runtime.cuda.schedule import Copy, Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
+from cohabit.runtime.cuda.joining import Copy
+from cohabit.runtime.cuda.schedule import Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered

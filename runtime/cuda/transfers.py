@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from cohabit.runtime.cuda.api import CapturedGraph, Event
 from cohabit.runtime.cuda.issue import Perform, Streams
+from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.cuda.schedule import Copy
 
 
 @dataclass(slots=True)

@@ -4,7 +4,8 @@
 // Copies move bytes when they are issued, and again when their graph is launched. What CUDA would refuse is refused and
 // said on stderr: calls that a capture forbids, waits across captures, streams that do not lead back, copies in a
 // capture from memory that is not pinned, and addresses that are not allocated. One library stands for the runtime, the
-// few calls of the driver API that the project makes, and cuBLAS; cuDNN has to be switched off.
+// few calls of the driver API that the project makes, and cuBLAS; cuDNN has to be switched off. `cudaStubRefusals` says
+// how often something was refused.
 
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
@@ -68,12 +69,15 @@ std::map<uintptr_t, Block> device_, pinned_;
 std::map<unsigned long long, Capture *> captures_;
 unsigned long long last_capture_ = 0;
 size_t used_ = 0;
+int refusals_ = 0;
 thread_local cudaError_t error_ = cudaSuccess;
 thread_local cudaStreamCaptureMode mode_ = cudaStreamCaptureModeGlobal;
 
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(lock_)
 
 cudaError_t refuse(cudaError_t error, const char *why) {
+  LOCKED;
+  refusals_++;
   std::fprintf(stderr, "cuda stub: %s (%d)\n", why, static_cast<int>(error));
   return error_ = error;
 }
@@ -195,6 +199,8 @@ cudaStreamCaptureStatus status_of(Capture *capture) {
 }  // namespace
 
 extern "C" {
+
+int cudaStubRefusals() { return refusals_; }
 
 // The device: an H100 in what torch asks for
 

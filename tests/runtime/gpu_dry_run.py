@@ -1,9 +1,11 @@
 """`make gpu-dry-run`: the GPU tests, and a cell of each GPU benchmark, on a stub of CUDA (`cuda_stub.cpp`).
 
 What torch's real CUDA build does with memory, streams and captures is real. Kernels do nothing, so no values are
-compared. Without arguments every part runs in a process of its own; exit status 0 if all of them end with that.
+compared. Without arguments every part runs in a process of its own; exit status 0 if all of them end with that. A part
+in which the stub has refused a call, as CUDA would, does not.
 """
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -59,8 +61,12 @@ def main(arguments: Sequence[str]) -> int:
     (part,) = arguments
     if part == run.TESTS:
         options = ["-m", "gpu", "-q", "-o", "addopts=-ra", "-W", "default", "-p", "no:cacheprovider"]
-        return int(pytest.main([*options, *run.GPU_TESTS], [WithoutValues()]))
-    return _one_cell(next(step for step in CELLS if step.name == part))
+        status = int(pytest.main([*options, *run.GPU_TESTS], [WithoutValues()]))
+    else:
+        status = _one_cell(next(step for step in CELLS if step.name == part))
+    refusals = ctypes.CDLL("libcuda.so.1").cudaStubRefusals()
+    print(f"{part}: the stub refused {refusals} calls", file=sys.stderr)
+    return status or int(refusals > 0)
 
 
 def _one_cell(step: steps.Step) -> int:  # type: ignore[type-arg]

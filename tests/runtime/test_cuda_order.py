@@ -24,18 +24,15 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.draft import SwapStep
 from cohabit.runtime.cuda import program as cuda_program
 from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.joining import Copy, Forecast, Joining, joined
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.cuda.schedule import (
     FORK,
     Commands,
-    Copy,
     Issue,
     IssueSchedule,
-    Joining,
     Record,
     Wait,
-    _Forecast,
-    joined,
     schedule,
 )
 from cohabit.runtime.errors import DeviceError
@@ -278,7 +275,7 @@ def test_a_large_copy_is_not_joined_beyond_twice_what_is_enough() -> None:
 def test_a_copy_waits_for_what_its_neighbour_waits_for_only_where_it_is_in_time_even_then(lowered: Lowered) -> None:
     for op_s, firsts in ((1e-6, [0, 2, 3, 5, 7]), (0.1, [0])):
         program = timed(lowered, [1 << 20] * 8, [op_s] * 8, {3: 1})
-        copies = joined(program.swap_ins, 0, Joining.of(program.draft.profile), _Forecast.of(program))
+        copies = joined(program.swap_ins, 0, Joining.of(program.draft.profile), Forecast.of(program))
         assert [c.first for c in copies] == firsts
 
 
@@ -309,17 +306,17 @@ def test_copies_that_an_op_soon_waits_for_are_smaller(lowered: Lowered) -> None:
     """The first op would wait for all of a joined copy. A copy in time is as large as it may be."""
     soon = timed(lowered, [1 << 20] * 10, [1e-6] * 10)
     joining = Joining.of(soon.draft.profile)
-    sizes = [c.nbytes >> 20 for c in joined(soon.swap_ins, 0, joining, _Forecast.of(soon))]
+    sizes = [c.nbytes >> 20 for c in joined(soon.swap_ins, 0, joining, Forecast.of(soon))]
     assert sizes == [2, 2, 2, 2, 2]
     later = timed(lowered, [1 << 20] * 10, [1e-3] * 10)
-    sizes = [c.nbytes >> 20 for c in joined(later.swap_ins, 0, joining, _Forecast.of(later))]
+    sizes = [c.nbytes >> 20 for c in joined(later.swap_ins, 0, joining, Forecast.of(later))]
     assert sizes == [2, 8], "the first op waits for its copy, the others do not"
 
 
 def test_no_op_begins_later_because_copies_are_joined(lowered: Lowered) -> None:
     for op_s in (1e-6, 5e-5, 2e-4, 1e-3):
         program = timed(lowered, [1 << 20] * 10, [op_s] * 10, {3: 1, 5: 2, 7: 4})
-        forecast, joining = _Forecast.of(program), Joining.of(program.draft.profile)
+        forecast, joining = Forecast.of(program), Joining.of(program.draft.profile)
         free_s, latest = 0.0, 0
         for copy in joined(program.swap_ins, 0, joining, forecast):
             latest = max(latest, *(s.computes_before for s in program.swap_ins[copy.first : copy.last]))
@@ -342,5 +339,5 @@ def test_a_joined_copy_is_issued_before_the_op_of_its_first_part(lowered: Lowere
 def test_without_a_profile_every_op_is_near(lowered: Lowered) -> None:
     program = timed(lowered, [1 << 20] * 8, [1.0] * 8)
     program = replace(program, draft=replace(program.draft, profile=None))
-    copies = joined(program.swap_ins, 0, Joining.of(None), _Forecast.of(program))
+    copies = joined(program.swap_ins, 0, Joining.of(None), Forecast.of(program))
     assert [c.nbytes >> 20 for c in copies] == [2, 2, 2, 2]
