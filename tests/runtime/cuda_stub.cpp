@@ -225,7 +225,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *its, int) {
   std::memset(its, 0, sizeof *its);
   std::strcpy(its->name, "a stub of an H100");
-  std::memcpy(its->uuid.bytes, "cuda-stub-device", 16);
+  std::memcpy(its->uuid.bytes, "stub-of-a-device", 16);
   its->major = 9;
   its->multiProcessorCount = 132;
   its->totalGlobalMem = kDeviceBytes;
