@@ -96,6 +96,9 @@ def load(
         loaded = Loaded(memory, deployment, placement, failures)
         (preparer.quick_planners if config.plans_later else preparer).release()
         _place(loaded, prepared, on_progress)
+        if backend.outside_bytes is not None:
+            fields = {"arena_bytes": arena_bytes, "outside_bytes": backend.outside_bytes}
+            _log.info("device memory in the arena and outside of it", extra={"fields": fields})
     except BaseException:
         preparer.close()
         raise
