@@ -123,6 +123,11 @@ class DeviceBackend(Protocol[P]):
         """The use of pinned host memory; None on devices without it."""
         ...
 
+    @property
+    def outside_bytes(self) -> int | None:
+        """Device memory that the process takes outside of arenas, as of the last load; None where nothing does."""
+        ...
+
     def arena(self, nbytes: int) -> DeviceArena[Any]:
         """Allocate device memory. Raises MemoryExceeded."""
         ...

@@ -46,7 +46,7 @@ def _peers() -> dict[str, Callable[[], float]]:
 def measure(cell: str) -> Iterator[Row | str]:
     if cell == OURS:
         backend = open_gpu()
-        for name, seconds in _ours(backend, resnet(backend, [1])):
+        for name, seconds in _ours(backend, resnet(backend, 1)):
             yield Row(name, seconds)
         return
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # as ours has it

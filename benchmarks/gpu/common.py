@@ -1,9 +1,9 @@
 """What the GPU benchmarks share: the device, a lowered ResNet-152, a clock, and timing of programs."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,13 +20,14 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.api import AllocatorPool
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.driver import CudaDriver
-from cohabit.runtime.cuda.profiling.measure import ample_plan
+from cohabit.runtime.cuda.profiling import measure
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.options import DEFAULTS, Options
 
 FOLDER = Path(".gpu")
+BATCHES = (1, 16, 32, 64)
 PLAN_S = 3.0
 RUNS, WARM_UP, REPLAYS = 30, 5, 7
 _QUEUE_S = 0.004
@@ -49,11 +50,14 @@ def open_gpu() -> CudaBackend:
     return CudaBackend(CudaDriver.open())
 
 
-def resnet(backend: CudaBackend, batches: list[int], options: Options = DEFAULTS) -> Measured:
-    """ResNet-152, lowered and measured; both are kept in the folder."""
+def resnet(
+    backend: CudaBackend, batch: int, options: Options = DEFAULTS, batches: Sequence[int] = BATCHES
+) -> Measured:
+    """ResNet-152, lowered at `batches` at once and measured at one of them; both are kept in the folder."""
     path = export_resnet152(FOLDER / "resnet152" / "1" / "model.pt2")
-    lowered = lower(path, "resnet152", batches, FOLDER / "lowered", print, options)
+    lowered = lower(path, "resnet152", batches, FOLDER / "lowered", print, options, compare_rows=False)
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    lowered = replace(lowered, traces={Bucket(batch): lowered.traces[Bucket(batch)]})
     lowered, profiles = backend.measure(lowered, store, FOLDER / "profiles", print)
     return Measured(lowered, store, profiles)
 
@@ -74,8 +78,9 @@ def loaded(backend: CudaBackend, model: Measured, plan: Plan, batch: int) -> Ite
 
 @contextmanager
 def resident(backend: CudaBackend, model: Measured, batch: int) -> Iterator[CudaProgram]:
-    """The model with everything in memory: one captured graph, the ideal."""
-    with loaded(backend, model, ample_plan(model.graph(batch)), batch) as program:
+    """The model with everything in memory, as it was measured: one captured graph, the ideal."""
+    graph = model.graph(batch)
+    with measure.resident(backend, backend.streams, model.lowered, model.store, graph) as program:
         yield program
 
 
@@ -92,6 +97,21 @@ def latencies_s(backend: CudaBackend, program: CudaProgram) -> list[float]:
         times.append(backend.executor.run(program, inputs).latency_s)
         backend.executor.settle()
     return times[WARM_UP:]
+
+
+def plain_sources(backend: CudaBackend, nbytes: int) -> Iterator[torch.Tensor]:
+    """Yield pinned memory for a plain copy, of each kind that there is, for as long as the caller uses it.
+
+    Ours is registered, in huge pages; torch allocates its own.
+    """
+    host = backend.pinned_memory.take(nbytes, "a plain copy")
+    yield torch.from_numpy(host)
+    backend.pinned_memory.release(host)
+    yield pinned_by_torch(backend, nbytes)
+
+
+def pinned_by_torch(backend: CudaBackend, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def replay_s(backend: CudaBackend, pool: AllocatorPool, issue: Callable[[], None]) -> float:

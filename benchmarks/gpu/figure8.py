@@ -74,7 +74,7 @@ def measure(cell: str) -> Iterator[Point | str]:
     name = next(name for name in LAYOUTS if name == text)
     share = int(percent.removesuffix("%")) / 100
     backend = open_gpu()
-    model = resnet(backend, [1])
+    model = resnet(backend, 1)
     memory = int(share * MODELS * model.graph(1).parameter_bytes)
     try:
         yield from _measure(backend, model, name, share, memory)

@@ -39,7 +39,7 @@ def measure(cell: str) -> Iterator[Row | str]:
     torch.cuda.init()
     context = torch.cuda.mem_get_info()
     backend = open_gpu()
-    model = resnet(backend, [1])
+    model = resnet(backend, 1)
     torch.cuda.empty_cache()
     libraries = backend.driver.memory()
     yield (

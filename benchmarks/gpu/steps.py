@@ -1,7 +1,8 @@
-"""A step of `make gpu-check`: cells that are measured in a process each, and a results file that grows with every row.
+"""A step of `make gpu-check`: cells that are measured in a process each, and one results file.
 
-A cell that crashes, hangs or takes too long costs itself only. Rows are kept in `gpu-STEP.jsonl` as they come, messages
-of the processes in `gpu-STEP.log`, and after every cell `gpu-STEP.md` is written anew.
+A cell that crashes, hangs or takes too long costs itself only. While a step runs, its rows are kept in `gpu-STEP.jsonl`
+as they come, and what the processes print in `gpu-STEP.log`; after every cell `gpu-STEP.md` is written anew. In the end
+`gpu-STEP.md` has all of it.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from benchmarks.record import RESULTS, record
 Row = TypeVar("Row")
 STEP_S = 530.0
 """What a step may take by default."""
+MOST_LOG_BYTES = 64 << 10
+"""So much of a log's end is kept in the results."""
 LEAST_S = 5.0
 """With less time left, no cell is begun."""
 _LAST_LINES = 3
@@ -106,11 +109,23 @@ def _run(step: Step[Any], cells: Sequence[str], output: Path, end_s: float) -> i
         notes = [line.note for line in lines if line.note is not None] + failures
         devices = dict.fromkeys(line.device for line in lines if line.device is not None)
         sections = [*(f"{device}.\n" for device in devices), *step.sections(rows, notes)]
+        sections += [_as_block("Rows", "json", b"\n".join(_lines(path))), with_log(log)]
         record(f"gpu-{step.name}", step.title, step.module, sections, output)
         if left_s < LEAST_S:
             break
+    path.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
     print((output / f"gpu-{step.name}.md").read_text())
     return 0 if rows and not failures else 1
+
+
+def with_log(log: Path) -> str:
+    """The end of what was printed, as a section of a results file."""
+    return _as_block("Log", "text", log.read_bytes()[-MOST_LOG_BYTES:] if log.exists() else b"")
+
+
+def _as_block(title: str, language: str, raw: bytes) -> str:
+    return f"## {title}\n\n```{language}\n{raw.decode(errors='replace').strip()}\n```\n"
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -35,6 +35,7 @@ class CpuBackend:
 
     name = "cpu"
     pinned_memory = None
+    outside_bytes = None
 
     def __init__(
         self,

@@ -172,6 +172,11 @@ class Driver(Protocol):
 
     def memory(self) -> DeviceMemory: ...
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of `allocate` that have not been freed."""
+        ...
+
     def well(self) -> bool:
         """Whether the device still answers."""
         ...

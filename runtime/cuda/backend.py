@@ -50,6 +50,10 @@ class CudaBackend:
         self.executor.start()
 
     @property
+    def outside_bytes(self) -> int:
+        return self._shared.outside_bytes
+
+    @property
     def executor(self) -> CudaExecutor:
         return self._executors[0]
 
@@ -69,6 +73,7 @@ class CudaBackend:
             "total_bytes": before.total_bytes,
             "free_bytes_before": before.free_bytes,
             "process_bytes_before": before.process_bytes,
+            "outside_bytes": self.outside_bytes,
             "pinned_bytes": self.pinned_memory.used_bytes,
             "pinned_limit_bytes": self.pinned_memory.limit_bytes,
         }

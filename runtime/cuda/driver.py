@@ -1,19 +1,21 @@
 """The real CUDA, through torch: streams, events, copies, pinned memory, pools, graphs, and NVML for what is in use."""
 
+import atexit
 import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from cohabit.planner.errors import format_bytes
 from cohabit.runtime.cuda.api import DeviceMemory, HostBytes, Kernels
 from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
-from cohabit.runtime.cuda.pools import CarvedPool
+from cohabit.runtime.cuda.pools import CarvedPool, close_open_pools
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 
 _cuda: Any = torch.cuda  # in large part without types
@@ -24,6 +26,16 @@ _CYCLES_PER_S = 2e9
 _NOT_CAPTURED = "kernels could not be captured"
 _registered: dict[int, HostBytes] = {}
 """Pinned host memory by address. The system must not give the addresses out again before they are unpinned."""
+_graphs: "WeakSet[CudaGraph]" = WeakSet()
+"""Those that are open. They keep their pools."""
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Release graphs, then pools, while the interpreter can still be called back."""
+    for graph in list(_graphs):
+        graph.reset()
+    close_open_pools()
 
 
 class CudaDriver:
@@ -36,6 +48,8 @@ class CudaDriver:
         self._index = index
         self._libcuda = LibCuda()
         self._streams = 0
+        self._allocated: dict[int, int] = {}
+        self._thread = threading.local()
         self._adopted: WeakKeyDictionary[threading.Thread, set[int]] = WeakKeyDictionary()
         """The compute streams that each thread issues to. Linux uses the numbers of threads again."""
         self._libraries: Any = _cuda.MemPool()
@@ -85,8 +99,22 @@ class CudaDriver:
         event: torch.cuda.Event = _cuda.Event(enable_timing=timed)
         return event
 
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        given, before = getattr(self._thread, "current", None), self._current
+        torch.cuda.set_stream(stream)
+        self._thread.current = stream
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(before)
+            self._thread.current = given
+
+    @property
+    def _current(self) -> torch.cuda.Stream:
+        """The calling thread's stream. To ask torch makes a new object of it, which costs as much as a launch."""
+        stream: torch.cuda.Stream | None = getattr(self._thread, "current", None)
+        return torch.cuda.current_stream(self._index) if stream is None else stream
 
     def launch(self, kernels: Kernels) -> None:
         kernels()
@@ -98,10 +126,10 @@ class CudaDriver:
         self.copy(*ends())
 
     def record(self, event: torch.cuda.Event) -> None:
-        event.record(torch.cuda.current_stream(self._index))
+        event.record(self._current)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        event.wait(torch.cuda.current_stream(self._index))
+        event.wait(self._current)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
@@ -137,12 +165,18 @@ class CudaDriver:
                 f"the device has {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free, less"
                 f" than the {format_bytes(nbytes)} of the arena; lower --memory"
             ) from error
+        self._allocated[address] = nbytes
         return torch.as_tensor(_AtAddress(address, nbytes), device=self.device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(self._allocated.values())
 
     def free(self, memory: torch.Tensor) -> None:
         if memory.nbytes and self.well():
             self._enter()
             self._libcuda.free(memory.data_ptr())
+            del self._allocated[memory.data_ptr()]
 
     def _enter(self) -> None:
         """Make the device's context the calling thread's: the runtime API's first call does."""
@@ -186,12 +220,17 @@ class CudaDriver:
 
     def memory(self) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(self._index)
-        return DeviceMemory(total, free, _process_bytes(self._index))
+        return DeviceMemory(total, free, self._nvml.process_bytes())
+
+    @cached_property
+    def _nvml(self) -> "_Nvml":
+        return _Nvml(self._index)
 
     # Graphs
 
     def capture(self, pool: CarvedPool, issue: Callable[[], None]) -> "CudaGraph":
         graph: Any = torch.cuda.CUDAGraph()
+        users = pool.use_count
         torch.cuda.synchronize(self._index)
         error: Exception | None = None
         with _without_garbage_collection():
@@ -203,20 +242,21 @@ class CudaDriver:
             try:
                 graph.capture_end()
             except RuntimeError as raised:
-                # The capture is over, but torch may still send its allocations to the pool, and then counts a user.
-                with suppress(RuntimeError):
+                with suppress(RuntimeError):  # torch may still send allocations to the pool; 2.12 and later do not
                     torch._C._cuda_endAllocateToPool(self._index, pool.id)
-                    torch._C._cuda_releasePool(self._index, pool.id)
                 error = error or raised
         if error is not None:
             with suppress(RuntimeError):
                 graph.reset()
+            for _ in range(pool.use_count - users):  # users that neither of them has released
+                torch._C._cuda_releasePool(self._index, pool.id)
             try:
                 raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
             finally:
                 del error  # it and this frame would keep each other, and the tensors that were made in the pool
-        compute = torch.cuda.current_stream(self._index)
-        return CudaGraph(graph, pool, lambda: self._make_workspaces(compute))
+        stream = self._current
+        has_kernels = any(stream.cuda_stream in adopted for adopted in self._adopted.values())
+        return CudaGraph(graph, pool, lambda: self._make_workspaces(stream) if has_kernels else None)
 
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:
@@ -251,12 +291,19 @@ class CudaGraph:
         self._graph = graph
         self._pool = pool
         self._make_workspaces = make_workspaces
+        _graphs.add(self)
 
     def replay(self) -> None:
         self._graph.replay()
 
+    def reset(self) -> None:
+        """Release the graph and its reference to the pool, and no more."""
+        _graphs.discard(self)
+        with suppress(RuntimeError):  # a lost device
+            self._graph.reset()
+
     def close(self) -> None:
-        self._graph.reset()
+        self.reset()
         self._make_workspaces()
 
 
@@ -274,17 +321,29 @@ class _AtAddress:
         }
 
 
-def _process_bytes(index: int) -> int | None:
-    """Device memory of this process by NVML; None if NVML does not know the process."""
-    try:
+class _Nvml:
+    """NVML for one device, opened once: to open it takes longer than a question."""
+
+    def __init__(self, index: int) -> None:
+        self._handle: Any = None
+        try:
+            import pynvml
+        except ImportError:
+            return
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+
+    def process_bytes(self) -> int | None:
+        """Device memory of this process; None if NVML is not there, or does not know the process."""
+        if self._handle is None:
+            return None
         import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}".encode())
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
-        return None
-    own = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
-    return int(own[0]) if own and own[0] is not None else None
+
+        try:
+            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        except pynvml.NVMLError:
+            return None
+        own = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
+        return int(own[0]) if own and own[0] is not None else None

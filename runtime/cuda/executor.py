@@ -1,7 +1,7 @@
 """The CUDA executor: one launch per inference where the program could be captured, streams and events elsewhere.
 
     compute   | inputs, kernels, outputs of A          | ... of B                    one graph each, copies inside
-    swap_in   |    (A's copies)                        | epilogue of A ...           copies between inferences
+    swap_in   |    (A's copies)                        | epilogue of A ...           another graph
 
 The thread that calls `run` waits for the outputs, so an inference begins when the kernels of the one before have
 ended. What it must still wait for on the device is the epilogue of its model's last run.
@@ -19,6 +19,7 @@ import torch
 
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.runtime.backend import Capture, Result
+from cohabit.runtime.cuda.api import Driver
 from cohabit.runtime.cuda.capture import capture
 from cohabit.runtime.cuda.inference import issue_inference
 from cohabit.runtime.cuda.issue import Streams
@@ -39,6 +40,17 @@ class SharedDevice:
     exclusive: threading.RLock = field(default_factory=threading.RLock)
     """Held to allocate, to capture, and to synchronise the whole device. Replays do not need it."""
     lost: str | None = None
+    outside_bytes: int = 0
+    """Device memory of this process that is in no arena: the context, what libraries keep per lane, constants, and
+    graphs. Where the driver does not tell processes apart, others' memory is included."""
+
+    def note_memory(self, driver: Driver) -> None:
+        """Ask the driver how much that is now."""
+        memory = driver.memory()
+        used_bytes = memory.process_bytes
+        if used_bytes is None:
+            used_bytes = memory.total_bytes - memory.free_bytes
+        self.outside_bytes = max(0, used_bytes - driver.allocated_bytes)
 
 
 class CudaExecutor:
@@ -66,6 +78,7 @@ class CudaExecutor:
         if self._thread is not threading.current_thread():
             with self._shared.exclusive:
                 self._driver.adopt_thread(self._streams.compute)
+                self._shared.note_memory(self._driver)
             self._thread = threading.current_thread()
 
     def close(self) -> None:
@@ -107,7 +120,9 @@ class CudaExecutor:
     def _load_residents(self, program: CudaProgram) -> None:
         with self._faults(program):
             self._adopt()
-            transfer = self._transfers.submit(program, program.schedule.residents)
+            transfer = self._transfers.submit(
+                program, program.schedule.residents, graph=program.admission.residents
+            )
             self._transfers.take(program.name)
             self._driver.synchronize(transfer.event)
             _raise_if_failed(program, transfer)
@@ -221,7 +236,7 @@ class CudaExecutor:
             perform = watch.timing(program.performing(self._driver, []))
             self._transfers.submit(program, copies, perform)
         elif copies:
-            self._transfers.submit(program, copies)
+            self._transfers.submit(program, copies, graph=program.admission.epilogue)
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
@@ -264,12 +279,13 @@ class CudaExecutor:
                 "reason": program.admission.refused,
             }
             _log.warning("program is issued op by op, not as one graph", extra={"fields": fields})
+        self._shared.note_memory(self._driver)
 
     def _first_run(self, program: CudaProgram) -> None:
         try:
             self.run(program, program.examples())
         finally:
-            _raise_if_refused(program)
+            _check_refusal(program)
         self.settle()
         if program.pool.held_bytes and not program.plan.memory.counted:
             raise DeviceError(
@@ -285,6 +301,7 @@ class CudaExecutor:
         self._admitted = [p for p in self._admitted if p is not program]
         with self._shared.exclusive:
             program.close()
+            self._shared.note_memory(self._driver)
 
     @contextmanager
     def _faults(self, program: CudaProgram) -> Iterator[None]:
@@ -311,9 +328,21 @@ class CudaExecutor:
             raise DeviceError(f"{program.graph.name}: {error}") from error
 
 
-def _raise_if_refused(program: CudaProgram) -> None:
-    """Raise MemoryExceeded if the pool refused an allocation, even if the kernel made do: that may change bits."""
-    if (wanted := program.pool.refused_bytes) is not None:
+def _check_refusal(program: CudaProgram) -> None:
+    """Raise MemoryExceeded if the pool refused an allocation, even if another kernel made do: that may change bits.
+
+    While a model is measured, the kernel that made do is the one to measure, and the refusal is logged.
+    """
+    wanted = program.pool.refused_bytes
+    if wanted is not None and program.admission.measuring:
+        fields = {
+            "model": program.graph.name,
+            "batch": str(program.bucket),
+            "refused_bytes": wanted,
+            "pool_bytes": program.pool_memory.nbytes,
+        }
+        _log.warning("a kernel made do with less scratch than it wanted", extra={"fields": fields})
+    elif wanted is not None:
         raise MemoryExceeded(
             f"{program.graph.name}, batch {program.bucket}: torch's allocator wanted {format_bytes(wanted)} more than"
             f" the {format_bytes(program.pool_memory.nbytes)} that the plan has for activations and scratch; measure"

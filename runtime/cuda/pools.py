@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -19,6 +20,13 @@ _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, cty
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _callbacks: dict["_Carver", tuple[object, object]] = {}
 """Of every carver whose segments torch has: it calls them when it releases the last ones, perhaps after the pool."""
+_open: "WeakSet[CarvedPool]" = WeakSet()
+
+
+def close_open_pools() -> None:
+    """Close every pool, at the end of the process: torch must not release segments when the callbacks are gone."""
+    for pool in list(_open):
+        pool.close()
 
 
 class _Carver:
@@ -59,6 +67,7 @@ class CarvedPool:
         take, release = (ctypes.c_void_p.from_buffer(callback).value or 0 for callback in callbacks)
         self._allocator = torch._C._cuda_customAllocator(take, release)
         self._pool: Any = _cuda.MemPool(self._allocator)
+        _open.add(self)
         if large_bytes:
             with self.allocating():
                 torch.empty(large_bytes, dtype=torch.uint8, device=memory.device)
@@ -74,6 +83,12 @@ class CarvedPool:
         assert self._pool is not None
         own: tuple[int, int] = self._pool.id
         return own
+
+    @property
+    def use_count(self) -> int:
+        """How many users torch counts: this object, graphs, and captures that have not ended."""
+        assert self._pool is not None
+        return int(self._pool.use_count())
 
     @property
     def held_bytes(self) -> int:
@@ -92,5 +107,6 @@ class CarvedPool:
     def close(self) -> None:
         """Release the segments. No tensor or graph of the pool may be left."""
         self._pool = None
+        _open.discard(self)
         if not self._carver.segments:
             _callbacks.pop(self._carver, None)

@@ -13,7 +13,8 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from cohabit.runtime.cuda.buffers import Buffers
 from cohabit.runtime.cuda.issue import Perform
-from cohabit.runtime.cuda.schedule import Copy, Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
+from cohabit.runtime.cuda.joining import Copy
+from cohabit.runtime.cuda.schedule import Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
@@ -35,10 +36,15 @@ class AdmissionState:
 
     pool: AllocatorPool | None = None
     graph: CapturedGraph | None = None
+    epilogue: CapturedGraph | None = None
+    residents: CapturedGraph | None = None
+    """Graphs of the copies between inferences, where there are copies."""
     refused: str | None = None
     """Why there is no graph."""
     graph_bytes: int = 0
-    """Device memory that the graph takes outside of the arena."""
+    """Device memory that the graphs take outside of the arena."""
+    measuring: bool = False
+    """It runs to be measured: what its pool refuses to kernels is logged, and the load does not fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +102,12 @@ class CudaProgram(Program):
             tensor.reset()
             tensor.close()
         admission = self.admission
-        if admission.graph is not None:
-            admission.graph.close()
+        for graph in (admission.graph, admission.epilogue, admission.residents):
+            if graph is not None:
+                graph.close()
         if admission.pool is not None:
             admission.pool.close()
-        admission.graph = admission.pool = None
+        admission.graph = admission.epilogue = admission.residents = admission.pool = None
         admission.graph_bytes = 0
         if not self.borrows_buffers:
             self.buffers.close()

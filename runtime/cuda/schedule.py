@@ -1,27 +1,35 @@
-"""A program as commands for three streams: kernels, copies, and the fewest events that keep the plan's order.
+"""A program as commands for three streams: kernels, copies, and the events that keep the plan's order.
 
     compute   K0      W0 K1          K2 R1 ...         K  kernels of one op        W  wait for an event
     swap_in   C(0,1)  R0       ...      W1 C(2)        C  one copy of neighbours   R  record an event
     swap_out     ... S(0) ...                          S  an activation's copy to the host
 
-Streams are in order, so a wait for something earlier than what a stream has waited for already is left out, and so is
-one that another implies. Commands stand in an order in which they can be issued by one thread: no wait before its
-record. Activations allocate and release their bytes in the compute stream's order (`Empty`, `Refill`), whose allocator
-may then reuse the bytes for later work.
+The plan's waits are issued as they stand: its writer has left out those that lane order or another wait implies. Steps
+that are joined are one command, for which a stream waits once. Commands that are no steps of the plan add these waits:
+
+- the first copy of a lane waits for the inference's begin (`FORK`), unless it waits for an op;
+- `Empty` waits for the tensor's last copy out;
+- `Return` waits for its `Refill`, which stands for all that the plan says of that swap-in;
+- at the end, compute waits for the last copy of a lane whose end it does not know.
+
+Residents and epilogues have none: they are issued between inferences, and the executor has a run wait for its model's
+last. Staged copies are the same commands, issued by another thread.
+
+Commands stand in an order in which they can be issued by one thread: no wait before its record. Activations allocate
+and release their bytes in the compute stream's order (`Empty`, `Refill`), whose allocator may then reuse the bytes for
+later work.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 from cohabit.planner.plan import Compute, Drop, Lane, SwapIn, SwapOut
 from cohabit.runtime.binding.draft import SwapStep
 from cohabit.runtime.binding.program import Program
-
-ENOUGH_BYTES = 2 << 20
-"""Neighbours join a copy until it has this size: smaller ones cost latency."""
-MOST_BYTES = 8 << 20
-"""A copy that joins several is no larger than this, so that the first of them need not wait for long."""
+from cohabit.runtime.cuda.joining import Copy, Forecast, Joining, joined
 
 FORK = 0
 """The event after which the copy lanes begin, unless their first copy waits for an op."""
@@ -34,17 +42,6 @@ class Kernels:
     """The kernels of `program.computes[index]`."""
 
     index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Swap-ins [first, last), which are neighbours in host and in device memory."""
-
-    first: int
-    last: int
-    segment: int
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,42 +116,15 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
 
     `join`: whether the store can copy several segments at once.
     """
-    most_bytes = MOST_BYTES if join else 0
+    joining = Joining.of(program.draft.profile) if join else None
     needed = max((c.swap_ins_before for c in program.computes), default=0)
     if program.constants:
         needed = max(needed, program.epilogue)
     needed = max(needed, program.last_return)
     return IssueSchedule(
-        commands=_commands(program, needed, most_bytes),
-        epilogue=joined(program.swap_ins[needed:], needed, most_bytes),
-        residents=joined([step for step in program.residents if step.offloaded is None], 0, most_bytes),
-    )
-
-
-def joined(swap_ins: Sequence[SwapStep], start: int, most_bytes: int = MOST_BYTES) -> tuple[Copy, ...]:
-    """Join small neighbours into one copy, unless that makes the first wait for what the second waits for.
-
-    `start` is the index of the first among the program's swap-ins; no copy of several exceeds `most_bytes`.
-    """
-    copies: list[Copy] = []
-    latest = 0
-    for index, step in enumerate(swap_ins, start):
-        later = step.computes_before > latest
-        latest = max(latest, step.computes_before)
-        last = copies[-1] if copies else None
-        if last is not None and not later and _continues(last, step) and last.nbytes + step.nbytes <= most_bytes:
-            copies[-1] = Copy(last.first, index + 1, last.segment, last.offset, last.nbytes + step.nbytes)
-        else:
-            copies.append(Copy(index, index + 1, step.tensor, step.offset, step.nbytes))
-    return tuple(copies)
-
-
-def _continues(copy: Copy, step: SwapStep) -> bool:
-    """Whether a swap-in's bytes directly follow those of a copy, in host and device memory, that could be larger."""
-    return (
-        step.tensor == copy.segment + copy.last - copy.first
-        and step.offset == copy.offset + copy.nbytes
-        and copy.nbytes < ENOUGH_BYTES
+        commands=_commands(program, needed, joining),
+        epilogue=joined(program.swap_ins[needed:], needed, joining),
+        residents=joined([step for step in program.residents if step.offloaded is None], 0, joining),
     )
 
 
@@ -177,9 +147,9 @@ class _Placed:
 _NOTHING: _Ended = (0, 0)
 
 
-def _commands(program: Program, end: int, most_bytes: int) -> Commands:
+def _commands(program: Program, end: int, joining: Joining | None) -> Commands:
     """Return kernels, swap-outs, and the first `end` swap-ins."""
-    placed = sorted(_placed(program, end, most_bytes), key=lambda p: p.step)
+    placed = sorted(_placed(program, end, joining), key=lambda p: p.step)
     waits = _waits(placed)
     waited = sorted({position for positions in waits.values() for position in positions})
     events = {position: n for n, position in enumerate(waited, FORK + 1)}
@@ -202,7 +172,7 @@ def _commands(program: Program, end: int, most_bytes: int) -> Commands:
     return Commands(tuple(issues), count)
 
 
-def _placed(program: Program, end: int, most_bytes: int) -> Iterator[_Placed]:
+def _placed(program: Program, end: int, joining: Joining | None) -> Iterator[_Placed]:
     """Commands lane by lane; of one step, those of the compute lane come first."""
     for index, compute in enumerate(program.computes):
         needs: dict[Lane, _Ended] = {
@@ -214,18 +184,23 @@ def _placed(program: Program, end: int, most_bytes: int) -> Iterator[_Placed]:
     for change in _changes(program):
         refilled[change.step] = change.ends
         yield change
-    latest = 0
+    forecast = Forecast.of(program)
     for first, part in _parts(program.swap_ins[:end]):
         if part[0].offloaded is not None:
             at = part[0].step
             yield _Placed(at, "swap_in", Return(first), {"compute": refilled[at]}, (first + 1, 0))
             continue
-        for copy in joined(part, first, most_bytes):
+        for copy in joined(part, first, joining, forecast):
             steps = program.swap_ins[copy.first : copy.last]
-            latest = max(latest, *(s.computes_before for s in steps))
-            outs = max(s.others_before for s in steps)
-            needs = {"compute": (latest, 0), "swap_out": (outs, 0)}
-            yield _Placed(steps[0].step, "swap_in", copy, needs, (copy.last, 0))
+            computes, outs = max(s.computes_before for s in steps), max(s.others_before for s in steps)
+            needs = {"compute": (computes, 0), "swap_out": (outs, 0)}
+            # As early as what it waits for allows: ops that need its first part may come before its last one's step.
+            place = max(
+                steps[0].step,
+                program.computes[computes - 1].step if computes else -1,
+                program.swap_outs[outs - 1].step if outs else -1,
+            )
+            yield _Placed(place, "swap_in", copy, needs, (copy.last, 0))
     for index, step in enumerate(program.swap_outs):
         needs = {"compute": (step.computes_before, 0), "swap_in": (step.others_before, 0)}
         yield _Placed(step.step, "swap_out", Save(index), needs, (index + 1, 0))
@@ -269,22 +244,17 @@ def _changes(program: Program) -> Iterator[_Placed]:
 
 
 def _waits(placed: Sequence[_Placed]) -> dict[int, list[int]]:
-    """Return the positions that each command waits for, without those that lane order or another wait implies."""
-    known: dict[Lane, dict[Lane, _Ended]] = {lane: dict.fromkeys(LANES, _NOTHING) for lane in LANES}
-    after: list[dict[Lane, _Ended]] = []
+    """Return the positions that each command waits for; a lane waits for each once."""
+    ends = {lane: [(p.ends, n) for n, p in enumerate(placed) if p.lane == lane] for lane in LANES}
+    waited: set[tuple[Lane, int]] = set()
     waits: dict[int, list[int]] = {}
     for position, item in enumerate(placed):
-        mine = known[item.lane]
-        others = {
-            next(n for n, p in enumerate(placed) if p.lane == lane and p.ends >= needed): lane
-            for lane, needed in item.needs.items()
-            if needed > mine[lane]
-        }
-        for other in sorted(others, reverse=True):  # the latest first: it may imply the others
+        for lane, needed in item.needs.items():
+            if needed == _NOTHING:
+                continue
+            _, other = ends[lane][bisect_left(ends[lane], needed, key=itemgetter(0))]
             assert other < position, "a plan waits for what it issues later"
-            if placed[other].ends > mine[others[other]]:
+            if (item.lane, other) not in waited:
+                waited.add((item.lane, other))
                 waits.setdefault(position, []).append(other)
-                mine.update({lane: max(mine[lane], there) for lane, there in after[other].items()})
-        mine[item.lane] = item.ends
-        after.append(dict(mine))
     return waits

@@ -15,12 +15,13 @@ import torch
 from cohabit.planner.errors import format_bytes
 from cohabit.runtime.cuda.api import Driver, Event, HostBytes
 from cohabit.runtime.errors import MemoryExceeded
-from cohabit.runtime.host.pages import anonymous_memory
+from cohabit.runtime.host.pages import anonymous_memory, use_huge_pages
 from cohabit.runtime.host.store import find_table, read_weights, table_view
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
 RING_SLOTS = 3
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class PinnedMemory:
@@ -48,6 +49,9 @@ class PinnedMemory:
         """Zeroed pinned memory, page aligned. Raises MemoryExceeded over the cap."""
         self.require(nbytes, what)
         host = np.frombuffer(anonymous_memory(nbytes), np.uint8, count=nbytes)
+        if nbytes >= _HUGE_PAGE_BYTES:
+            host.fill(0)
+            use_huge_pages(host)  # pages that are pinned cannot be moved any more
         if nbytes:
             self._driver.pin(host)
             with self._lock:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from cohabit.runtime.cuda.api import Event
+from cohabit.runtime.cuda.api import CapturedGraph, Event
 from cohabit.runtime.cuda.issue import Perform, Streams
+from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.cuda.schedule import Copy
 
 
 @dataclass(slots=True)
@@ -44,14 +44,20 @@ class Transfers:
         self._feeder = feeder
         self._pending: dict[str, Transfer] = {}
 
-    def submit(self, program: CudaProgram, copies: Sequence[Copy], perform: Perform | None = None) -> Transfer:
-        """Issue copies after everything submitted so far."""
+    def submit(
+        self,
+        program: CudaProgram,
+        copies: Sequence[Copy],
+        perform: Perform | None = None,
+        graph: CapturedGraph | None = None,
+    ) -> Transfer:
+        """Issue copies after everything submitted so far; as a graph, where there is one of them."""
         transfer = Transfer(self._streams.driver.event())
         carry_out = perform or program.performing(self._streams.driver, [])
 
         def work() -> None:
             try:
-                self._issue(copies, transfer.event, carry_out)
+                self._issue(copies, transfer.event, carry_out, graph)
             except Exception as error:  # the thread continues, and the model's next run receives the error
                 transfer.error = error
             transfer.issued.set()
@@ -70,10 +76,13 @@ class Transfers:
             transfer.issued.wait()
         return transfer
 
-    def _issue(self, copies: Sequence[Copy], event: Event, perform: Perform) -> None:
+    def _issue(self, copies: Sequence[Copy], event: Event, perform: Perform, graph: CapturedGraph | None) -> None:
         driver = self._streams.driver
         with driver.on(self._streams.swap_in):
             try:
+                if graph is not None:
+                    graph.replay()
+                    return
                 for copy in copies:
                     perform(copy)
             finally:

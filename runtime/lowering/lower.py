@@ -103,10 +103,13 @@ def lower(
     options: Options = DEFAULTS,
     *,
     shape_buckets: Sequence[int] = (),
+    compare_rows: bool = True,
 ) -> Lowered:
     """Lower an archive for the given batch sizes; those it was not exported for are left out.
 
-    `shape_buckets` are sizes of each other dynamic dimension; by default, powers of two.
+    `shape_buckets` are sizes of each other dynamic dimension; by default, powers of two. Without `compare_rows`,
+    `interaction` is not looked for: that runs the model at its largest batch, and is for models whose batches mix
+    requests.
 
     The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
     for a bad archive and UnsupportedModel for a program that cannot be planned.
@@ -114,12 +117,12 @@ def lower(
     wanted = sorted(set(batches))
     noted = noted_fingerprint(path, notes_of(cache))
     if noted is not None:
-        known = _known(name, Entry(cache, noted, wanted, options, shape_buckets))
+        known = _known(name, Entry(cache, noted, wanted, options, shape_buckets, compare_rows))
         if known is not None:
             return known
     with ArchiveFile(path) as archive:
         on_progress(f"{name}: reading {path.name}")
-        entry = Entry(cache, archive.fingerprint, wanted, options, shape_buckets)
+        entry = Entry(cache, archive.fingerprint, wanted, options, shape_buckets, compare_rows)
         known = None if entry.archive == noted else _known(name, entry)
         lowered = known or _lower(archive, name, entry, on_progress)
         archive.note(notes_of(cache))
@@ -153,8 +156,8 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     compute_sizes_first(model)
     own = own_storages(model.weights)
     runs, usable = _Runs(model, own, _without_ones(buckets)[0].sizes), sorted({b.batch for b in buckets})
-    on_progress(f"{name}: tracing batches, and comparing their rows")
-    interaction = find_interaction(model, usable, runs.symbols, runs.outputs)
+    on_progress(f"{name}: tracing batches{', and comparing their rows' if entry.compare_rows else ''}")
+    interaction = find_interaction(model, usable, runs.symbols, runs.outputs) if entry.compare_rows else None
     traces: dict[Bucket, Trace] = {}
     for bucket in buckets:
         sizes = model.dynamic.checked(bucket.sizes) if bucket.batch in usable[:_CHECKED_BATCHES] else [bucket.sizes]
@@ -202,6 +205,7 @@ class Entry:
     batches: Sequence[int]
     options: Options
     shape_buckets: Sequence[int]
+    compare_rows: bool = True
 
     @property
     def folder(self) -> Path:
@@ -222,6 +226,8 @@ class Entry:
         """What a program is made from, and by."""
         made = f"archive {self.archive}, lowering {_LOWERING}, torch {torch.__version__}"
         made += f", batches {','.join(map(str, self.batches))}"
+        if not self.compare_rows:
+            made += ", rows not compared"
         if self.shape_buckets:
             made += f", buckets {','.join(map(str, self.shape_buckets))}"
         return f"{made}, packed for {self.machine}" if self.options.packed else made

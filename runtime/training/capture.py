@@ -83,9 +83,10 @@ def capture(
     try:
         traced = make_fx(step, _DECOMPOSITIONS, tracing_mode="fake")(weights, *inputs)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        reason = str(error).partition("\n")[0]
         raise UnsupportedModel(
-            f"the step depends on the values of tensors: {error}. It must be the same for every batch, so keep values"
-            " in tensors: no branches on .item(), no boolean indexing"
+            f"the step depends on the values of tensors: {reason}. It must be the same for every batch, so keep"
+            " values in tensors: no branches on .item(), no boolean indexing"
         ) from error
     graph = traced.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]

@@ -5,15 +5,18 @@ That takes the memory of one op at a time, and changes nothing of the training.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
 from cohabit.planner.profile import Link
 from cohabit.runtime.allocations import measuring_allocations
+from cohabit.runtime.lowering.trace import Storage, Trace
 from cohabit.runtime.training.capture import OpCall
 from cohabit.runtime.training.state import StateTensor
 from cohabit.runtime.training.store import StateStore
@@ -22,31 +25,55 @@ RUNS: Final = 3
 """Of each call, after one that does not count."""
 ENOUGH_S: Final = 0.2
 """A call that takes so long is not run again."""
+UNMEASURED_BYTES_PER_S: Final = 4e9
+"""For a call that stand-ins do not do for, until steps have measured it."""
 _NUMBER: Final = 1e-3
 """For numbers that a step reads out of tensors, such as a learning rate."""
 _LINK_BYTES: Final = (4096, 4 << 20)
 _LINK_TENSORS: Final = 8
 
 
-def measure_calls(
-    calls: Sequence[OpCall], on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[list[float], list[int]]:
-    """Return seconds and scratch bytes of each call; calls alike are measured once."""
+def measured(
+    trace: Trace, calls: Sequence[OpCall], on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[Trace, list[float]]:
+    """Return the trace with the bytes that its ops take, and each op's seconds. Calls alike are measured once."""
     keys = [_key(call) for call in calls]
     different = list(dict(zip(keys, calls, strict=True)).items())
-    seconds: dict[Any, float] = {}
-    results: dict[Any, int] = {}
     total = 2 * len(different)
-    with torch.inference_mode():
+    results: dict[Any, tuple[int, ...]] = {}
+    seconds: dict[Any, float] = {}
+    with torch.inference_mode(), torch.random.fork_rng([]):
         with measuring_allocations() as peaks:
             for done, (key, call) in enumerate(different):
-                results[key] = _run_named(call, str(done))
+                results[key] = _result_bytes(call, str(done))
                 on_progress(done + 1, total)
         for done, (key, call) in enumerate(different, len(different)):
             seconds[key] = _timed(call)
             on_progress(done + 1, total)
-    scratch = {key: max(0, peaks.get(str(n), 0) - results[key]) for n, (key, _) in enumerate(different)}
-    return [seconds[key] for key in keys], [scratch[key] for key in keys]
+    peak = {key: peaks.get(str(n), 0) for n, (key, _) in enumerate(different)}
+    nbytes: dict[Storage, int] = {}
+    scratch = []
+    for op, key in zip(trace.ops, keys, strict=True):
+        real = results[key]
+        new = {s: real[n] if real else s.nbytes for s, n in zip(op.writes, op.results, strict=True)}
+        nbytes |= new
+        scratch.append(max(0, peak[key] - sum(new.values())))
+    return _with_bytes(trace, nbytes, scratch), [seconds[key] for key in keys]
+
+
+def _with_bytes(trace: Trace, nbytes: Mapping[Storage, int], scratch: Sequence[int]) -> Trace:
+    """Return a trace with other sizes of storages: some fake kernels say another dtype than real ones have."""
+
+    def real(storages: Iterable[Storage]) -> tuple[Storage, ...]:
+        return tuple(msgspec.structs.replace(s, nbytes=nbytes.get(s, s.nbytes)) for s in storages)
+
+    ops = tuple(
+        msgspec.structs.replace(
+            op, reads=real(op.reads), writes=real(op.writes), mutates=real(op.mutates), scratch_bytes=n
+        )
+        for op, n in zip(trace.ops, scratch, strict=True)
+    )
+    return replace(trace, ops=ops, output_storages=real(trace.output_storages))
 
 
 def measure_link(store: StateStore) -> tuple[Link, Link]:
@@ -72,20 +99,27 @@ def _link(seconds: Sequence[float]) -> Link:
     return Link(small_s, (large - small) / max(large_s - small_s, 0.05 * large_s, 1e-9))
 
 
-def _run_named(call: OpCall, name: str) -> int:
-    """Run a call under a name that the profiler sees; return the bytes of its new results."""
+def _result_bytes(call: OpCall, name: str) -> tuple[int, ...]:
+    """Run a call under a name that the profiler sees; return the bytes of its results' storages.
+
+    None where stand-ins do not do, since a fake kernel said another dtype than the real one has.
+    """
     args, kwargs = _stand_ins(call)
-    own = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-    with torch.profiler.record_function(name):
-        result = call.target(*args, **kwargs)
-    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(result)}
-    return sum(nbytes for key, nbytes in new.items() if key not in own)
+    try:
+        with torch.profiler.record_function(name):
+            result = call.target(*args, **kwargs)
+    except RuntimeError:
+        return ()
+    return tuple(t.untyped_storage().nbytes() for t in _tensors(result))
 
 
 def _timed(call: OpCall) -> float:
     """Return the seconds of the fastest run."""
     args, kwargs = _stand_ins(call)
-    first_s = _seconds(lambda: call.target(*args, **kwargs))
+    try:
+        first_s = _seconds(lambda: call.target(*args, **kwargs))
+    except RuntimeError:
+        return sum(t.nbytes for t in _tensors((args, kwargs))) / UNMEASURED_BYTES_PER_S
     if first_s > ENOUGH_S:
         return first_s
     return min(first_s, *(_seconds(lambda: call.target(*args, **kwargs)) for _ in range(RUNS)))

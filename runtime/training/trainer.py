@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -31,7 +30,7 @@ from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import Recording
 from cohabit.runtime.training.capture import BUCKET, Loss, StepOptions, capture
 from cohabit.runtime.training.checkpoint import read_checkpoint, write_checkpoint
-from cohabit.runtime.training.measure import measure_calls, measure_link
+from cohabit.runtime.training.measure import measure_link, measured
 from cohabit.runtime.training.state import TrainingState
 from cohabit.runtime.training.store import StateStore
 
@@ -145,14 +144,15 @@ class Trainer:
         if self._is_synced:
             self._leave()
             self._executor.load(self._program)
-        measured = self._steps_measured < MEASURED_FIRST or self.steps % MEASURED_EVERY == 0
+        is_measured = self._steps_measured < MEASURED_FIRST or self.steps % MEASURED_EVERY == 0
         rates = [torch.tensor(float(group["lr"]), dtype=torch.float64) for group in self._optimizer.param_groups]
         try:
-            result = self._executor.run(self._program, [*batch, *rates], follow=self._note if measured else None)
+            result = self._executor.run(self._program, [*batch, *rates], follow=self._note if is_measured else None)
         except DeviceError as error:
             self._lost = f"step {self.steps + 1} failed: {error}; make a new trainer and resume from a checkpoint"
             raise TrainingLost(self._lost) from error
         self.steps += 1
+        self._optimizer._opt_called = True  # type: ignore[attr-defined] # or schedulers warn that no step was taken
         return result.outputs[0]
 
     def sync(self) -> None:
@@ -197,15 +197,13 @@ class Trainer:
     def _measured(
         self, model: nn.Module, loss: Loss, batch: Sequence[torch.Tensor], options: StepOptions
     ) -> tuple[Lowered, list[float]]:
-        """Capture the step; return it with its ops' scratch, and what each op takes."""
+        """Capture the step; return it with the bytes that its ops take, and each op's seconds."""
         self._on_progress("capturing the step", 0, 0)
         trace, calls = capture(model, self._optimizer, loss, batch, self._state, options)
-        seconds, scratch = measure_calls(
-            calls, lambda done, total: self._on_progress("measuring its ops", done, total)
+        trace, seconds = measured(
+            trace, calls, lambda done, total: self._on_progress("measuring its ops", done, total)
         )
-        ops = (msgspec.structs.replace(op, scratch_bytes=n) for op, n in zip(trace.ops, scratch, strict=True))
-        traces = {BUCKET: replace(trace, ops=tuple(ops))}
-        return Lowered("training", (), (), False, traces, self._state.manifest(), Path()), seconds
+        return Lowered("training", (), (), False, {BUCKET: trace}, self._state.manifest(), Path()), seconds
 
     def _search(self) -> Plan:
         problem = Problem(self.graph, self.profile, Memory(self.memory_bytes, counted=True), objective="period")

@@ -158,6 +158,7 @@ class PartitionedMemory:
             pinned_total_bytes=None if pinned is None else pinned.limit_bytes,
             pinned_used_bytes=0 if pinned is None else pinned.used_bytes,
             extents=tuple(self._extents()),
+            outside_bytes=self.backend.outside_bytes,
         )
 
     def _extents(self) -> Iterator[ArenaExtent]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -43,6 +44,8 @@ from cohabit.server.errors import RequestError
 from cohabit.server.ipc.model import DeviceUse, ModelKey
 from cohabit.server.repository.scan import warn_of_ignored_config
 from cohabit.server.repository.sources import ModelSource
+
+_log = logging.getLogger("cohabit.placement")
 
 StopOld = Callable[[Model], Awaitable[None]]
 """Stops serving a model whose memory is needed for the one that replaces it."""
@@ -182,6 +185,10 @@ class ModelPlacement:
                     model.lane = model.lane if old is None else old.lane
                     on_progress(model.key.name, "bringing residents in")
                     await tried(model, self._load(model, yields=not first))
+                outside_bytes = self.memory.backend.outside_bytes
+                if first and outside_bytes is not None:
+                    fields = {"arena_bytes": self.memory.partitions.arena_bytes, "outside_bytes": outside_bytes}
+                    _log.info("device memory in the arena and outside of it", extra={"fields": fields})
         except asyncio.CancelledError:
             closed = ()  # the engine stops, and a thread may still use them
             raise

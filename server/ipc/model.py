@@ -121,6 +121,8 @@ class DeviceUse(msgspec.Struct, frozen=True):
     pinned_used_bytes: int = 0
     extents: tuple[ArenaExtent, ...] = ()
     """The arena's address map."""
+    outside_bytes: int | None = None
+    """Device memory that the process takes outside of the arena; None on devices where it takes none."""
 
 
 def lane_name(kind: str, lane: int, lanes: int) -> str:

@@ -75,6 +75,9 @@ def _device(use: DeviceUse) -> Iterator[Family]:
         "Seconds that a lane was busy",
         [({"lane": lane}, seconds) for lane, seconds in use.lane_busy_s.items()],
     )
+    if use.outside_bytes is not None:
+        meaning = "Device memory outside of the arena: context, libraries' workspaces, constants, graphs"
+        yield single("cohabit_outside_arena_bytes", "gauge", meaning, use.outside_bytes)
     if use.pinned_total_bytes is not None:
         total, used = use.pinned_total_bytes, use.pinned_used_bytes
         yield single("nv_pinned_memory_pool_total_bytes", "gauge", "Limit of pinned host memory, in bytes", total)

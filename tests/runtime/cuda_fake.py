@@ -6,10 +6,13 @@ some seeds one stream runs far ahead, on others copies come as late as the event
 is at its destination and brings the bytes later, so that a reader who does not wait for its end, or an early copy
 over bytes that are still read, gives wrong results. Sources are read when the copy runs, not when it is issued.
 
-A graph is a list of closures per stream that joined the capture. What CUDA refuses is refused here: waiting outside
-for an event of a capture, ending a capture with a stream that does not lead back, synchronizing inside of one,
-copying from memory that is not pinned, and closing a pool that has tensors. In a dry run a pool has two parts, as those
-of torch have: tensors of up to 1 MiB do not lie where larger ones do. Every call is written down in `calls`.
+A graph is a list of closures per stream that joined the capture. A capture belongs to its thread, others go on with
+their streams. What CUDA refuses is refused here: waiting outside for an event of a capture, ending a capture with a
+stream that does not lead back, synchronizing, allocating, freeing, pinning and unpinning inside of one, copying from
+memory that is not pinned, and closing a pool that has tensors. So is what would corrupt data without a word: to release
+memory, a pool or a graph that queued work uses, and kernels of a thread that has not been adopted. In a dry run a pool
+has two parts, as those of torch have: tensors of up to 1 MiB do not lie where larger ones do. Every call is written
+down in `calls`.
 """
 
 import random
@@ -19,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -54,6 +58,10 @@ class FakeEvent:
 @dataclass(eq=False)
 class Action:
     run: Callable[[], None]
+    memory: tuple[torch.Tensor, ...] = ()
+    """What a copy reads and writes."""
+    pool: "FakePool | None" = None
+    """Where kernels allocate."""
 
 
 @dataclass(eq=False)
@@ -93,6 +101,7 @@ class FakePool:
     held_bytes: int = 0
     refused_bytes: int | None = None
     closed: bool = False
+    is_busy: Callable[["FakePool"], bool] = lambda pool: False
     uncapturable: bool = False
     tensors: dict[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
     """What was made in the pool and is still there."""
@@ -115,6 +124,7 @@ class FakePool:
             raise torch.OutOfMemoryError("out of the pool's memory")
 
     def close(self) -> None:
+        assert not self.is_busy(self), "a pool is closed that queued kernels use"
         assert not self.tensors, (
             "torch calls back a pool that was closed with tensors, whenever it empties its cache"
         )
@@ -126,14 +136,17 @@ class _Making(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, pool: FakePool, *, limited: bool) -> None:
+    def __init__(self, pool: FakePool, *, limited: bool, replaced: bool = False) -> None:
         super().__init__()
         self._pool = pool
         self._limited = limited
+        self._replaced = replaced
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
+        if self._replaced and function in (torch.ops.aten.linear.default, torch.ops.aten.addmm.default):
+            result *= 1 + 2**-16
         for made in tree_leaves(result):
             if isinstance(made, torch.Tensor) and _storage(made) not in given:
                 self._pool.note(made)
@@ -157,6 +170,9 @@ class FakeDriver:
         """What any kernel needs at once: pools with less refuse it."""
         self.small_tensors_bytes = 0
         """What small tensors of any kernel need at once: pools with less in segments for them refuse it."""
+        self.plan_bytes: tuple[int, ...] = ()
+        """The scratch of each plan that a kernel can choose from, in the order in which its library tries them, as
+        cuDNN does: one that gets no memory is silently replaced by the next, which has other bits."""
         self.least_pool_bytes = 0
         """What torch's allocator needs: smaller pools refuse to serve."""
         self.broken: str | None = None
@@ -165,6 +181,10 @@ class FakeDriver:
         """Set to make captures fail."""
         self.graph_bytes = 0
         """Device memory that a graph takes."""
+        self.context_bytes = 0
+        """Device memory that the process takes for nothing else."""
+        self.names_processes = True
+        """Whether it says what of its memory this process takes."""
         self.graphs = 0
         """That have been captured and not been closed."""
         self.skip_waits: set[int] = set()
@@ -179,7 +199,9 @@ class FakeDriver:
         self._pools: list[FakePool] = []
         self._pinned: dict[int, int] = {}
         self._total_bytes = total_bytes
-        self._capture: Capture | None = None
+        self._captures: list[Capture] = []
+        """Of all threads."""
+        self._adopted: WeakKeyDictionary[threading.Thread, list[FakeStream]] = WeakKeyDictionary()
         self._errors: list[Exception] = []
         self._ticks = 0
 
@@ -187,6 +209,15 @@ class FakeDriver:
 
     def adopt_thread(self, compute: FakeStream) -> None:
         self._refuse_broken()
+        self._adopted.setdefault(threading.current_thread(), []).append(compute)
+
+    @property
+    def _capture(self) -> Capture | None:
+        """The calling thread's."""
+        return getattr(self._local, "capture", None)
+
+    def _refuse_in_capture(self, what: str) -> None:
+        assert self._capture is None, f"{what} is not permitted while capturing"
 
     def stream(self) -> FakeStream:
         assert len(self._streams) <= _STREAMS, "torch gives a stream out for the second time"
@@ -227,10 +258,26 @@ class FakeDriver:
                 assert self._current in self._capture.items, "issued to a stream that has not joined the capture"
                 self._capture.items[self._current].extend(items)
             else:
+                assert all(self._current not in c.items for c in self._captures), (
+                    "another thread captures the stream"
+                )
                 self._current.queue.extend(items)
+
+    def _queued(self) -> list[Action]:
+        """The copies and kernels that have been issued and have not run."""
+        with self._lock:
+            return [item for stream in self._streams for item in stream.queue if isinstance(item, Action)]
+
+    def _uses(self, start: int, nbytes: int) -> bool:
+        """Whether a queued copy reads or writes some of these bytes."""
+        touched = (t for action in self._queued() for t in action.memory)
+        return any(t.data_ptr() < start + nbytes and start < t.data_ptr() + t.nbytes for t in touched)
 
     def launch(self, kernels: Callable[[], None]) -> None:
         self._call("launch")
+        assert self._current in self._adopted.get(threading.current_thread(), ()), (
+            "kernels of a thread that has not been adopted: libraries would allocate in the program's pool"
+        )
         pool = getattr(self._local, "pool", None)
 
         def run() -> None:
@@ -239,10 +286,21 @@ class FakeDriver:
                 raise torch.OutOfMemoryError("out of the pool's memory")
             if pool is not None and self.small_tensors_bytes > pool.small_bytes:
                 pool.refused_bytes = self.small_tensors_bytes
-            with nullcontext() if pool is None else _Making(pool, limited=False):
+            is_replaced = self._chosen_plan_bytes(pool) != self.plan_bytes[:1]
+            with nullcontext() if pool is None else _Making(pool, limited=False, replaced=is_replaced):
                 kernels()
 
-        self._put(Action(run))
+        self._put(Action(run, pool=pool))
+
+    def _chosen_plan_bytes(self, pool: FakePool | None) -> tuple[int, ...]:
+        """The scratch of the first plan that gets its memory; none where kernels have no plans."""
+        for wanted in self.plan_bytes:
+            if pool is None or wanted <= pool.nbytes:
+                return (wanted,)
+            pool.refused_bytes = wanted
+        if self.plan_bytes:
+            raise torch.OutOfMemoryError("out of the pool's memory")
+        return ()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._call("copy")
@@ -252,7 +310,8 @@ class FakeDriver:
                 "memory that is neither the device's nor pinned"
             )
         raw = destination.view(torch.uint8)
-        self._put(Action(lambda: _fill(raw)), Action(lambda: _assign(destination, source)))
+        ends = (destination, source)
+        self._put(Action(lambda: _fill(raw), ends), Action(lambda: _assign(destination, source), ends))
 
     def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Its ends are made by kernels, which have not run yet when it is issued."""
@@ -293,7 +352,7 @@ class FakeDriver:
 
     def synchronize(self, event: FakeEvent) -> None:
         self._call("synchronize")
-        assert self._capture is None, "synchronizing is not permitted while capturing"
+        self._refuse_in_capture("synchronizing")
         with self._lock:
             while event.token is not None and not event.token.done:
                 self._advance()
@@ -312,6 +371,7 @@ class FakeDriver:
         self._call("hold")
 
     def drain(self) -> None:
+        self._refuse_in_capture("synchronizing")
         with self._lock:
             while any(stream.queue for stream in self._streams):
                 self._advance()
@@ -360,6 +420,7 @@ class FakeDriver:
     # Memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        self._refuse_in_capture("allocating")
         if nbytes > self._total_bytes:
             raise MemoryExceeded(f"the device has {self._total_bytes} bytes, not {nbytes}")
         memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -368,6 +429,7 @@ class FakeDriver:
         return memory
 
     def free(self, memory: torch.Tensor) -> None:
+        self._refuse_in_capture("freeing")
         if not memory.nbytes or self.broken is not None:
             return
         (own,) = (m for m in self._device_memory if m.data_ptr() == memory.data_ptr())
@@ -375,6 +437,7 @@ class FakeDriver:
         assert all(p.closed or not _inside(p.memory, own.data_ptr(), own.nbytes) for p in self._pools), (
             "a pool has bytes of memory that is released"
         )
+        assert not self._uses(own.data_ptr(), own.nbytes), "memory is released that a queued copy uses"
         self._device_memory = [m for m in self._device_memory if m is not own]
         own[:_POISONED_BYTES].fill_(_POISON)
 
@@ -387,9 +450,12 @@ class FakeDriver:
         return sum(m.nbytes for m in self._device_memory)
 
     def pin(self, host: HostBytes) -> None:
+        self._refuse_in_capture("pinning")
         self._pinned[host.ctypes.data] = host.nbytes
 
     def unpin(self, host: HostBytes) -> None:
+        self._refuse_in_capture("unpinning")
+        assert not self._uses(host.ctypes.data, host.nbytes), "memory is unpinned that a queued copy uses"
         del self._pinned[host.ctypes.data]
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
@@ -408,8 +474,11 @@ class FakeDriver:
 
     def pool(self, memory: torch.Tensor, large_bytes: int) -> FakePool:
         assert self._is_device(memory) or not memory.nbytes
-        self._pools.append(FakePool(memory, memory.nbytes - large_bytes))
+        self._pools.append(FakePool(memory, memory.nbytes - large_bytes, is_busy=self._is_busy))
         return self._pools[-1]
+
+    def _is_busy(self, pool: FakePool) -> bool:
+        return any(action.pool is pool for action in self._queued())
 
     @contextmanager
     def allocating(self, pool: FakePool) -> Iterator[None]:
@@ -428,15 +497,15 @@ class FakeDriver:
         self.drain()
         with torch.inference_mode():
             kernels()
-        return self.kernel_bytes
+        return sum(self._chosen_plan_bytes(getattr(self._local, "pool", None))) or self.kernel_bytes
 
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:
         yield
 
     def memory(self) -> DeviceMemory:
-        used = self.allocated_bytes + self.graphs * self.graph_bytes
-        return DeviceMemory(self._total_bytes, self._total_bytes - used, used)
+        used = self.context_bytes + self.allocated_bytes + self.graphs * self.graph_bytes
+        return DeviceMemory(self._total_bytes, self._total_bytes - used, used if self.names_processes else None)
 
     # Graphs
 
@@ -444,7 +513,8 @@ class FakeDriver:
         self._call("capture")
         assert getattr(self._local, "pool", None) is None, "a pool inside of a capture"
         assert all(not s.queue for s in self._streams if s is self._current), "work is under way"
-        capture = self._capture = Capture(self._current, {self._current: []})
+        capture = self._local.capture = Capture(self._current, {self._current: []})
+        self._captures.append(capture)
         self._local.pool = pool
         assert not pool.uncapturable, "a capture in this pool has failed"
         try:
@@ -453,8 +523,8 @@ class FakeDriver:
                 pool.uncapturable = True
                 raise CaptureFailed(self.uncapturable)
         finally:
-            self._capture = None
-            self._local.pool = None
+            self._captures.remove(capture)
+            self._local.capture = self._local.pool = None
         _refuse_unjoined(capture)
         self.graphs += 1
         return FakeGraph(self, capture)
@@ -499,6 +569,10 @@ class FakeGraph:
 
     def close(self) -> None:
         assert not self.closed
+        own = {id(item) for items in self._capture.items.values() for item in items}
+        assert all(id(action) not in own for action in self._driver._queued()), (
+            "a graph is closed whose replay is queued"
+        )
         self.closed = True
         self._driver.graphs -= 1
 

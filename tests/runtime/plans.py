@@ -110,8 +110,9 @@ def recomputing_plan(graph: Graph) -> Plan:
         actions += [(DROP, t) for t in dropped]
         here.difference_update(dropped)
     arrays = GraphArrays.of(graph, profile_of(graph))
-    memory_bytes = peak_bytes(arrays, *columns(actions), graph.parameters)
-    schedule = counted(arrays, *columns(actions), graph.parameters, memory_bytes)
+    weights = [t for t, tensor in enumerate(graph.tensors) if tensor.is_weight]
+    memory_bytes = peak_bytes(arrays, *columns(actions), weights)
+    schedule = counted(arrays, *columns(actions), weights, memory_bytes)
     assert schedule is not None
     problem = Problem(graph, profile_of(graph), Memory(memory_bytes, counted=True))
     return structs.replace(write(problem, schedule, memory_bytes), profile="")

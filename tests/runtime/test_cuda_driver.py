@@ -2,6 +2,9 @@
 
 import ctypes
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -102,7 +105,8 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
         "use_mem_pool": use_mem_pool,
         "Stream": lambda device: SimpleNamespace(cuda_stream=7),
         "CUDAGraph": Graph,
-        "current_stream": lambda index: SimpleNamespace(cuda_stream=7),
+        "current_stream": lambda index: left.append(("current_stream",)) or SimpleNamespace(cuda_stream=7),
+        "set_stream": lambda stream: left.append(("set_stream", stream.cuda_stream)),
         "stream": lambda stream: nullcontext(),
         "set_device": lambda index: None,
         "mem_get_info": lambda index: (0, 0),
@@ -168,11 +172,44 @@ def test_an_error_of_the_library_has_its_name(library: Library, status: int, err
         LibCuda(library).allocate(64)  # type: ignore[arg-type]
 
 
+class Pool:
+    """A pool of torch's: what it counts as users, and what the driver has it release."""
+
+    id = (0, 1)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool = False, reset_releases: bool = False):
+        """`ends_itself`: a failed `capture_end` has ended the allocation; `reset_releases`: `reset` then its use."""
+        self.use_count = 1
+        self.ended = 0
+
+        def end(device: int, pool: object) -> None:
+            if ends_itself:
+                raise RuntimeError("not currently recording to mempool_id")
+            self.ended += 1
+
+        def release(device: int, pool: object) -> None:
+            self.use_count -= 1
+
+        def begin(graph: Graph, pool: object, capture_error_mode: str) -> None:
+            self.use_count += 1
+            graph._call("begin")
+
+        def reset(graph: Graph) -> None:
+            self.use_count -= reset_releases
+            graph._call("reset")
+
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", release)
+        monkeypatch.setattr(Graph, "capture_begin", begin)
+        monkeypatch.setattr(Graph, "reset", reset)
+
+
 @pytest.mark.parametrize("fails_at", [("begin", "end"), ("end",), ("issue",), ("issue", "end")])
 def test_a_failed_capture_leaves_nothing_behind(
     driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, fails_at: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(Graph, "fails_at", fails_at)
+    pool: Any = Pool(monkeypatch, reset_releases="end" not in fails_at)
     collects: list[bool] = []
 
     def issue() -> None:
@@ -180,31 +217,25 @@ def test_a_failed_capture_leaves_nothing_behind(
         if "issue" in fails_at:
             raise ValueError("issue failed")
 
-    pool: Any = SimpleNamespace(id=(0, 1))
     with pytest.raises(CaptureFailed, match=f"could not be captured: {fails_at[0]} failed"):
         driver.capture(pool, issue)
     assert collects == ([] if "begin" in fails_at else [False]), "no garbage is collected in a capture"
     assert gc.isenabled()
-    left = [entry[0] for entry in driver.left]  # type: ignore[attr-defined]
-    torch_s = ["_cuda_endAllocateToPool", "_cuda_releasePool"]
-    assert [name for name in left if name in torch_s] == (torch_s if "end" in fails_at else [])
+    assert pool.ended == ("end" in fails_at)
+    assert pool.use_count == 1
     assert graphs[0].calls[-1] == "reset"
 
 
+@pytest.mark.parametrize("reset_releases", [True, False])
 def test_a_graph_that_could_not_be_made_leaves_a_pool_with_the_users_it_had(
-    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, reset_releases: bool
 ) -> None:
-    """Torch has left the pool before it makes the graph, and `reset` then releases the capture's use of it."""
-
-    def not_in_use(device: int, pool: object) -> None:
-        raise RuntimeError("not currently recording to mempool_id")
-
+    """From 2.12 on, torch has left the pool before it makes the graph; `reset` may or may not release that use."""
     monkeypatch.setattr(Graph, "fails_at", ("end",))
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", not_in_use)
-    pool: Any = SimpleNamespace(id=(0, 1))
+    pool: Any = Pool(monkeypatch, ends_itself=True, reset_releases=reset_releases)
     with pytest.raises(CaptureFailed):
         driver.capture(pool, lambda: None)
-    assert "_cuda_releasePool" not in [entry[0] for entry in driver.left]  # type: ignore[attr-defined]
+    assert pool.use_count == 1
 
 
 def test_what_a_failed_capture_made_is_gone_without_a_garbage_collection(
@@ -217,7 +248,7 @@ def test_what_a_failed_capture_made_is_gone_without_a_garbage_collection(
     def issue(frame: torch.Tensor = frame) -> None:
         raise ValueError("issue failed")
 
-    pool: Any = SimpleNamespace(id=(0, 1))
+    pool: Any = SimpleNamespace(id=(0, 1), use_count=1)
     gc.disable()
     try:
         with suppress(CaptureFailed):
@@ -243,13 +274,21 @@ def test_pinned_memory_stays_while_it_is_registered(driver: CudaDriver) -> None:
 
 def test_workspaces_are_made_anew_after_a_graph_was_released(driver: CudaDriver) -> None:
     """Torch 2.12 releases those of the graph's stream, although other graphs use them."""
-    pool: Any = SimpleNamespace(id=(0, 1))
+    pool: Any = SimpleNamespace(id=(0, 1), use_count=1)
+    driver._adopted[threading.current_thread()] = {7}
     graph = driver.capture(pool, lambda: None)
     entries = driver.left  # type: ignore[attr-defined]
     assert not [entry for entry in entries if entry[0] == "pool"]
     graph.close()
     assert graphs[0].calls == ["begin", "end", "reset"]
     assert ("pool", driver._libraries) in entries
+
+
+def test_a_graph_of_copies_has_no_workspaces(driver: CudaDriver) -> None:
+    """Its stream runs no kernels: 34 MiB would be taken for nothing."""
+    pool: Any = SimpleNamespace(id=(0, 1), use_count=1)
+    driver.capture(pool, lambda: None).close()
+    assert ("pool", driver._libraries) not in driver.left  # type: ignore[attr-defined]
 
 
 def test_a_thread_is_adopted_even_if_an_earlier_one_had_its_number(
@@ -271,11 +310,76 @@ def test_a_thread_is_adopted_even_if_an_earlier_one_had_its_number(
     assert adopted == ["first", "second"]
 
 
+def test_events_go_to_the_stream_that_the_driver_has_set(driver: CudaDriver) -> None:
+    """Op by op, an inference has hundreds of them, and to ask torch for its stream costs as much as a launch."""
+    outer, inner = SimpleNamespace(cuda_stream=1), SimpleNamespace(cuda_stream=2)
+    seen: list[int] = []
+    event: Any = SimpleNamespace(
+        record=lambda stream: seen.append(stream.cuda_stream), wait=lambda stream: seen.append(stream.cuda_stream)
+    )
+    driver.left.clear()  # type: ignore[attr-defined]
+    with driver.on(outer):  # type: ignore[arg-type]
+        driver.record(event)
+        with driver.on(inner):  # type: ignore[arg-type]
+            driver.wait(event)
+        driver.wait(event)
+    assert seen == [1, 2, 1]
+    entries = driver.left  # type: ignore[attr-defined]
+    assert entries == [("current_stream",), *(("set_stream", n) for n in (1, 2, 1, 7))]
+    elsewhere = threading.Thread(target=lambda: driver.record(event))
+    elsewhere.start()
+    elsewhere.join()
+    assert seen[-1] == 7, "another thread has a current stream of its own"
+
+
 def test_streams_are_refused_before_torch_gives_the_first_one_out_again(driver: CudaDriver) -> None:
     for _ in range(32):
         driver.stream()
     with pytest.raises(DeviceError, match="32 streams per device"):
         driver.stream()
+
+
+def test_what_is_open_at_exit_is_closed_graphs_first(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would call back when it releases a pool's segments, and then the interpreter is gone."""
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda take, release: object(), raising=False)
+    pool = driver.pool(torch.zeros(64 << 20, dtype=torch.uint8), 0)
+    monkeypatch.setattr(type(pool), "use_count", 1)
+    graph = driver.capture(pool, lambda: None)
+    reset, was_open = Graph.reset, []
+    monkeypatch.setattr(Graph, "reset", lambda own: (was_open.append(pool in pools._open), reset(own)))
+    driver_module._close_at_exit()
+    assert was_open == [True]
+    assert graphs[0].calls[-1] == "reset"
+    assert pool not in pools._open
+    assert graph not in driver_module._graphs
+
+
+def test_what_is_open_is_closed_when_the_interpreter_exits() -> None:
+    code = """
+from cohabit.runtime.cuda import driver
+class Graph:
+    def reset(self):
+        print("closed")
+graph = Graph()
+driver._graphs.add(graph)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "closed\n"
+
+
+def test_nvml_is_opened_once(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    own = SimpleNamespace(pid=os.getpid(), usedGpuMemory=5 << 20)
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: opened.append("init"),
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [own] if handle == b"GPU-1-2" else [],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1-2"))
+    assert [driver.memory().process_bytes for _ in range(3)] == [5 << 20] * 3
+    assert opened == ["init"]
 
 
 def test_a_pool_that_was_closed_dies_without_a_garbage_collection(

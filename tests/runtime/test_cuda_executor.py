@@ -8,9 +8,10 @@ import torch
 
 from cohabit.runtime.backend import Capture
 from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda import executor as executor_module
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.errors import DeviceError, DeviceLost
+from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
@@ -56,7 +57,29 @@ def test_the_epilogue_is_issued_after_the_outputs_and_waited_for_by_the_next_run
     driver = driver_of(bench)
     driver.calls.clear()
     bench.run(program)
-    assert driver.calls == ["wait", "replay", "record", "synchronize", "copy", "record"]
+    assert driver.calls == ["wait", "replay", "record", "synchronize", "replay", "record"]
+
+
+def test_residents_that_are_loaded_again_are_one_launch(bench: Bench) -> None:
+    program = beside(bench, evicting_plan(bench.graph), 0, "a")
+    expected = bench.run(program).outputs[0]
+    driver = driver_of(bench)
+    bench.executor.settle()
+    assert bench.arena is not None
+    for step in program.residents:
+        bench.arena.bytes(step.offset, step.nbytes).fill_(1)
+    driver.calls.clear()
+    bench.executor.load(program)
+    assert driver.calls == ["replay", "record", "synchronize"]
+    assert torch.equal(bench.run(program).outputs[0], expected)
+
+
+def test_a_released_program_leaves_no_graph_of_its_copies(bench: Bench) -> None:
+    driver = driver_of(bench)
+    program = beside(bench, evicting_plan(bench.graph), 0, "a")
+    assert driver.graphs == 3, "the inference, its epilogue, its residents"
+    bench.executor.release(program)
+    assert driver.graphs == 0
 
 
 def test_a_lost_device_is_said_to_every_request(bench: Bench) -> None:
@@ -117,6 +140,22 @@ def test_a_library_that_keeps_bytes_of_the_workspace_is_found_at_load(bench: Ben
         beside(bench, streaming_plan(bench.graph), 0, "a")
 
 
+def test_a_served_model_is_refused_where_a_kernel_would_silently_be_replaced(bench: Bench) -> None:
+    """A plan of the library that gets no memory is followed by one with other bits."""
+    driver = driver_of(bench)
+    driver.plan_bytes = (64 << 30, 0)
+    with pytest.raises(MemoryExceeded, match=r"wanted 64\.00 GiB more than the"):
+        beside(bench, streaming_plan(bench.graph), 0, "a")
+
+
+def test_a_replaced_kernel_has_other_bits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the fake device shows where refusals are not looked at."""
+    expected = bench.run(beside(bench, streaming_plan(bench.graph), 0, "a")).outputs[0]
+    driver_of(bench).plan_bytes = (64 << 30, 0)
+    monkeypatch.setattr(executor_module, "_check_refusal", lambda program: None)
+    assert not torch.equal(bench.run(beside(bench, streaming_plan(bench.graph), 4 * MIB, "b")).outputs[0], expected)
+
+
 def test_a_released_program_holds_no_memory(bench: Bench) -> None:
     driver = driver_of(bench)
     pinned_bytes = driver.pinned_bytes
@@ -136,6 +175,20 @@ def test_stalls_are_what_an_inference_takes_beyond_its_kernels(bench: Bench) -> 
     assert bench.run(slow).stall_s == 0.0
     result = bench.run(replace(program, compute_s=1e-9))
     assert 0 < result.stall_s < result.latency_s
+
+
+@pytest.mark.parametrize("names_processes", [True, False])
+def test_what_lies_outside_of_the_arena_is_measured_when_programs_are_loaded_and_released(
+    lowered: Lowered, names_processes: bool
+) -> None:
+    driver = FakeDriver()
+    driver.context_bytes, driver.graph_bytes, driver.names_processes = 500 * MIB, MIB, names_processes
+    with opened(lambda: CudaBackend(driver), lowered, 16 * MIB) as bench:
+        assert bench.backend.outside_bytes == 500 * MIB
+        program = beside(bench, evicting_plan(bench.graph), 0, "a")
+        assert bench.backend.outside_bytes == 503 * MIB, "with three graphs"
+        bench.executor.release(program)
+        assert bench.backend.outside_bytes == 500 * MIB
 
 
 def test_a_captured_program_says_what_its_graph_takes_and_another_why_there_is_none(bench: Bench) -> None:

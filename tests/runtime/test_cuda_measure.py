@@ -14,6 +14,7 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver
 
@@ -66,6 +67,33 @@ def test_scratch_is_what_kernels_take_beyond_their_results_and_what_pools_waste(
     # The fake's allocator wants 9 MiB. Scratch of 3 MiB needs the large part of a pool, of 10 MiB or more, beside a
     # segment for small tensors; and there is one segment to spare.
     assert 14 * MIB <= peak_activation_bytes(sized) <= 14 * MIB + 4096
+
+
+def test_a_plan_that_gets_no_memory_is_replaced_while_a_model_is_measured(
+    lowered: Lowered, caplog: pytest.LogCaptureFixture
+) -> None:
+    """cuDNN tries its plans in order, and the first may want more than the device has."""
+    driver = FakeDriver()
+    driver.plan_bytes = (64 << 30, 3 * MIB)
+    graph = lowered.graphs[Bucket(1)]
+    sized = measured(CudaBackend(driver), lowered)[0].graphs[Bucket(1)]
+    for before, after in zip(graph.ops, sized.ops, strict=True):
+        assert after.scratch_bytes >= 3 * MIB - sum(graph.tensors[i].nbytes for i in before.writes)
+    refusals = [r.fields for r in caplog.records if "made do" in r.getMessage()]  # type: ignore[attr-defined]
+    assert [(f["batch"], f["refused_bytes"]) for f in refusals] == [("1", 64 << 30), ("2", 64 << 30)]
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 30, 80 << 30])
+def test_a_model_is_measured_with_half_of_what_is_free_and_no_more_than_16_gib(
+    lowered: Lowered, free_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the little room of the other tests
+    graph = lowered.graphs[Bucket(2)]
+    plan = measure._ample_plan(graph, free_bytes)
+    whole = resident_plan(graph)
+    spare = free_bytes - whole.memory.nbytes
+    assert plan.pool_bytes - whole.pool_bytes == pytest.approx(min(spare // 2, 16 << 30), abs=1 << 20)
+    assert plan.memory.nbytes <= free_bytes
 
 
 def test_a_measurement_is_kept_and_belongs_to_its_device(lowered: Lowered, tmp_path: Path) -> None:

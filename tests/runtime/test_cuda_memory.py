@@ -9,6 +9,7 @@ from msgspec import structs
 from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda import stores
 from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling.dry_run import large_bytes
@@ -88,6 +89,19 @@ def test_copies_bring_the_file_s_bytes_whatever_the_store(
     backend.close()
     store.close()
     assert backend.pinned_memory.used_bytes == driver.pinned_bytes == 0
+
+
+def test_pinned_memory_lies_in_huge_pages_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are pinned cannot be moved. Small memory has no page of 2 MiB for itself."""
+    driver, events = FakeDriver(), list[tuple[str, int]]()
+    monkeypatch.setattr(stores, "use_huge_pages", lambda host: events.append(("huge", host.nbytes)))
+    pin = driver.pin
+    monkeypatch.setattr(driver, "pin", lambda host: (events.append(("pin", host.nbytes)), pin(host)))
+    pinned = PinnedMemory(driver, 64 * MIB)
+    pinned.take(4 * MIB, "a store")
+    pinned.take(MIB, "a buffer")
+    assert events == [("huge", 4 * MIB), ("pin", 4 * MIB), ("pin", MIB)]
+    pinned.close()
 
 
 def test_the_arena_refuses_bytes_outside() -> None:

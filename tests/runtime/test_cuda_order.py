@@ -7,20 +7,34 @@ does not.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Link, Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.draft import SwapStep
 from cohabit.runtime.cuda import program as cuda_program
 from cohabit.runtime.cuda.backend import CudaBackend
-from cohabit.runtime.cuda.schedule import FORK, Commands, Copy, Issue, IssueSchedule, Record, Wait, schedule
+from cohabit.runtime.cuda.joining import Copy, Forecast, Joining, joined
+from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.schedule import (
+    FORK,
+    Commands,
+    Issue,
+    IssueSchedule,
+    Record,
+    Wait,
+    schedule,
+)
 from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.lower import Lowered, lower
 from tests.planner.graphs import profile_of
@@ -197,7 +211,18 @@ def test_no_lane_waits_for_what_it_has_waited_for(lowered: Lowered) -> None:
     assert len(twice) == len(set(twice))
 
 
-def test_small_neighbours_travel_together_and_large_ones_alone(tmp_path: Path) -> None:
+def test_the_plan_s_waits_are_issued_as_they_stand(lowered: Lowered) -> None:
+    """The plan's writer leaves out what others imply; here one is implied, and nothing leaves it out again."""
+    with small(fake_cuda, lowered) as bench:
+        program = bench.program(streaming_plan(bench.graph))
+    counts = {2: 3, 3: 2, 4: 5}  # the fourth op waits for a copy that has ended before the third op's
+    computes = tuple(replace(c, swap_ins_before=counts.get(n, 0)) for n, c in enumerate(program.computes))
+    swap_ins = tuple(replace(s, step=0, computes_before=0) for s in program.swap_ins)
+    issues = schedule(replace(program, computes=computes, swap_ins=swap_ins)).commands.issues
+    assert [i.lane for i in issues if isinstance(i.command, Wait)] == ["swap_in", "compute", "compute", "compute"]
+
+
+def test_residents_travel_in_copies_as_large_as_the_link_wants_them(tmp_path: Path) -> None:
     torch.manual_seed(0)
     models.export(models.Wide(8, 280), {"x": torch.zeros(3, 280)}, tmp_path / "model.pt2")
     lowered = lower(tmp_path / "model.pt2", "wide", [2], tmp_path / "cache")
@@ -205,9 +230,114 @@ def test_small_neighbours_travel_together_and_large_ones_alone(tmp_path: Path) -
     everything = frozenset(graph.parameters)
     plan = streaming_plan(graph, everything)
     residents = schedule_of(lowered, plan).residents
-    sizes = [graph.tensors[i].nbytes for i in graph.parameters]
-    assert sum(c.nbytes for c in residents) == sum(sizes)
-    assert len(residents) < len(sizes)
-    assert all(c.nbytes <= 8 << 20 for c in residents)
-    assert all(c.nbytes >= 2 << 20 for c in residents[:-1]), "all but the last are as large as a link wants them"
+    assert [c.nbytes for c in residents] == [sum(graph.tensors[i].nbytes for i in graph.parameters)]
     assert not any(isinstance(s, Compute) and s.after for s in plan.steps)
+
+
+H200 = Link(3.2e-6, 52.5e9)
+
+
+def neighbours(sizes: list[int], waits: dict[int, int] | None = None) -> list[SwapStep]:
+    """Swap-ins of segments in a row; `waits` says how many ops some of them wait for."""
+    offsets = accumulate(sizes, initial=0)
+    return [
+        SwapStep("swap_in", n, n, nbytes, (waits or {}).get(n, 0), offset=at)
+        for n, (nbytes, at) in enumerate(zip(sizes, offsets, strict=False))
+    ]
+
+
+def profile_with(link: Link) -> Profile:
+    return Profile("", "a GPU", (), link, link)
+
+
+@pytest.mark.parametrize(
+    ("link", "enough_bytes"),
+    [(H200, 8 << 20), (Link(1e-6, 26e9), 2 << 20), (Link(4e-6, 26e9), 5_200_000), (Link(1e-3, 52e9), 8 << 20)],
+)
+def test_what_a_copy_costs_decides_how_large_joined_copies_are(link: Link, enough_bytes: int) -> None:
+    """Their time is fifty times what every copy costs: the link is used to 98 %. No copy of several exceeds 16 MiB."""
+    joining = Joining.of(profile_with(link))
+    assert joining.enough_bytes == pytest.approx(enough_bytes, rel=0.01)
+    copies = joined(neighbours([300_000] * 400), 0, joining)
+    assert sum(c.nbytes for c in copies) == 120_000_000
+    assert all(joining.enough_bytes <= c.nbytes <= 2 * joining.enough_bytes <= 16 << 20 for c in copies[:-1])
+
+
+def test_a_large_copy_is_not_joined_beyond_twice_what_is_enough() -> None:
+    sizes = [1 << 20, 20 << 20, 1 << 20, 15 << 20]
+    assert [c.nbytes for c in joined(neighbours(sizes), 0, Joining.of(profile_with(H200)))] == [
+        1 << 20,
+        20 << 20,
+        16 << 20,
+    ]
+
+
+def test_a_copy_waits_for_what_its_neighbour_waits_for_only_where_it_is_in_time_even_then(lowered: Lowered) -> None:
+    for op_s, firsts in ((1e-6, [0, 2, 3, 5, 7]), (0.1, [0])):
+        program = timed(lowered, [1 << 20] * 8, [op_s] * 8, {3: 1})
+        copies = joined(program.swap_ins, 0, Joining.of(program.draft.profile), Forecast.of(program))
+        assert [c.first for c in copies] == firsts
+
+
+def timed(
+    lowered: Lowered, sizes: list[int], op_s: list[float], waits: dict[int, int] | None = None
+) -> CudaProgram:
+    """A program whose last ops read a segment each, in the given times of its ops."""
+    graph = lowered.graphs[Bucket(2)]
+    with small(fake_cuda, lowered) as bench:
+        program = bench.program(streaming_plan(graph))
+    count = len(program.computes)
+    assert len(sizes) <= count
+    needs = [max(0, n + 1 - (count - len(sizes))) for n in range(count)]
+    seconds = [op_s[0]] * (count - len(op_s)) + op_s
+    profile = structs.replace(profile_with(H200), op_seconds=tuple(seconds))
+    return replace(
+        program,
+        computes=tuple(
+            replace(c, step=2 * n + 1, swap_ins_before=k)
+            for n, (c, k) in enumerate(zip(program.computes, needs, strict=True))
+        ),
+        swap_ins=tuple(replace(s, step=2 * s.computes_before) for s in neighbours(sizes, waits)),
+        draft=replace(program.draft, profile=profile),
+    )
+
+
+def test_copies_that_an_op_soon_waits_for_are_smaller(lowered: Lowered) -> None:
+    """The first op would wait for all of a joined copy. A copy in time is as large as it may be."""
+    soon = timed(lowered, [1 << 20] * 10, [1e-6] * 10)
+    joining = Joining.of(soon.draft.profile)
+    sizes = [c.nbytes >> 20 for c in joined(soon.swap_ins, 0, joining, Forecast.of(soon))]
+    assert sizes == [2, 2, 2, 2, 2]
+    later = timed(lowered, [1 << 20] * 10, [1e-3] * 10)
+    sizes = [c.nbytes >> 20 for c in joined(later.swap_ins, 0, joining, Forecast.of(later))]
+    assert sizes == [2, 8], "the first op waits for its copy, the others do not"
+
+
+def test_no_op_begins_later_because_copies_are_joined(lowered: Lowered) -> None:
+    for op_s in (1e-6, 5e-5, 2e-4, 1e-3):
+        program = timed(lowered, [1 << 20] * 10, [op_s] * 10, {3: 1, 5: 2, 7: 4})
+        forecast, joining = Forecast.of(program), Joining.of(program.draft.profile)
+        free_s, latest = 0.0, 0
+        for copy in joined(program.swap_ins, 0, joining, forecast):
+            latest = max(latest, *(s.computes_before for s in program.swap_ins[copy.first : copy.last]))
+            free_s = max(free_s, forecast.ends_s[latest]) + H200.seconds(copy.nbytes)
+            if copy.nbytes > joining.enough_bytes // 4:
+                assert free_s <= forecast.latest_s[copy.first], op_s
+
+
+def test_a_joined_copy_is_issued_before_the_op_of_its_first_part(lowered: Lowered) -> None:
+    """A plan may name a copy late that could begin early; what it is joined with is needed before."""
+    program = timed(lowered, [1 << 20] * 8, [0.1] * 8)
+    late = replace(program.swap_ins[-1], step=2 * 8)
+    program = replace(program, swap_ins=(*program.swap_ins[:-1], late))
+    issues = schedule(program).commands.issues
+    (copy,) = [i.command for i in issues if isinstance(i.command, Copy)]
+    assert copy.last - copy.first == 8
+    assert [type(i.command) for i in issues if i.lane == "swap_in"] == [Wait, Copy, Record]
+
+
+def test_without_a_profile_every_op_is_near(lowered: Lowered) -> None:
+    program = timed(lowered, [1 << 20] * 8, [1.0] * 8)
+    program = replace(program, draft=replace(program.draft, profile=None))
+    copies = joined(program.swap_ins, 0, Joining.of(None), Forecast.of(program))
+    assert [c.nbytes >> 20 for c in copies] == [2, 2, 2, 2]

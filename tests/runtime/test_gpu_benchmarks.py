@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ from benchmarks.gpu.steps import Step
 from cohabit.planner.sizing.deployment import LayoutName
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
+from cohabit.runtime.lowering import lower as lower_module
 from cohabit.runtime.options import DEFAULTS
-from tests.runtime.cuda_fake import FakeDriver
+from tests.runtime import gpu_dry_run
+from tests.runtime.cuda_fake import FakeDriver, pinned_array
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -40,8 +43,15 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(common, "WARM_UP", 1)
     monkeypatch.setattr(cold, "RUNS", 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a fake")
+    for module in (common, copies):
+        monkeypatch.setattr(module, "pinned_by_torch", pinned_by_fake)
     for module in (table2, copies, memory, figure8, cold):
         monkeypatch.setattr(module, "open_gpu", lambda: CudaBackend(FakeDriver(total_bytes=8 << 30)))
+
+
+def pinned_by_fake(backend: CudaBackend, nbytes: int) -> torch.Tensor:
+    assert isinstance(backend.driver, FakeDriver)
+    return torch.from_numpy(pinned_array(backend.driver, nbytes))
 
 
 def measured(step: Step[Any], cell: str, output: Path) -> str:
@@ -62,6 +72,25 @@ def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "float32, batch 1, 8 MB |" in written
     assert "float32, batch 1, 9 MB |" in written
     assert "float32, batch 1, 0 MB: resnet152" in written, "a budget that is too small is a note"
+
+
+@slow
+def test_a_precision_is_lowered_once_and_its_rows_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """To lower ResNet-152, and to run it on a CPU at the largest batch, would take the device's minutes."""
+
+    def compare(*_: object) -> None:
+        raise AssertionError("rows are compared")
+
+    monkeypatch.setattr(lower_module, "find_interaction", compare)
+    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (9,), 2: (9,)})
+    monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1, 2)),))
+    for cell in table2.cells():
+        written = measured(table2.STEP, cell, tmp_path)
+    assert "float32, batch 1, 9 MB |" in written
+    assert "float32, batch 2, 9 MB |" in written
+    assert len(list((tmp_path / "gpu" / "lowered").rglob("program-*.json"))) == 1
 
 
 @slow
@@ -127,6 +156,18 @@ def test_copies_by_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         written = measured(copies.STEP, cell, tmp_path)
     assert "| to the device, 256 KiB | 4 |" in written
     assert "| to the host, 1024 KiB | 1 |" in written
+    assert "| to the device, pin_memory=True, 1024 KiB | 1 |" in written
+
+
+def test_the_plain_copy_is_that_of_the_faster_kind_of_pinned_memory() -> None:
+    rows = [
+        copies.Row("to the device", 4 * MIB, 64, 0.01),
+        copies.Row("to the device", copies.WHOLE_BYTES, 1, 0.009),
+        copies.Row(copies.BY_TORCH, copies.WHOLE_BYTES, 1, 0.008),
+    ]
+    written = "\n".join(copies.STEP.sections(rows, []))
+    assert "| 80.0% |" in written
+    assert "| 88.9% |" in written
 
 
 FAKE_STEP = """
@@ -156,7 +197,8 @@ if __name__ == "__main__":
 def test_a_cell_that_crashes_costs_itself_only(tmp_path: Path) -> None:
     (tmp_path / "fake_step.py").write_text(FAKE_STEP)
     command = [sys.executable, "-m", "fake_step", "--output", str(tmp_path / "results")]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    given = os.environ.get("PYTHONPATH", "")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}:{given}"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     written = (tmp_path / "results" / "gpu-fake_step.md").read_text()
@@ -164,7 +206,9 @@ def test_a_cell_that_crashes_costs_itself_only(tmp_path: Path) -> None:
     assert "rows: crashes, works" in written
     assert "works is through" in written
     assert "crashes: ended with status -11: " in written
-    assert "Segmentation fault" in (tmp_path / "results" / "gpu-fake_step.log").read_text()
+    assert "Segmentation fault" in written, "the log is packed in"
+    assert '{"row":{"cell":"works"}}' in written, "and so are the rows"
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["gpu-fake_step.md"]
 
 
 def test_cells_that_hang_or_come_too_late_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,15 +235,71 @@ def test_a_file_that_cannot_be_imported_does_not_keep_the_other_tests_from_runni
     (folder / "test_absent.py").write_text("import a_package_that_is_not_here")
     (folder / "test_device.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it(): pass\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "GPU_TESTS", ("tests/runtime/test_absent.py", "tests/runtime/test_device.py"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run.main(["tests", "--output", str(tmp_path)]) == 1
-    assert "1 passed" in (tmp_path / "gpu-tests.log").read_text()
+    assert "1 passed" in (tmp_path / "gpu-tests.md").read_text()
+    assert not (tmp_path / "gpu-tests.log").exists()
+
+
+def test_the_files_with_gpu_tests_are_named(tmp_path: Path) -> None:
+    """All of them, and none imports a package that only the server needs."""
+    for package in ("tritonclient", "aiohttp", "grpc"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not on this machine')")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=", "-W", "default"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+
+    def collected(*places: str) -> set[str]:
+        done = subprocess.run([*command, *places], cwd=ROOT, env=environment, capture_output=True, text=True)
+        return set(re.findall(r"^(tests/\S+): \d+$", done.stdout, re.MULTILINE))
+
+    assert collected(*run.GPU_TESTS) == set(run.GPU_TESTS)
+    assert collected("tests/runtime", "--continue-on-collection-errors") == set(run.GPU_TESTS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["table2"]) == run.NO_GPU
     assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_gpu_is_not_a_success_of_make() -> None:
+    command = ["make", "-C", str(ROOT), "gpu-check", "GPU_STEPS=copies", f"GPU_PYTHON={sys.executable}"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "nothing was tested or measured" in done.stderr
+
+
+@pytest.mark.parametrize("variables", [["OUT=/elsewhere"], ["OUT=/given", "GPU_OUTPUT=/elsewhere"]])
+def test_results_go_to_the_folder_that_a_lent_machine_names(variables: list[str]) -> None:
+    command = ["make", "-n", "-C", str(ROOT), "gpu-check", *variables]
+    assert '--output "/elsewhere"' in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_tests_that_take_longer_than_their_time_are_ended_and_leave_their_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def hang(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> None:
+        if timeout is None:
+            raise FileNotFoundError("this machine has no git")
+        options["stdout"].write(b"test_it PASSED")
+        options["stdout"].flush()
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run.subprocess, "run", hang)
+    assert run.main(["tests", "--output", str(tmp_path), "--seconds", "20"]) == 1
+    written = (tmp_path / "gpu-tests.md").read_text()
+    assert "The tests took longer than 20 s." in written
+    assert "test_it PASSED" in written
+
+
+def test_the_dry_run_has_a_cell_of_every_step_and_leaves_out_tests_that_exist() -> None:
+    assert {step.name for step in gpu_dry_run.CELLS} == set(run.STEPS) - {run.TESTS}
+    written = (ROOT / "tests" / "runtime" / "test_cuda_gpu.py").read_text()
+    assert all(f"def {name}(" in written for name in gpu_dry_run.NEED_A_DEVICE)
 
 
 def test_an_unknown_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,6 +237,11 @@ def test_pinned_memory_is_told_where_there_is_some() -> None:
     assert samples["nv_pinned_memory_pool_used_bytes", ()] == 40
 
 
+def test_memory_outside_of_the_arena_is_told_where_there_is_some() -> None:
+    assert ("cohabit_outside_arena_bytes", ()) not in machine_samples(DeviceUse())
+    assert machine_samples(DeviceUse(outside_bytes=500))["cohabit_outside_arena_bytes", ()] == 500
+
+
 def test_histograms_count_as_numpy_does() -> None:
     durations = list(10 ** np.random.default_rng(7).uniform(-5, 1.5, 500)) + list(SECONDS)
     histogram = Histogram.of(SECONDS)

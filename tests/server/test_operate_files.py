@@ -30,7 +30,9 @@ def everything(server: Running) -> Samples:
     """A live server's metrics, with those of a GPU and of pinned memory."""
     nvml: Any = FakeNvml()
     gpus = (Gpu("GPU-1", nvml, object()),)
-    return scrape(server) | machine_samples(DeviceUse(pinned_total_bytes=1, pinned_used_bytes=1), gpus)
+    return scrape(server) | machine_samples(
+        DeviceUse(pinned_total_bytes=1, pinned_used_bytes=1, outside_bytes=1), gpus
+    )
 
 
 def queries() -> Iterator[str]:

@@ -25,7 +25,7 @@ from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.profiling.fusion_probe import refused_ops, with_plain, with_probes
 from cohabit.runtime.cuda.profiling.link import LinkBench
 from cohabit.runtime.cuda.profiling.scratch import kernel_scratch, wasted_bytes, with_scratch
-from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.program import ALIGNMENT_BYTES, CudaProgram
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.memory import HostStore
@@ -34,8 +34,9 @@ from cohabit.runtime.profiling.profile import resident_plan
 FORMAT_VERSION = 3
 CudaDevice = DeviceBackend[CudaProgram]
 _ROUNDS = 9
-_AMPLE_BYTES = 1 << 30
-"""Memory besides its activations that a model is measured with, so that kernels get the scratch that they prefer."""
+_AMPLE_BYTES = 16 << 30
+"""The most memory besides its activations that a model is measured with, so that kernels get the scratch that they
+prefer; at most half of what is free."""
 _QUEUE_S = 0.03
 """How long the device is kept busy while an inference is issued op by op, so that it runs without gaps."""
 
@@ -112,7 +113,7 @@ def _measure(
             on_progress(f"{lowered.name}: measuring batch {bucket}")
             graph, examples = lowered.graphs[bucket], lowered.examples(bucket)
             tried, probes = with_probes(lowered, bucket)
-            with _resident(device, tried, store, graph) as program:
+            with resident(device, streams, tried, store, graph) as program:
                 beyond = kernel_scratch(streams, program, graph, examples)
                 seconds = _op_seconds(device, streams, program, examples)
                 slowdowns = _slowdowns(device, program, examples, bench, link_in)
@@ -130,13 +131,17 @@ def _measure(
 
 
 @contextmanager
-def _resident(
-    device: CudaDevice, lowered: Lowered, store: HostStore[torch.Tensor], graph: Graph
+def resident(
+    device: CudaDevice, streams: Streams, lowered: Lowered, store: HostStore[torch.Tensor], graph: Graph
 ) -> Iterator[CudaProgram]:
-    """Load a program with everything resident and ample memory, for the block."""
-    plan = ample_plan(graph)
+    """Load a program with everything resident and ample memory, for the block.
+
+    Scratch that its kernels are refused is logged: the library has other kernels, which are then the measured ones.
+    """
+    plan = _ample_plan(graph, streams.driver.memory().free_bytes)
     arena = device.arena(plan.memory.nbytes)
     program = device.build(lowered, plan, None, arena, Bases(0, plan.memory.partition_bytes), store)
+    program.admission.measuring = True
     try:
         device.executor.load(program)
         yield program
@@ -145,10 +150,12 @@ def _resident(
         arena.close()
 
 
-def ample_plan(graph: Graph) -> Plan:
-    """Everything resident, and a workspace with more room than torch's allocator can want."""
+def _ample_plan(graph: Graph, free_bytes: int) -> Plan:
+    """Everything resident, and a workspace with as much more as kernels may want and the device can give."""
     plan = resident_plan(graph)
-    pool = max(plan.pool_bytes, 2 * peak_activation_bytes(graph) + _AMPLE_BYTES)
+    pool = max(plan.pool_bytes, 2 * peak_activation_bytes(graph))
+    spare = max(0, free_bytes - plan.memory.partition_bytes - pool)
+    pool += min(spare // 2, _AMPLE_BYTES) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     return msgspec.structs.replace(plan, memory=Memory(pool, plan.memory.partition_bytes), pool_bytes=pool)
 
 

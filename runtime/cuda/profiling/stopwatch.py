@@ -3,8 +3,9 @@
 from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.cuda.api import Driver, Event
 from cohabit.runtime.cuda.issue import Perform
+from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.cuda.schedule import Copy, Empty, Kernels, Refill, Return, Save, Work
+from cohabit.runtime.cuda.schedule import Empty, Kernels, Refill, Return, Save, Work
 
 
 class CudaStopwatch:
