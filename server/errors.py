@@ -238,7 +238,7 @@ class ControlOff(RequestError):
     def __init__(self, mode: str) -> None:
         super().__init__(
             f"explicit model load / unload is not allowed: model control is '{mode}';"
-            " start the server with --model-control explicit"
+            " start the server with --model-control-mode explicit"
         )
 
 

@@ -601,7 +601,7 @@
       const versions = new Map();
       now.models.forEach(({ name }) => versions.set(name, (versions.get(name) || 0) + 1));
       const most = Math.max(1, ...now.models.map((model) => model.parameters[0] || 0));
-      say(how, `Rates, latencies and copies are those of the last ${now.window_s} s.${now.control ? "" : " To load and unload models here, start the server with --model-control explicit."}`);
+      say(how, `Rates, latencies and copies are those of the last ${now.window_s} s.${now.control ? "" : " To load and unload models here, start the server with --model-control-mode explicit."}`);
       const seen = now.models.map((model) => {
         const key = JSON.stringify([model.name, model.version]);
         if (!rows.has(key)) rows.set(key, newRow(model));

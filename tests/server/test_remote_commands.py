@@ -106,7 +106,7 @@ def test_to_unload_a_model_that_there_is_not_is_an_error(
 
 def test_a_refused_order_says_why(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(own, "load", "adder") == 1
-    assert "start the server with --model-control explicit" in capsys.readouterr().err
+    assert "start the server with --model-control-mode explicit" in capsys.readouterr().err
 
 
 def test_tokens_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
