@@ -94,6 +94,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "streaming": {"bounds", "layout", "problem", "schedule", "search"},
         "offloading": {"layout", "problem", "schedule", "search", "streaming"},
         "papers": set(),
+        "papers/baselines": {"papers/beaumont", "problem", "schedule", "search"},
         "papers/beaumont": {"problem", "schedule", "search"},
         "papers/home": {"problem", "schedule", "search"},
         "papers/swapadvisor": {"layout", "problem", "schedule", "search", "streaming"},
