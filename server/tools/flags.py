@@ -25,6 +25,17 @@ SEARCHERS = (
     "interval",
     "on_demand",
 )
+BASELINES = (
+    "vdnn_all",
+    "vdnn_conv",
+    "superneurons",
+    "tflms",
+    "autoswap",
+    "capuchin",
+    "sqrt_checkpointing",
+    "chain_checkpointing",
+)
+"""Earlier systems to compare with."""
 TILING_SEARCHES = ("exact", "greedy", "recursive", "row", "column", "worst", "brute-force")
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")
 """Settings of `serve` that say how a model is measured."""
@@ -126,9 +137,11 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--search",
         default="best",
-        choices=SEARCHERS,
-        help="how to search; best, streaming, offloading and genetic plan a partition and a workspace, as serving does,"
-        " the others one budget (default: %(default)s)",
+        choices=(*SEARCHERS, *BASELINES),
+        metavar="NAME",
+        help=f"how to search: {', '.join(SEARCHERS)}; best, streaming, offloading and genetic plan a partition and a"
+        " workspace, as serving does, the others one budget. Baselines to compare with, for one budget:"
+        f" {', '.join(BASELINES)} (default: %(default)s)",
     )
     _add_effort(parser, None)
     parser.add_argument(

@@ -207,6 +207,13 @@ def test_show_writes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert page.startswith("<!doctype html>")
 
 
+def test_a_baseline_plans_one_budget() -> None:
+    path = planned("--search", "vdnn_all")
+    plan = cohabit.planner.plan.decode(path.read_bytes())
+    check(GRAPH, PROFILE, plan)
+    assert plan.memory == Memory(28 << 10, counted=True)
+
+
 def test_show_opens_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) is None)
@@ -334,6 +341,7 @@ def test_ticks_are_round_and_few() -> None:
 
 def test_help_names_every_searcher(capsys: pytest.CaptureFixture[str]) -> None:
     assert registry.SEARCHERS == flags.SEARCHERS
+    assert registry.BASELINES == flags.BASELINES
     for command in ("plan", "show", "compare-plans"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
