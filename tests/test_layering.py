@@ -37,6 +37,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "planner": ({"planner"}, {"msgspec", "numpy", "numba", "scipy"}),
     "planner.tiling": ({"planner.tiling", "planner.errors"}, {"numpy", "scipy"}),
     "runtime": ({"runtime"} | WORDS, {"msgspec", "numpy", "torch", "pynvml"}),
+    "runtime.training": ({"runtime", "planner"}, {"msgspec", "safetensors", "torch"}),
     "runtime.tiling": ({"runtime", "planner.tiling", "planner.errors"}, {"numpy", "torch"}),
     "server": ({"server", "planner.errors"}, {"msgspec", "rich", "uvloop"}),
     "server.engine_process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),
@@ -102,6 +103,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "streaming": {"bounds", "layout", "problem", "schedule", "search"},
         "offloading": {"layout", "problem", "schedule", "search", "streaming"},
         "papers": set(),
+        "papers/baselines": {"papers/beaumont", "problem", "schedule", "search"},
         "papers/beaumont": {"problem", "schedule", "search"},
         "papers/home": {"problem", "schedule", "search"},
         "papers/swapadvisor": {"layout", "problem", "schedule", "search", "streaming"},
@@ -119,6 +121,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "tiling": {"lowering"},
         "cpu": {"binding", "host", "lowering", "profiling", "shared_region"},
         "cuda": {"binding", "host", "lowering", "offload", "profiling", "shared_region"},
+        "training": {"binding", "cpu", "host", "lowering", "offload"},
     },
 }
 PUT_TOGETHER = {

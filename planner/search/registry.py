@@ -26,17 +26,32 @@ _SERVING: Final = {
 }
 """Of those that plan a partition and a workspace."""
 
+_BASELINES: Final = {
+    "vdnn_all": "papers.baselines.layers:VdnnAll",
+    "vdnn_conv": "papers.baselines.layers:VdnnConv",
+    "superneurons": "papers.baselines.layers:SuperNeurons",
+    "tflms": "papers.baselines.layers:Tflms",
+    "autoswap": "papers.baselines.scores:AutoSwap",
+    "capuchin": "papers.baselines.scores:Capuchin",
+    "sqrt_checkpointing": "papers.baselines.checkpointing:SqrtCheckpointing",
+    "chain_checkpointing": "papers.baselines.checkpointing:ChainCheckpointing",
+}
+"""Of earlier systems to compare with, which plan one budget, too."""
+
 COUNTED: Final = tuple(_COUNTED)
 SERVING: Final = tuple(_SERVING)
 SEARCHERS: Final = tuple(dict.fromkeys((*SERVING, *COUNTED)))
 """Names of searchers: of one budget, of a partition and a workspace, and all."""
+BASELINES: Final = tuple(_BASELINES)
+"""Names of the baselines, which are not among the searchers."""
 
 
 def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
     """Return a new search for a problem. Raises UnknownSearcher, and what the searcher raises."""
-    if searcher not in SEARCHERS:
-        raise UnknownSearcher(searcher, SEARCHERS)
-    known, other = (_COUNTED, "a partition and a workspace") if problem.memory.counted else (_SERVING, "one budget")
+    if searcher not in (*SEARCHERS, *BASELINES):
+        raise UnknownSearcher(searcher, (*SEARCHERS, *BASELINES))
+    counted = problem.memory.counted
+    known, other = (_COUNTED | _BASELINES, "a partition and a workspace") if counted else (_SERVING, "one budget")
     if searcher not in known:
         raise UnsupportedProblem(f"{searcher} plans {other}; for this memory there are {', '.join(known)}")
     if problem.objective == "period" and not problem.memory.counted:

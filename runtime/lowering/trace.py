@@ -125,7 +125,7 @@ def trace_model(
     `weights` have a storage each, shared only by tied ones. The model's own in-place operators may change the examples.
     Raises UnsupportedModel where sizes depend on values, weights are changed, or an operator is not allowed.
     """
-    tracer = Tracer(model, weights, bucket, examples)
+    tracer = OpTracer(model, weights, bucket, examples)
     with torch.inference_mode(), measuring_allocations() as peaks:
         trace = tracer.run()
     ops = tuple(
@@ -194,13 +194,13 @@ def run_model(
     model: FxModel, weights: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return a model's outputs. Its own in-place operators may change the inputs."""
-    tracer = Tracer(model, weights, Bucket(0), inputs)
+    tracer = OpTracer(model, weights, Bucket(0), inputs)
     with torch.inference_mode():
         tracer.run()
     return tracer.results
 
 
-class Tracer:
+class OpTracer:
     """Runs a model's graph node by node and records calls and storages. Subclasses say what a program may do."""
 
     def __init__(

@@ -22,7 +22,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.model import FxModel
 from cohabit.runtime.lowering.packing import storage_key
-from cohabit.runtime.lowering.trace import Storage, Trace, Tracer
+from cohabit.runtime.lowering.trace import OpTracer, Storage, Trace
 from cohabit.runtime.training.state import RNG, TrainingState
 from cohabit.runtime.training.updates import updates_early
 
@@ -100,7 +100,7 @@ def capture(
         return tracer.run(), tracer.calls
 
 
-class StepTracer(Tracer):
+class StepTracer(OpTracer):
     """Traces a step on fake tensors. Any operator is allowed, and weights may change."""
 
     def __init__(self, model: FxModel, names: Mapping[str, str], inputs: Sequence[torch.Tensor]) -> None:

@@ -16,14 +16,18 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from cohabit.planner.errors import FormatError, InfeasibleBudget
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Compute, Plan, Provenance, SwapIn, SwapOut
+from cohabit.planner.problem import Problem
+from cohabit.planner.schedule.gaps import Choice, Gaps
+from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.schedule.write import write
 from cohabit.planner.search.registry import COUNTED
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.training.trainer import Trainer, TrainingLost
 from tests.runtime.observing import observed
-from tests.runtime.plans import recomputing_plan
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 STEPS = 10
@@ -145,8 +149,13 @@ def test_recomputation_repeats_no_random_numbers(monkeypatch: pytest.MonkeyPatch
     """Dropout's mask is made once, by an op that changes the generator's state: only what follows it is repeated."""
 
     def recomputing(trainer: Trainer) -> Plan:
-        plan = structs.replace(recomputing_plan(trainer.graph), profile=trainer.profile.fingerprint)
-        timeline = simulate(trainer.graph, plan, trainer.profile)
+        graph, gaps = trainer.graph, Gaps(trainer.graph)
+        choices = [Choice.RECOMPUTE if Choice.RECOMPUTE in gap.choices else Choice.KEEP for gap in gaps.all]
+        problem = Problem(graph, trainer.profile, Memory(2 * trainer.peak_bytes, counted=True))
+        schedule = schedule_of_choices(problem, gaps, choices)
+        assert schedule is not None
+        plan = write(problem, schedule, problem.memory.nbytes)
+        timeline = simulate(graph, plan, trainer.profile)
         promise = Provenance("by hand", 0, 1, timeline.latency_s, timeline.period_s or 0.0, 0.0, 0.0, 0.0, "period")
         return structs.replace(plan, provenance=promise)
 

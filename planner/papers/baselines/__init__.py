@@ -1,0 +1,1 @@
+"""Earlier systems that swap or recompute, to compare with, at each paper's own scope."""
