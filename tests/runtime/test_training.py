@@ -156,7 +156,17 @@ def test_recomputation_repeats_no_random_numbers(monkeypatch: pytest.MonkeyPatch
         assert schedule is not None
         plan = write(problem, schedule, problem.memory.nbytes)
         timeline = simulate(graph, plan, trainer.profile)
-        promise = Provenance("by hand", 0, 1, timeline.latency_s, timeline.period_s or 0.0, 0.0, 0.0, 0.0, "period")
+        promise = Provenance(
+            "by hand",
+            0,
+            1,
+            timeline.latency_s,
+            timeline.period_s or 0.0,
+            0.0,
+            trainer.profile.compute_s,
+            0.0,
+            "period",
+        )
         return structs.replace(plan, provenance=promise)
 
     monkeypatch.setattr(Trainer, "_search", recomputing)
