@@ -52,8 +52,11 @@ class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+_decoder = msgspec.json.Decoder(dict[str, Board])
+
+
 def _read() -> Mapping[str, Board]:
-    boards = msgspec.json.decode(Path(__file__).with_name("boards.json").read_bytes(), type=dict[str, Board])
+    boards = _decoder.decode(Path(__file__).with_name("boards.json").read_bytes())
     return {name: msgspec.structs.replace(board, name=name) for name, board in boards.items()}
 
 
