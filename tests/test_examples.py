@@ -90,15 +90,17 @@ async def metadata(request: web.Request) -> web.Response:
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    """Answer as an embedding the number of tokens that the mask lets through, and 1."""
+    """Answer as an embedding, in binary as servers do, the number of tokens that the mask lets through, and 1."""
     body = await request.read()
     head = json.loads(body[: int(request.headers["Inference-Header-Content-Length"])])
     assert [i["name"] for i in head["inputs"]] == ["input_ids", "attention_mask"]
     ids, mask = np.frombuffer(body[-2 * 3 * LENGTH * 8 :], np.int64).reshape(2, 3, LENGTH)
     assert (ids[mask == 0] == 0).all()
-    vectors = np.array([[float(n), 1.0] for n in mask.sum(axis=1)])
-    output = {"name": "embedding", "datatype": "FP32", "shape": [3, 2], "data": vectors.ravel().tolist()}
-    return web.json_response({"model_name": "minilm", "model_version": "1", "outputs": [output]})
+    vectors = np.array([[float(n), 1.0] for n in mask.sum(axis=1)], np.float32).tobytes()
+    size = {"binary_data_size": len(vectors)}
+    output = {"name": "embedding", "datatype": "FP32", "shape": [3, 2], "parameters": size}
+    answer = json.dumps({"model_name": "minilm", "model_version": "1", "outputs": [output]}).encode()
+    return web.Response(body=answer + vectors, headers={"Inference-Header-Content-Length": str(len(answer))})
 
 
 async def test_sentences_are_cut_and_padded_to_the_models_length() -> None:
