@@ -30,8 +30,8 @@ def embed(address: str, sentences: Sequence[str], model: str = "minilm") -> NDAr
         inputs.append(triton.InferInput(name, list(values.shape), "INT64"))
         inputs[-1].set_data_from_numpy(values)
     embedding_BH: NDArray[np.float32] = client.infer(model, inputs).as_numpy("embedding")
-    embedding_BH = embedding_BH / np.linalg.norm(embedding_BH, axis=1, keepdims=True)
-    return embedding_BH
+    unit_BH: NDArray[np.float32] = embedding_BH / np.linalg.norm(embedding_BH, axis=1, keepdims=True)
+    return unit_BH
 
 
 def table(sentences: Sequence[str], embeddings: NDArray[np.float32]) -> str:
