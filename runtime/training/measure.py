@@ -102,7 +102,7 @@ def _link(seconds: Sequence[float]) -> Link:
 def _result_bytes(call: OpCall, name: str) -> tuple[int, ...]:
     """Run a call under a name that the profiler sees; return the bytes of its results' storages.
 
-    None where stand-ins do not do, since a fake kernel said another dtype than the real one has.
+    Nothing where stand-ins do not do, since a fake kernel said another dtype than the real one has.
     """
     args, kwargs = _stand_ins(call)
     try:

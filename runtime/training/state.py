@@ -78,6 +78,17 @@ class StateTensor:
         self.value().copy_(value)
         self.save(buffer)
 
+    def regain(self, owner: torch.Tensor) -> None:
+        """Take what the user's tensor holds, if it is another now, or has other memory. Raises UnsupportedModel."""
+        if owner.shape != self.shape or owner.dtype != self.dtype:
+            raise UnsupportedModel(
+                f"a tensor of the training is now {owner.dtype} {list(owner.shape)}, the step was captured for"
+                f" {self.dtype} {list(self.shape)}; make a new trainer"
+            )
+        if owner.untyped_storage()._cdata != self.storage._cdata:
+            self.value().copy_(owner.detach())
+        self.owner = owner
+
     def value(self) -> torch.Tensor:
         """Return the tensor itself; its bytes must be there."""
         return torch.empty(0, dtype=self.dtype).set_(self.storage, 0, self.shape, self.stride)
@@ -91,6 +102,7 @@ class TrainingState:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         parameters = dict(model.named_parameters())
+        self._parameters = parameters
         self._names = {id(p): name for name, p in parameters.items()}
         optimized = [p for group in optimizer.param_groups for p in group["params"]]
         if any(id(p) not in self._names for p in optimized):
@@ -139,6 +151,16 @@ class TrainingState:
                 del optimizer.state[parameter]
             self._begun.clear()
             raise
+
+    def regain(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take what the user's tensors hold; `load_state_dict` puts others in the place of an optimizer's.
+
+        Raises UnsupportedModel where they have another form.
+        """
+        for tensor in self.tensors.values():
+            tensor.regain(tensor.owner)
+        for (parameter, key), name in self._of_optimizer.items():
+            self.tensors[name].regain(optimizer.state[self._parameters[parameter]][key])
 
     def manifest(self) -> Manifest:
         """Describe the tensors as segments, one each; nothing of them is in a file."""

@@ -24,6 +24,7 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.heap import keep_freed_memory
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.offload.storage import OffloadedTensor
@@ -44,6 +45,8 @@ SMOOTHING: Final = 0.3
 MEASURED_FIRST: Final = 4
 """So many steps of a plan are measured op by op, then one in `MEASURED_EVERY`."""
 MEASURED_EVERY: Final = 50
+KEPT_BYTES: Final = 1 << 20
+"""Of freed memory, where it is to be had by others."""
 
 
 class TrainingLost(DeviceError):
@@ -77,9 +80,14 @@ class Trainer:
         """Capture, measure and plan a step. `loss(model, *batch)` returns a 0-d tensor.
 
         `memory` is a number of bytes, or a share of the most that a step needs, such as "60%". `store` says where
-        tensors go that leave memory: to RAM, or to a file without a name in `folder`. Raises UnsupportedModel where the
-        step cannot be captured, and InfeasibleBudget, which names the least memory, where it does not fit.
+        tensors go that leave memory: to RAM, or to a file without a name in `folder`. With a file, the whole process
+        gives freed memory back to the system at once: otherwise it takes more than the plan says.
+
+        Raises UnsupportedModel where the step cannot be captured, and InfeasibleBudget, which names the least memory,
+        where it does not fit.
         """
+        if store == "file":
+            keep_freed_memory(KEPT_BYTES)
         self._optimizer = optimizer
         self._searcher, self._search_seconds, self._on_progress = searcher, search_seconds, on_progress
         self._store = StateStore(store, folder or Path(tempfile.gettempdir()))
@@ -133,7 +141,8 @@ class Trainer:
     def step(self, *batch: torch.Tensor) -> torch.Tensor:
         """Take one step; return the loss before its update, a 0-d tensor.
 
-        Raises ValueError for a batch of other shapes or dtypes than the example's, and TrainingLost.
+        Raises ValueError for a batch of other shapes or dtypes than the example's, UnsupportedModel where the user has
+        given a tensor another form since a `sync`, and TrainingLost.
         """
         if self._lost is not None:
             raise TrainingLost(self._lost)
@@ -142,14 +151,18 @@ class Trainer:
             raise ValueError(f"the batch has {_written(forms)}; the step was captured for {_written(self._forms)}")
         self._learn()
         if self._is_synced:
+            self._state.regain(self._optimizer)
             self._leave()
             self._executor.load(self._program)
         is_measured = self._steps_measured < MEASURED_FIRST or self.steps % MEASURED_EVERY == 0
         rates = [torch.tensor(float(group["lr"]), dtype=torch.float64) for group in self._optimizer.param_groups]
         try:
             result = self._executor.run(self._program, [*batch, *rates], follow=self._note if is_measured else None)
-        except DeviceError as error:
-            self._lost = f"step {self.steps + 1} failed: {error}; make a new trainer and resume from a checkpoint"
+        except BaseException as error:  # also an interrupt: some parameters may be updated and others not
+            reason = str(error) or type(error).__name__
+            self._lost = f"step {self.steps + 1} failed: {reason}; make a new trainer and resume from a checkpoint"
+            if not isinstance(error, DeviceError):
+                raise
             raise TrainingLost(self._lost) from error
         self.steps += 1
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # or schedulers warn that no step was taken
@@ -178,7 +191,14 @@ class Trainer:
         write_checkpoint(path, self.steps, self._state, self._buffers)
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of the same model and optimizer. Raises FormatError for another, or a damaged one."""
+        """Go on from a checkpoint of the same model and optimizer.
+
+        Raises FormatError for another, or a damaged one, which leaves no training behind, and TrainingLost.
+        """
+        if self._lost is not None:
+            raise TrainingLost(self._lost)
+        if self._is_synced:
+            self._state.regain(self._optimizer)
         self._executor.settle()
         self._leave()
         try:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.schedule.simulate import simulate
-from cohabit.planner.search.registry import SEARCHERS, SERVING
+from cohabit.planner.search.registry import BASELINES, SEARCHERS, SERVING
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
 from cohabit.server.commands.planning.instances import Instance, instances
 from cohabit.server.commands.planning.progress import SearchProgress
@@ -58,9 +58,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--search",
         default="best",
-        choices=SEARCHERS,
-        help="how to search; best, streaming, offloading and genetic plan a partition and a workspace, as serving does,"
-        " the others one budget (default: %(default)s)",
+        choices=(*SEARCHERS, *BASELINES),
+        metavar="NAME",
+        help=f"how to search: {', '.join(SEARCHERS)}; best, streaming, offloading and genetic plan a partition and a"
+        " workspace, as serving does, the others one budget. Baselines to compare with, for one budget:"
+        f" {', '.join(BASELINES)} (default: %(default)s)",
     )
     add_effort(parser, None)
     parser.add_argument(

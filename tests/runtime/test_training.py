@@ -305,6 +305,50 @@ def test_a_step_that_fails_loses_the_training(monkeypatch: pytest.MonkeyPatch) -
             call()
 
 
+def test_an_interrupted_step_loses_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some parameters are updated by then, and others not: the user must not take them for a whole step's."""
+
+    def interrupt(step: int, frame: Frame) -> None:
+        raise KeyboardInterrupt
+
+    model = net()
+    trainer = trainer_of(model, sgd(model))
+    trainer._program = observed(trainer._program, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(*batches(1)[0])
+    for call in (trainer.sync, lambda: trainer.resume(Path("x"))):
+        with pytest.raises(TrainingLost, match="step 1 failed: KeyboardInterrupt"):
+            call()
+
+
+def test_state_that_is_loaded_between_steps_is_trained_on() -> None:
+    """`load_state_dict` of an optimizer makes new tensors, and `data` may be given another."""
+    model, other = net(), net()
+    optimizer, begun = adamw(model), adamw(other)
+    with trainer_of(other, begun) as trainer:
+        for batch in batches(3):
+            trainer.step(*batch)
+    torch.manual_seed(2)
+    with trainer_of(model, optimizer) as trainer:
+        trainer.step(*batches(1)[0])
+        trainer.sync()
+        optimizer.load_state_dict(begun.state_dict())
+        for own, given in zip(model.parameters(), other.parameters(), strict=True):
+            own.data = given.detach().clone()
+        for own, given in zip(model.buffers(), other.buffers(), strict=True):
+            own.copy_(given)
+        torch.manual_seed(3)
+        found = trainer.step(*batches(1)[0]).item()
+        trainer.sync()
+        assert optimizer.state[model.classes.weight]["step"].item() == 4
+        model.classes.bias.data = torch.zeros(3)
+        with pytest.raises(UnsupportedModel, match=r"is now torch.float32 \[3\], .* for torch.float32 \[10\]"):
+            trainer.step(*batches(1)[0])
+        model.classes.bias.data = torch.zeros(10)
+    torch.manual_seed(3)
+    assert loss_of(other, *batches(1)[0]).item() == found
+
+
 def test_a_checkpoint_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     model = net()
     optimizer = adamw(model)

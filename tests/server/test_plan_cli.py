@@ -207,6 +207,13 @@ def test_show_writes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert page.startswith("<!doctype html>")
 
 
+def test_a_baseline_plans_one_budget() -> None:
+    path = planned("--search", "vdnn_all")
+    plan = cohabit.planner.plan.decode(path.read_bytes())
+    check(GRAPH, PROFILE, plan)
+    assert plan.memory == Memory(28 << 10, counted=True)
+
+
 def test_show_opens_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) is None)
@@ -337,7 +344,10 @@ def test_help_names_every_searcher(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0
-        assert "examples:" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "examples:" in printed
+        if command == "plan":
+            assert all(name in printed for name in (*registry.SEARCHERS, *registry.BASELINES))
 
 
 def test_a_searcher_that_cannot_plan_such_a_problem_is_a_result(
