@@ -1,1 +1,32 @@
 """Serve many models from one device whose memory cannot hold them all."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cohabit.module import LoadedModule as LoadedModule
+    from cohabit.module import ModulePlan as ModulePlan
+    from cohabit.module import load as load
+    from cohabit.module import plan as plan
+    from cohabit.serving import Server as Server
+
+_HOMES = {
+    "LoadedModule": "cohabit.module",
+    "ModulePlan": "cohabit.module",
+    "Server": "cohabit.serving",
+    "load": "cohabit.module",
+    "plan": "cohabit.module",
+}
+"""Modules that are imported once somebody needs them: the front end runs without torch."""
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cohabit' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -81,6 +81,10 @@ def test_a_plan_is_made_and_shown() -> None:
     assert "chain, batch 1, in 16.0 MiB" in shown.stdout
 
 
+def test_a_module_runs_in_half_of_its_weights() -> None:
+    assert "in 50% of the weights' memory, largest difference" in output_of("module_in_budget.py")
+
+
 LENGTH = 12
 
 

@@ -91,16 +91,21 @@ def warn_without_packing(config: ServeConfig) -> None:
 
 def open_backend(config: ServeConfig) -> Backend:
     """Open the device and set how torch computes on the CPU. Raises DeviceError for an unknown device."""
+    set_up_torch(config)
+    # A new engine makes a changed file anew, unless there is no new engine, or no archive to make it from.
+    remade = config.engine == "process" and config.bundle is None
+    link = config.link_bandwidth_bytes_per_s
+    return open_device(config.device, link, verify_reads=config.verifies_reads, lost_on_change=remade)
+
+
+def set_up_torch(config: ServeConfig) -> None:
+    """Set the number of threads, and that equal inputs have equal results."""
     torch.set_num_threads(threads_of(config))
     if config.device == "cpu":
         # Or else several threads add to the elements of an `index_put` in any order, which changes their last bits.
         # `torch.use_deterministic_algorithms` would import torch's compiler for this: a second, and 60 MiB.
         torch._C._set_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # A new engine makes a changed file anew, unless there is no new engine, or no archive to make it from.
-    remade = config.engine == "process" and config.bundle is None
-    link = config.link_bandwidth_bytes_per_s
-    return open_device(config.device, link, verify_reads=config.verifies_reads, lost_on_change=remade)
 
 
 def threads_of(config: ServeConfig) -> int:
