@@ -19,6 +19,7 @@ COMMANDS = {
     "import": "make a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint",
     "check": "say whether a model can be served, in how much memory, and why not",
     "plan": "plan how a model runs in some memory, and write the plans to files",
+    "fit": "say which models fit into how much memory, and how long clients would wait",
     "export-bundle": "prepare a repository for one memory size, to be served on another machine",
     "show": "check a plan and draw it in the terminal or as an HTML page",
     "compare-plans": "compare the searchers on one model, batch size and memory size",

@@ -60,6 +60,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.repository": ({"server", "runtime.lowering.archive_file"}, {"msgspec"}),
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.importing": ({"server", "runtime"}, {"numpy", "safetensors", "torch", "transformers"}),
+    "server.capacity": ({"server", "planner"}, {"msgspec", "numpy"}),
     "server.view": ({"server", "planner.errors"}, {"msgspec"}),
     "server.view.analysis": ({"server", "planner"}, set()),
     "server.view.plan_document": ({"server", "planner"}, set()),
@@ -92,7 +93,8 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "http": {"frontend", "ipc", "observe", "protocol", "triton", "view"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
         "importing": {"config", "deploy", "engine", "ipc", "protocol", "repository", "triton"},
-        "commands": {"config", "deploy", "importing", "repository", "view"},
+        "capacity": {"ipc", "scheduling"},
+        "commands": {"capacity", "config", "deploy", "engine", "importing", "repository", "view"},
     },
     "planner": {
         "bounds": set(),

@@ -1,0 +1,229 @@
+"""Which models fit into how much memory, and how long their clients would wait, before there is a server."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cohabit.planner.errors import InfeasibleBudget, format_bytes
+from cohabit.planner.library import Library
+from cohabit.planner.memory import Memory
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
+from cohabit.planner.sizing.division import divide
+from cohabit.planner.sizing.fitting import plan_model
+from cohabit.server.capacity.simulation import NO_OVERHEADS, Overheads, SimulatedModel, poisson, simulate
+from cohabit.server.scheduling.policy import Policy
+
+REQUESTS: Final = 20_000
+"""Simulated for each figure: 200 of them are above p99."""
+UNLIKELY_BUSY: Final = 0.98
+"""A lane that is busier than this has a queue that grows while it is measured."""
+_STEPS = 10
+"""Memory sizes of a curve, between the least and that of all-resident models."""
+_RATE_PRECISION = 0.02
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that may be served: what the planner must know of it, and how its requests are scheduled."""
+
+    demand: ModelDemand
+    weight_bytes: int
+    """With tables that stay in host memory."""
+    max_rows: int = 0
+    policy: Policy = field(default_factory=Policy)
+
+
+class ModelFit(msgspec.Struct, frozen=True):
+    """A model's part of a fit. Times in seconds, from the sending of a request to its answer."""
+
+    name: str
+    rate_per_s: float
+    partition_bytes: int
+    resident_s: float
+    """Of an execution at batch 1 with all weights in memory."""
+    latency_s: float
+    """Of an execution at batch 1 by its plan."""
+    p50_s: float
+    p99_s: float
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """What serving some models in some memory would come to, simulated."""
+
+    layout: LayoutName
+    memory_bytes: int
+    workspace_bytes: int
+    rate_per_s: float
+    p50_s: float
+    p99_s: float
+    mean_s: float
+    busy: float
+    """The share of the time that the busiest lane executes."""
+    refused: float
+    """The share of requests."""
+    models: tuple[ModelFit, ...]
+
+    def meets(self, slo_s: float) -> bool:
+        return self.p99_s <= slo_s and self.refused == 0.0 and self.busy < UNLIKELY_BUSY
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A division of memory, and the models by their plans for it."""
+
+    division: Division
+    models: list[SimulatedModel]
+
+
+class Capacity:
+    """Fits some models into memory, with first plans that work, or those that a full search has left in a library."""
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        layout: LayoutName,
+        *,
+        overheads: Overheads = NO_OVERHEADS,
+        library: Library | None = None,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.candidates = candidates
+        self.layout: LayoutName = layout
+        self._overheads, self._library, self._on_progress = overheads, library, on_progress
+        self._placed: dict[int, _Planned] = {}
+        """By the memory in bytes."""
+
+    @property
+    def least_bytes(self) -> int:
+        """The least memory in which all can be served, however slowly."""
+        try:
+            return divide(self._demands, 1, self.layout).memory_bytes
+        except InfeasibleBudget as error:
+            return error.least_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The memory in which all weights stay."""
+        try:
+            return divide(self._demands, 1, "resident").memory_bytes
+        except InfeasibleBudget as error:
+            return error.least_bytes
+
+    def fit(self, memory_bytes: int, rates_per_s: Sequence[float], requests: int = REQUESTS) -> Fit:
+        """Simulate the models in this memory at these rates. Raises InfeasibleBudget with the least memory."""
+        placed = self._placed_in(memory_bytes)
+        times_s, wanted = poisson(rates_per_s, requests)
+        played = simulate(placed.models, times_s, wanted, self._overheads)
+        fits = []
+        for number, (candidate, model) in enumerate(zip(self.candidates, placed.models, strict=True)):
+            smallest = min(model.predicted_s)
+            p50_s, p99_s = _percentiles(played.latencies_s[wanted == number])
+            fits.append(
+                ModelFit(
+                    name=model.name,
+                    rate_per_s=rates_per_s[number],
+                    partition_bytes=placed.division.partition_bytes[number],
+                    resident_s=candidate.demand.profiles[smallest].compute_s,
+                    latency_s=model.predicted_s[smallest] + model.copied_s,
+                    p50_s=p50_s,
+                    p99_s=p99_s,
+                )
+            )
+        p50_s, p99_s = _percentiles(played.latencies_s)
+        return Fit(
+            layout=self.layout,
+            memory_bytes=memory_bytes,
+            workspace_bytes=placed.division.workspace_bytes,
+            rate_per_s=sum(rates_per_s),
+            p50_s=p50_s,
+            p99_s=p99_s,
+            mean_s=float(np.nanmean(played.latencies_s)),
+            busy=max(played.busy),
+            refused=float(np.isnan(played.latencies_s).mean()),
+            models=tuple(fits),
+        )
+
+    def curve(self, rates_per_s: Sequence[float]) -> list[Fit]:
+        """Return fits over memory sizes from the least that is possible to that of all-resident models."""
+        least, most = self.least_bytes, max(self.most_bytes, self.least_bytes)
+        sizes = np.geomspace(least, most, _STEPS) if most > least else np.array([least])
+        return [self.fit(math.ceil(size), rates_per_s) for size in sizes]
+
+    def least_memory(self, fits: Sequence[Fit], slo_s: float) -> Fit | None:
+        """Return the smallest of some fits that meets an SLO."""
+        return next((fit for fit in sorted(fits, key=lambda f: f.memory_bytes) if fit.meets(slo_s)), None)
+
+    def highest_rate(self, memory_bytes: int, rates_per_s: Sequence[float], slo_s: float) -> float:
+        """Return the highest total rate in the proportions of `rates_per_s` that meets an SLO; 0 if none does."""
+        total = sum(rates_per_s)
+
+        def meets(factor: float) -> bool:
+            self._on_progress(f"at {factor * total:.3g} requests/s")
+            return self.fit(memory_bytes, [rate * factor for rate in rates_per_s]).meets(slo_s)
+
+        # No rate is possible at which the lane would be busy all the time.
+        models = self._placed_in(memory_bytes).models
+        best_s = [min(seconds / bucket.batch for bucket, seconds in m.predicted_s.items()) for m in models]
+        high = 1.0 / sum(rate * seconds for rate, seconds in zip(rates_per_s, best_s, strict=True))
+        low = 0.0
+        while high - low > _RATE_PRECISION * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if meets(middle) else (low, middle)
+        return low * total
+
+    @property
+    def _demands(self) -> list[ModelDemand]:
+        return [candidate.demand for candidate in self.candidates]
+
+    def _placed_in(self, memory_bytes: int) -> _Planned:
+        """Divide memory and plan every model."""
+        if memory_bytes not in self._placed:
+            division = divide(self._demands, memory_bytes, self.layout)
+            models = []
+            for candidate, partition_bytes in zip(self.candidates, division.partition_bytes, strict=True):
+                self._on_progress(f"planning {candidate.demand.name} in {format_bytes(memory_bytes)}")
+                models.append(self._simulated(candidate, Memory(division.workspace_bytes, partition_bytes)))
+            self._placed[memory_bytes] = _Planned(division, models)
+        return self._placed[memory_bytes]
+
+    def _simulated(self, candidate: Candidate, memory: Memory) -> SimulatedModel:
+        demand = candidate.demand
+        if self.layout == "time_shared":  # a model is there as a whole while it runs, and copied before
+            link = demand.profiles[min(demand.profiles)].swap_in
+            graph = demand.graphs[min(demand.graphs)]
+            copies = [link.seconds(t.nbytes) for t in graph.tensors if t.kind == "parameter"]
+            times = {bucket: profile.compute_s for bucket, profile in demand.profiles.items()}
+            return SimulatedModel(
+                demand.name, times, copied_s=sum(copies), max_rows=candidate.max_rows, policy=candidate.policy
+            )
+        known = None if self._library is None else self._library.plans(demand, memory, "best")
+        plans = known or plan_model(demand, memory, quick=True)
+        predicted_s: dict[Bucket, float] = {}
+        recovery_s = 0.0
+        for bucket, plan in plans.items():
+            assert plan.provenance is not None
+            predicted_s[bucket] = plan.provenance.latency_s
+            if bucket == min(plans):
+                recovery_s = max(plan.provenance.period_s - plan.provenance.latency_s, 0.0)
+        return SimulatedModel(demand.name, predicted_s, recovery_s, 0.0, candidate.max_rows, candidate.policy)
+
+
+def shared_out(total_per_s: float, names: Sequence[str], given: Mapping[str, float]) -> list[float]:
+    """Return a rate per model: those that are given, and the rest of the total for the others, in equal parts."""
+    others = [name for name in names if name not in given]
+    rest = max(total_per_s - sum(given.get(name, 0.0) for name in names), 0.0)
+    return [given[name] if name in given else rest / len(others) for name in names]
+
+
+def _percentiles(latencies_s: NDArray[np.float64]) -> tuple[float, float]:
+    answered = latencies_s[~np.isnan(latencies_s)]
+    if not len(answered):
+        return math.inf, math.inf
+    p50_s, p99_s = np.percentile(answered, (50, 99))
+    return float(p50_s), float(p99_s)

@@ -1,0 +1,103 @@
+"""A fit in words, and as a page with p99 over memory."""
+
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING
+
+from cohabit.planner.errors import format_bytes
+from cohabit.server.format import gap, milliseconds, nice_ticks, percent
+
+if TYPE_CHECKING:
+    from cohabit.server.capacity.fit import Fit
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 800, 320, 70, 40, 10
+"""Of the chart, in its own units."""
+_CALM_BUSY = 0.98
+"""A busier server waits for as long as it was simulated: the chart's axis ends before."""
+
+
+def sentence(fit: "Fit", slo_s: float | None) -> str:
+    """Say what a fit comes to."""
+    met = "" if slo_s is None else f", {'meets' if fit.meets(slo_s) else 'misses'} {milliseconds(slo_s)}"
+    refused = f", {percent(fit.refused)} refused" if fit.refused else ""
+    return (
+        f"{len(fit.models)} models, {fit.layout}, in {format_bytes(fit.memory_bytes)} at"
+        f" {fit.rate_per_s:.4g} requests/s: p50 {milliseconds(fit.p50_s)}, p99 {milliseconds(fit.p99_s)}{met};"
+        f" busy {percent(fit.busy)}{refused} (simulated)"
+    )
+
+
+def fit_page(name: str, curve: "Sequence[Fit]", fit: "Fit | None", slo_s: float | None) -> str:
+    """Return a self-contained page of a repository's fits."""
+    points = [
+        [format_bytes(p.memory_bytes), *map(milliseconds, (p.p50_s, p.p99_s, p.mean_s)), percent(p.busy)]
+        for p in curve
+    ]
+    models = (
+        []
+        if fit is None
+        else [
+            [
+                *(m.name, f"{m.rate_per_s:.3g}/s", format_bytes(m.partition_bytes), milliseconds(m.latency_s)),
+                *(gap(m.latency_s, m.resident_s), milliseconds(m.p50_s), milliseconds(m.p99_s)),
+            ]
+            for m in fit.models
+        ]
+    )
+    none = "" if slo_s is None else f"No memory meets {milliseconds(slo_s)}."
+    return _template().substitute(
+        title=escape(f"What fits: {name}"),
+        sentence=escape(none if fit is None else sentence(fit, slo_s)),
+        chart=_chart(curve, slo_s),
+        points=_rows(points),
+        memory="" if fit is None else f" in {format_bytes(fit.memory_bytes)}",
+        models=_rows(models),
+    )
+
+
+def _rows(cells: Sequence[Sequence[str]]) -> str:
+    return "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in cells)
+
+
+def _chart(curve: "Sequence[Fit]", slo_s: float | None) -> str:
+    """Draw p99 over memory as SVG."""
+    calm = [p.p99_s for p in curve if p.busy < _CALM_BUSY]
+    top_s = 1.1 * max([*calm, slo_s or 0.0]) or 1.0
+    most = max(p.memory_bytes for p in curve)
+
+    def x(nbytes: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _MARGIN) * nbytes / most
+
+    def y(seconds: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _MARGIN) * min(seconds / top_s, 1.0)
+
+    def level(seconds: float, style: str) -> str:
+        return f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(seconds):.1f}" y2="{y(seconds):.1f}" {style}/>'
+
+    def label(left: float, top: float, anchor: str, text: str) -> str:
+        return f'<text x="{left:.1f}" y="{top:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+    parts = []
+    for tick_ms in nice_ticks(top_s * 1e3, 5):
+        parts.append(level(tick_ms / 1e3, 'stroke="#8884"'))
+        parts.append(label(_LEFT - 6, y(tick_ms / 1e3) + 4, "end", f"{tick_ms:g} ms"))
+    ticks = nice_ticks(most / (1 << 20), 6)
+    parts += [label(x(tick * (1 << 20)), _HEIGHT - 15, "middle", f"{tick:g} MiB") for tick in ticks]
+    if slo_s is not None:
+        parts.append(level(slo_s, 'stroke="var(--slo)" stroke-dasharray="6 4"'))
+    line = " ".join(f"{x(p.memory_bytes):.1f},{y(p.p99_s):.1f}" for p in curve)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="var(--line)" stroke-width="2"/>')
+    for p in curve:
+        about = escape(f"{format_bytes(p.memory_bytes)}: p99 {milliseconds(p.p99_s)}")
+        center = f'cx="{x(p.memory_bytes):.1f}" cy="{y(p.p99_s):.1f}"'
+        parts.append(f'<circle {center} r="4" fill="var(--line)"><title>{about}</title></circle>')
+    drawn = "".join(parts)
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="p99 over memory">{drawn}</svg>'
+
+
+@cache
+def _template() -> Template:
+    return Template((files("cohabit.server.capacity") / "fit.html").read_text(encoding="utf-8"))

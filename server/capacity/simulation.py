@@ -1,0 +1,169 @@
+"""What clients would wait: the server's own scheduler, with a simulated clock and the times that plans predict.
+
+Pure and quick: a request takes some 20 us, whatever its execution takes.
+"""
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cohabit.planner.shapes import Bucket
+from cohabit.server.errors import RequestError
+from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.request import Request
+from cohabit.server.scheduling.batching import Batch
+from cohabit.server.scheduling.policy import Policy
+from cohabit.server.scheduling.queues import Ticket
+from cohabit.server.scheduling.scheduler import Scheduler
+
+QUEUE_LIMIT = 8192
+"""Requests that may wait per model, as in the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """A model as the scheduler sees it."""
+
+    name: str
+    predicted_s: Mapping[Bucket, float]
+    """Seconds of an execution by bucket."""
+    recovery_s: float = 0.0
+    """Lost directly after an execution of the same model, while its residents are still copied back."""
+    copied_s: float = 0.0
+    """Lost after an execution of another model, where models take turns in the memory."""
+    max_rows: int = 0
+    """Rows of a batch; 0 executes requests alone."""
+    policy: Policy = field(default_factory=Policy)
+    lane: int = 0
+
+    def seconds(self, rows: int) -> float:
+        """Return the time of an execution of `rows`, which are padded to the next planned batch."""
+        batch = min((b for b in self.predicted_s if b.batch >= rows), default=max(self.predicted_s))
+        return self.predicted_s[batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Time that a plan does not know of, in seconds."""
+
+    request_s: float = 0.0
+    """Of a request outside of a compute lane: parsing, sockets, the client."""
+    execution_s: float = 0.0
+    """Of an execution on a compute lane, besides its ops."""
+
+
+NO_OVERHEADS: Final = Overheads()
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A run of the simulated server."""
+
+    latencies_s: NDArray[np.float64]
+    """Of each arrival, from its sending to its answer, [arrivals]; nan for those that were refused."""
+    busy: tuple[float, ...]
+    """The share of the time that each lane executed."""
+    rows_per_execution: float
+
+
+class _Lane:
+    """A compute lane: its scheduler, and what it executes."""
+
+    def __init__(self) -> None:
+        self.scheduler = Scheduler(QUEUE_LIMIT)
+        self.running: Batch | None = None
+        self.last: tuple[ModelKey, float] | None = None
+        """What was executed last, and when that ended."""
+        self.wakes_s = math.inf
+        """When it looks again for a batch that is held back."""
+        self.busy_s = 0.0
+
+
+def simulate(
+    models: Sequence[SimulatedModel],
+    times_s: NDArray[np.float64],
+    wanted: NDArray[np.int64],
+    overheads: Overheads = NO_OVERHEADS,
+    lanes: int = 1,
+) -> Simulated:
+    """Serve requests that are sent at `times_s`, [arrivals], rising, for the models numbered `wanted`, [arrivals]."""
+    server = [_Lane() for _ in range(lanes)]
+    keys = [ModelKey(model.name, 1) for model in models]
+    by_key = dict(zip(keys, models, strict=True))
+    for key, model in by_key.items():
+        server[model.lane].scheduler.add(key, model.predicted_s, model.policy, model.max_rows, model.recovery_s)
+    latencies_s = np.full(len(times_s), math.nan)
+    number_of: dict[Ticket, int] = {}
+    events: list[tuple[float, int]] = []
+    """When a lane's execution ends, or a batch that it holds back may start."""
+    executions = rows = 0
+
+    def dispatch(lane: _Lane, number: int, now_s: float) -> None:
+        nonlocal executions, rows
+        batch = lane.scheduler.next(now_s)
+        lane.scheduler.shed(now_s)
+        if batch is None:
+            wake_s = lane.scheduler.wake_s(now_s)
+            if wake_s < math.inf and wake_s != lane.wakes_s:
+                lane.wakes_s = wake_s
+                heapq.heappush(events, (wake_s, number))
+            return
+        model = by_key[batch.model]
+        seconds = model.seconds(batch.rows) + overheads.execution_s
+        if lane.last is not None and lane.last[0] == batch.model:
+            seconds += max(0.0, model.recovery_s - (now_s - lane.last[1]))
+        else:
+            seconds += model.copied_s
+        lane.running = batch
+        lane.last = (batch.model, now_s + seconds)
+        lane.busy_s += seconds
+        executions, rows = executions + 1, rows + batch.rows
+        heapq.heappush(events, (now_s + seconds, number))
+
+    def advance(until_s: float) -> None:
+        """Play what happens before the next arrival."""
+        while events and events[0][0] <= until_s:
+            now_s, number = heapq.heappop(events)
+            lane = server[number]
+            batch = lane.running
+            if batch is not None and lane.last is not None and now_s >= lane.last[1]:
+                lane.running = None
+                lane.scheduler.finished(batch, now_s, model_seconds(batch, overheads))
+                for ticket in batch.tickets:
+                    latencies_s[number_of.pop(ticket)] = now_s - ticket.arrived_s + overheads.request_s
+            if lane.running is None:
+                dispatch(lane, number, now_s)
+
+    def model_seconds(batch: Batch, overheads: Overheads) -> float:
+        return by_key[batch.model].seconds(batch.rows) + overheads.execution_s
+
+    for arrival, (now_s, which) in enumerate(zip(times_s.tolist(), wanted.tolist(), strict=True)):
+        advance(now_s)
+        lane_number = models[which].lane
+        lane = server[lane_number]
+        request = Request(keys[which], {}, 1, (), arrived_s=now_s)
+        try:
+            number_of[lane.scheduler.submit(now_s, request)] = arrival
+        except RequestError:
+            continue  # refused
+        if lane.running is None:
+            dispatch(lane, lane_number, now_s)
+    advance(math.inf)
+    end_s = max([float(times_s[-1]) if len(times_s) else 0.0, *(lane.last[1] for lane in server if lane.last)])
+    busy = tuple(lane.busy_s / end_s if end_s else 0.0 for lane in server)
+    return Simulated(latencies_s, busy, rows / max(executions, 1))
+
+
+def poisson(
+    rates_per_s: Sequence[float], requests: int, seed: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Draw the times of Poisson arrivals, [requests], and their models, [requests], at `rates_per_s` per model."""
+    rng, total = np.random.default_rng(seed), sum(rates_per_s)
+    times_s = np.cumsum(rng.exponential(1 / total, requests))
+    wanted = rng.choice(len(rates_per_s), requests, p=np.array(rates_per_s) / total)
+    return times_s, wanted.astype(np.int64)
