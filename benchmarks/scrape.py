@@ -22,6 +22,12 @@ class Running:
         """Of all models."""
         return sum(by_model(self.metrics_url, metric).values())
 
+    def total(self, metric: str) -> float:
+        """Of all samples, whatever their labels."""
+        stem = metric.removesuffix("_total")
+        families = text_string_to_metric_families(get(self.metrics_url).decode())
+        return sum(s.value for family in families for s in family.samples if s.name.removesuffix("_total") == stem)
+
     @property
     def resident_share(self) -> float:
         """Of the parameters that are copied to the device at all."""

@@ -1,0 +1,137 @@
+"""`cohabit fit` against a server: latencies that it predicts, and those that a client measures.
+
+Each layout is served, and gets a Poisson load at each rate over HTTP. What a request and an execution take besides what
+plans know is measured once, with all weights resident and at the lowest rate; every figure is then predicted with the
+same two numbers. Models and caches are those of `make demo`, in `.demo`.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.scrape import serving
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.report import Report
+from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.run import run_load
+from cohabit.loadgen.server_process import server_command
+
+LAYOUTS = {"resident": "150%", "partitioned": "25%", "time_shared": "25%"}
+"""Layouts, with their memory."""
+CALM_BUSY = 0.6
+"""Up to this share of a lane's time, predictions are to hold."""
+WARM_UP_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A layout at a rate."""
+
+    layout: str
+    rate_per_s: float
+    measured: Report
+    busy_s: float
+    """Seconds that the lane executed, per execution."""
+
+
+class Prediction(msgspec.Struct):
+    p50_s: float
+    p99_s: float
+    mean_s: float
+    busy: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    prepare_visibly(options.folder / "repository", recipes(options.models), force=False, console=console)
+    points = asyncio.run(_measure(options, console))
+    first = points[0]
+    assert first.measured.latency is not None
+    plain = _predict(options, first, 0.0, 0.0)
+    ideal_s = plain.busy / first.rate_per_s  # of an execution; at the lowest rate, requests run alone
+    execution_s = max(first.busy_s - ideal_s, 0.0)
+    request_s = max(first.measured.latency.p50_s - plain.p50_s - execution_s, 0.0)
+    about = (
+        f"Measured with all weights resident at {first.rate_per_s:g}/s: a request takes {request_s * 1e3:.2f} ms"
+        f" besides its execution, an execution {execution_s * 1e3:.2f} ms besides its ops. *Busy* is predicted.\n"
+    )
+    rows, errors = [], {"p99": list[float](), "mean": list[float]()}
+    for point in points:
+        found, latency = _predict(options, point, request_s, execution_s), point.measured.latency
+        assert latency is not None
+        ratios = {"p99": found.p99_s / latency.p99_s, "mean": found.mean_s / latency.mean_s}
+        if found.busy <= CALM_BUSY:
+            for name, ratio in ratios.items():
+                errors[name].append(abs(ratio - 1))
+        cells = [found.mean_s, latency.mean_s, found.p99_s, latency.p99_s]
+        rows.append(
+            [
+                f"{point.layout}, {point.rate_per_s:g}",
+                f"{found.busy:.0%}",
+                *(f"{seconds * 1e3:.2f}" for seconds in cells),
+                *(f"{ratios[name]:.2f}" for name in ("mean", "p99")),
+            ]
+        )
+    header = ["layout, requests/s", "busy", "mean ms, simulated", "measured", "p99 ms, simulated", "measured"]
+    table = markdown_table([*header, "mean ratio", "p99 ratio"], rows)
+    summary = [
+        f"{name}: {np.median(found):.0%} off in the median, {max(found):.0%} at worst, of {len(found)} cases up to"
+        f" {CALM_BUSY:.0%} busy\n"
+        for name, found in errors.items()
+        if found
+    ]
+    console.print(about, table, *summary, soft_wrap=True)
+    if options.record:
+        record("capacity", "`cohabit fit` against a server", "benchmarks.capacity", [about, table, *summary])
+    return 0
+
+
+async def _measure(options: argparse.Namespace, console: Console) -> list[Point]:
+    points = []
+    for layout, memory in LAYOUTS.items():
+        command = server_command("cohabit", options.folder / "repository", memory, layout)
+        async with serving([*command, "--cache", str(options.folder / "cache")]) as server:
+            for rate in options.rates:
+                counters = ("cohabit_lane_busy_seconds_total", "nv_inference_exec_count")
+                before = [server.total(counter) for counter in counters]
+                load = Load(
+                    rate_per_s=rate, duration_s=options.duration, model_count=options.models, warmup_s=WARM_UP_S
+                )
+                report = await run_load(server.url, load)
+                busy_s, executions = (
+                    server.total(counter) - value for counter, value in zip(counters, before, strict=True)
+                )
+                points.append(Point(layout, rate, report, busy_s / executions))
+                console.print(f"{layout} at {rate:g}/s measured")
+    return points
+
+
+def _predict(options: argparse.Namespace, point: Point, request_s: float, execution_s: float) -> Prediction:
+    command = [sys.executable, "-m", "cohabit.server.cli", "fit", str(options.folder / "repository"), "--json"]
+    command += ["--cache", str(options.folder / "cache"), "--memory", LAYOUTS[point.layout]]
+    command += ["--layout", point.layout, "--rate", str(point.rate_per_s)]
+    command += ["--request-ms", str(request_s * 1e3), "--execution-ms", str(execution_s * 1e3)]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    return msgspec.convert(json.loads(printed)["fit"], Prediction)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("benchmarks.capacity", __doc__)
+    parser.add_argument("--models", type=int, default=16)
+    parser.add_argument("--rates", type=float, nargs="+", default=[20.0, 60.0, 100.0, 150.0, 200.0, 250.0])
+    parser.add_argument("--duration", type=float, default=30.0, help="seconds per rate (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
