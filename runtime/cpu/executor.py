@@ -250,7 +250,7 @@ class CpuExecutor:
         return stall_s
 
     def _raise_if_failed(self, program: Program, run: LaneRun, restored: _Restored | None) -> None:
-        """Raise DeviceError if a copy of this run failed, or one that the last run made for it and that was not repeated.
+        """Raise DeviceError if a copy of this run failed, or one of the last run for it, not repeated since.
 
         The next run of the model reloads its residents.
         """

@@ -7,7 +7,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
-from cohabit.server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
+from cohabit.server.errors import InvalidRequest, Refused, RequestError, TensorMismatch
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Parameters, Request, RequestedOutput
 from cohabit.server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
@@ -66,7 +66,7 @@ def fit(
 ) -> Request:
     """Check a request against its model, then read its tensors.
 
-    `binary` is the form of outputs for which the client names none. Raises InvalidRequest or Unsupported.
+    `binary` is the form of outputs for which the client names none. Raises InvalidRequest or Refused.
     """
     parameters, priority, timeout_s = message.parameters, None, None
     if parameters:
@@ -275,8 +275,9 @@ def _check_parameters(parameters: Parameters) -> None:
                 f"parameter keys starting with 'triton_' are reserved for Triton usage, got '{key}'"
             )
     if parameters.get("sequence_id") or parameters.get("sequence_start") or parameters.get("sequence_end"):
-        raise Unsupported(
-            "sequence_id is set, but models here keep no state between requests; send requests without a sequence"
+        raise Refused(
+            "Unsupported",
+            "sequence_id is set, but models here keep no state between requests; send requests without a sequence",
         )
 
 
