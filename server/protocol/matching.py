@@ -15,6 +15,8 @@ from cohabit.server.protocol.shared_memory import RegionUse, Window
 from cohabit.server.protocol.tensors import filled
 
 Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+MOST_DIMS = 64
+"""Dimensions of a tensor; NumPy has no more either."""
 MOST_UNSIGNED = 2**64 - 1
 """Triton's `timeout`, `priority` and sizes are uint64."""
 
@@ -148,6 +150,11 @@ def _match_input(body: InputBody[list[int]], tensor: TensorSpec, info: ModelInfo
         raise TensorMismatch(
             f"inference input '{body.name}' data-type is '{body.datatype}', but model '{info.name}' expects"
             f" '{tensor.datatype}'{hint}"
+        )
+    if len(body.shape) > MOST_DIMS:
+        raise InvalidRequest(
+            f"the shape of input '{body.name}' has {len(body.shape)} dimensions, at most {MOST_DIMS}"
+            f" are allowed; the model takes {len(info.wire_shape(tensor))}"
         )
     expected = info.wire_shape(tensor)
     if not _fits(expected, body.shape):

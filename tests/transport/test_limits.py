@@ -427,6 +427,16 @@ def test_a_grpc_message_has_a_bounded_number_of_tensors() -> None:
         parse_request(message.SerializeToString())
 
 
+@pytest.mark.parametrize(("dims", "error"), [(65, "has 65 dimensions, at most 64"), (70_000, "more than 64 dim")])
+def test_a_grpc_tensor_has_at_most_64_dimensions(narrow: Ports, dims: int, error: str) -> None:
+    message = ModelInferRequest(model_name="one")
+    message.inputs.add(name="x", datatype="FP32", shape=[1] * dims)
+    with grpc.insecure_channel(narrow.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(INFER)(message.SerializeToString(), timeout=20)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error in caught.value.details()
+
+
 @pytest.mark.parametrize("data", [b"\x0a", b"\x0a\xff" * 4000, b"\xff" * 9000])
 def test_what_is_no_grpc_message(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="is no ModelInferRequest"):
