@@ -11,11 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan, Provenance
-from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.registry import SEARCHERS
 from cohabit.server.commands import EXIT_FAILED
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
@@ -106,6 +104,9 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Table:
     """Return a table of the results, lowest latency first."""
+    from cohabit.planner.bounds.bound import latency_bound
+    from cohabit.planner.schedule.simulate import simulate
+
     graph, profile = instance.graph, instance.profile
     bound_s = latency_bound(graph, profile, Memory(memory_bytes, counted=True))
     table = make_table(

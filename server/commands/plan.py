@@ -6,7 +6,6 @@ from pathlib import Path
 from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
-from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.registry import BASELINES, SEARCHERS, SERVING
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
 from cohabit.server.commands.planning.instances import Instance, instances
@@ -80,7 +79,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     Raises ConfigError without a memory size or a number of devices.
     """
     if options.devices is not None:
-        from cohabit.server.commands.tile import plan_devices  # the planner of tilings takes a while to import
+        from cohabit.server.commands.tile import plan_devices
 
         return plan_devices(options, out)
     if not options.memory:
@@ -121,6 +120,8 @@ def _plan(
     instance: Instance, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
 ) -> tuple[list[str], Path]:
     """Search and write a plan; returns its cells of the table and its file."""
+    from cohabit.planner.schedule.simulate import simulate
+
     graph, searcher = instance.graph, options.search
     progress.doing(f"{graph.name} at batch {graph.bucket} in {memory.text}")
     plan = instance.search(searcher, memory, options, progress)

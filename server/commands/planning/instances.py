@@ -3,21 +3,22 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
-from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import SERVING
-from cohabit.planner.sizing.fitting import split_budget
 from cohabit.server.commands.planning.boards import Board
 from cohabit.server.commands.planning.files import read_graph, read_profile
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import MEASURING, MemoryBudget
 from cohabit.server.config.sources import config_of, given
 from cohabit.server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cohabit.planner.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,9 @@ class Instance:
         self, searcher: str, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
     ) -> Plan:
         """Plan with the flags' effort. Raises InfeasibleBudget and what else `planner.search.driver` raises."""
+        from cohabit.planner.problem import Limit  # the planner takes a while to import, and help needs none of it
+        from cohabit.planner.search.driver import search
+
         return search(
             self._problem(self.bytes_of(memory), searcher, options.single),
             searcher,
@@ -44,7 +48,10 @@ class Instance:
             is_stopped=lambda: progress.is_stopped,
         )
 
-    def _problem(self, memory_bytes: int, searcher: str, single: bool) -> Problem:
+    def _problem(self, memory_bytes: int, searcher: str, single: bool) -> "Problem":
+        from cohabit.planner.problem import Problem
+        from cohabit.planner.sizing.fitting import split_budget
+
         if searcher not in SERVING or single:
             return Problem(self.graph, self.profile, Memory(memory_bytes, counted=True))
         bucket = self.graph.bucket
