@@ -6,6 +6,7 @@ Of a model with dynamic dimensions, it is the largest bucket.
 import argparse
 import logging
 import time
+import traceback
 from pathlib import Path
 
 from rich.console import Console
@@ -86,7 +87,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                 reasons[name] = str(error)
             except Exception as error:
                 _log.debug("searcher failed", exc_info=True)
-                reasons[name] = f"unexpected {type(error).__name__}: {error}"
+                *_, where = traceback.extract_tb(error.__traceback__)
+                reasons[name] = (
+                    f"a bug of this searcher: {type(error).__name__}: {error}, in {where.name}"
+                    f" ({Path(where.filename).name}, line {where.lineno}). The others go on. Please report it with the"
+                    " graph and the profile, which --output DIR writes"
+                )
                 broke = True
     if options.output is not None:
         write_graph(options.output, instance.graph)

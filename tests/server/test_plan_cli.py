@@ -240,10 +240,30 @@ def test_compare_shows_every_searcher_and_hides_no_failure(
     shown = capsys.readouterr()
     rows = {line.split()[0]: line for line in shown.out.splitlines() if line.strip()}
     assert "no plan" in rows["missing"]
-    assert "cohabit: missing: unexpected ModuleNotFoundError" in shown.err
+    assert "cohabit: missing: a bug of this searcher: ModuleNotFoundError" in shown.err
     assert "one budget" in rows["on_demand"]
     assert "KiB + " in rows["best"]
     assert len(list(Path("kept").glob("*.plan.json"))) == 2
+
+
+def test_compare_says_where_a_searcher_failed_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
+        if searcher == "interval":
+            raise KeyError("conv1")
+        return registry.make(searcher, problem, seed)
+
+    monkeypatch.setattr("cohabit.planner.search.driver.make", make)
+    searchers = ["--searchers", "interval,on_demand"]
+    assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 1
+    shown = capsys.readouterr()
+    says = (
+        r"interval: a bug of this searcher: KeyError: 'conv1', in make \(test_plan_cli.py, line \d+\)\. The others"
+    )
+    assert re.search(says, shown.err.replace("\n", " "))
+    assert "--output DIR writes" in shown.err
+    assert "on_demand" in shown.out
 
 
 def test_compare_in_too_little_memory_says_how_much_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
