@@ -30,7 +30,7 @@ from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.model import DeviceUse, ModelKey
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import is_in_repository, versions_of
-from cohabit.server.repository.sources import Found, ModelSource, Unloadable
+from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable
 from cohabit.server.triton.model_config import parse_config
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Lifecycle:
         for entry in await asyncio.to_thread(removed):
             self._registry.forget(entry)
 
-    async def serve(self, model: str, found: Sequence[Found]) -> None:
+    async def serve(self, model: str, found: Sequence[ScannedVersion]) -> None:
         """Serve exactly these versions of a model, each of which has a number.
 
         Raises LoadFailed, which names the versions that cannot be loaded; then no version is unloaded, unless its
@@ -211,7 +211,7 @@ class Lifecycle:
         if not operation.cancelled():
             operation.exception()  # retrieved, because it was logged and the client may have disconnected
 
-    async def _serve(self, model: str, found: Sequence[Found]) -> None:
+    async def _serve(self, model: str, found: Sequence[ScannedVersion]) -> None:
         if self._lanes[0].draining:
             raise shutting_down()
         await self._opened.wait()
@@ -276,7 +276,7 @@ class Lifecycle:
         self._registry.unloaded(model.key)
         _log.info("model unloaded", extra={"fields": model.key.fields})
 
-    def _failed(self, version: Found, reason: str) -> str:
+    def _failed(self, version: ScannedVersion, reason: str) -> str:
         """Record a failed load, unless the version is still served as it was; returns the error for clients."""
         fields = {"model": version.name, "version": version.version, "reason": reason}
         _log.warning("model not loaded", extra={"fields": fields})

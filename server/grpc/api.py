@@ -16,7 +16,7 @@ from cohabit.server.frontend.threads import call
 from cohabit.server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
 from cohabit.server.grpc.errors import status_of
 from cohabit.server.grpc.handlers import metadata_of
-from cohabit.server.grpc.unsent import CallAnswers, UnsentAnswers
+from cohabit.server.grpc.unsent_answers import CallAnswers, UnsentAnswers
 from cohabit.server.grpc.wire import described_bytes
 from cohabit.server.observe.request_trace import HEADER, RequestTrace
 from cohabit.server.protocol.matching import errors_of
