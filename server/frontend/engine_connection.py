@@ -244,7 +244,7 @@ class EngineConnection:
 
     async def _fetch_report(self) -> EngineReport:
         async with self._reporting:
-            self._next_report = None  # who comes from now on needs newer figures
+            self._next_report = None  # later callers start a new report
             if self._started:
                 self._send_rejections()
                 try:

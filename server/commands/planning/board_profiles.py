@@ -1,4 +1,4 @@
-"""Profiles of boards whose speed can be predicted before one has them; board_profiles.json has the figures and their sources.
+"""Profiles of boards whose speed can be predicted before one has them, from board_profiles.json, with their sources.
 
 A prediction scales the op times that were measured on this machine. `cohabit profile` on the board measures.
 """
