@@ -20,7 +20,7 @@ from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.log import report_suppressed
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import scan, versions_of
-from cohabit.server.repository.sources import Found, ModelSource, Unloadable, by_name
+from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable, by_name
 from cohabit.server.triton.model_config import ModelConfig
 
 _log = logging.getLogger("cohabit.engine")
@@ -169,19 +169,19 @@ class Engine:
             self.lifecycle.release()
         return ended
 
-    def _wanted(self, found: Mapping[str, list[Found]]) -> dict[str, list[Found]]:
+    def _wanted(self, found: Mapping[str, list[ScannedVersion]]) -> dict[str, list[ScannedVersion]]:
         """Return the models to load at the first start."""
         if self._config.model_control != "explicit" or "*" in self._config.load_models:
             return dict(found)
         return {name: versions for name, versions in found.items() if name in self._config.load_models}
 
-    def _served(self, before: Sequence[ModelEntry]) -> dict[str, list[Found]]:
+    def _served(self, before: Sequence[ModelEntry]) -> dict[str, list[ScannedVersion]]:
         """Find the versions again that were READY before, with the configurations that clients had sent."""
         groups: dict[tuple[str, bytes | None], list[int]] = {}
         for old in before:
             if old.is_ready:
                 groups.setdefault((old.name, old.config_override), []).append(old.key.version)
-        found: list[Found] = []
+        found: list[ScannedVersion] = []
         for (name, config), numbers in groups.items():
             override = None if config is None else ModelConfig.FromString(config)
             try:
@@ -192,7 +192,7 @@ class Engine:
             found += versions or [Unloadable(name, reason, number) for number in numbers]
         return by_name(found)
 
-    def _register(self, names: Collection[str], chosen: Sequence[Found]) -> list[ModelSource]:
+    def _register(self, names: Collection[str], chosen: Sequence[ScannedVersion]) -> list[ModelSource]:
         """Publish the repository's models, and return those to load."""
         for name in names:
             self.registry.absent(name)

@@ -7,36 +7,23 @@ CohabitError
 ├── StartFailed              no model, or a required one, could be loaded at start
 ├── ImportFailed             a model cannot become a repository entry
 └── RequestError             this request gets no answer; others do
+    ├── Refused              a text of one of the kinds in `RefusalKind`
     ├── Unauthenticated      no token, or an unknown one
-    ├── PermissionMissing    the token does not permit this call
     ├── InvalidRequest       the request breaks the protocol or does not fit the model
-    │   ├── TensorMismatch   its tensors do not fit the model
-    │   ├── ModelNotListed   statistics of a model that is not served
-    │   └── AlreadyRegistered  the name of a registered shared memory region
+    │   └── TensorMismatch   its tensors do not fit the model
     ├── ModelNotFound        no such model or version, or it failed to load
-    ├── ModelNotReady        it is still loading
-    ├── RegionNotFound       no such shared memory region
-    ├── PayloadTooLarge      a body over the limit
-    ├── ClientTooSlow        a body arrives too slowly
-    ├── Unsupported          valid in the protocol, but not supported
-    │   └── UnknownEncoding  a Content-Encoding other than gzip and deflate
     ├── Overloaded           a retry may succeed after `retry_after_s`
     │   ├── QueueFull        too many requests wait
     │   │   └── LevelFull    of this priority
     │   ├── RateLimited      the model's config allows no more requests now
     │   └── EngineUnavailable  the engine's process is down
     ├── RequestTimedOut      it cannot be answered within its timeout
-    ├── ShuttingDown         the server drains
     ├── ExecutionFailed      the model failed while it computed
-    ├── EngineFailed         the engine's process died twice while it executed the request
-    ├── DeviceUnavailable    the device is lost; nothing can be executed
-    ├── ControlOff           loading and unloading by request is not allowed
-    ├── LoadFailed           a model cannot be loaded; the message says why
-    └── NotInRepository      the repository has no such model, or none that can be read
+    └── LoadFailed           a model cannot be loaded; the message says why
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -64,16 +51,70 @@ class ImportFailed(CohabitError):
     """A model cannot become an entry of the repository; the message has the reason and the way out."""
 
 
+RefusalKind = Literal[
+    "PermissionMissing",  # the call's token does not permit it
+    "ModelNotListed",  # statistics of a model that is not served; Triton has a status of its own for this
+    "AlreadyRegistered",  # the name of a registered shared memory region
+    "RegionNotFound",  # no such shared memory region
+    "ModelNotReady",  # the model is known, and may be ready soon
+    "PayloadTooLarge",  # a body, or what it inflates to, is over the limit
+    "ClientTooSlow",  # a body arrives too slowly
+    "Unsupported",  # valid in the protocol, but not supported
+    "UnknownEncoding",  # a Content-Encoding that is not supported
+    "ShuttingDown",  # the server takes no new requests
+    "EngineFailed",  # the engine's process died while it executed this request, and again during the retry
+    "DeviceUnavailable",  # the device is lost, with everything in its memory
+    "ControlOff",  # the configuration does not allow loading and unloading by request
+    "NotInRepository",  # the repository has no such model, or none that can be read
+]
+
+
 class RequestError(CohabitError):
     """One request cannot be answered."""
 
     names_request: ClassVar[bool] = False
     """Whether Triton puts the request's id in front of such an error, and `<id_unknown>` if the client gave none."""
 
+    @property
+    def kind(self) -> str:
+        """Its key in `ANSWERS`, and its name on the wire and in traces."""
+        return type(self).__name__
+
     def of_request(self, request_id: str | None) -> None:
         """Put the client's id in front of the message, unless one is there already."""
         if (request_id or self.names_request) and not str(self).startswith("[request id: "):
             self.args = (f"[request id: {request_id or '<id_unknown>'}] {self}",)
+
+
+class Refused(RequestError):
+    """A refusal of which nothing but its text matters to the server."""
+
+    def __init__(self, kind: RefusalKind, text: str) -> None:
+        super().__init__(text)
+        self._kind = kind
+
+    @property
+    def kind(self) -> RefusalKind:
+        return self._kind
+
+
+def model_not_ready(model: str, reason: str) -> Refused:
+    return Refused("ModelNotReady", f"model '{model}' is not ready: {reason}")
+
+
+def too_large(what: str, limit_bytes: int, way_out: str = "") -> Refused:
+    """Refuse a body; the way out is a smaller one or a larger --max-body, unless another is given."""
+    way_out = way_out or "send a smaller batch, or start the server with a larger --max-body"
+    text = f"{what} is over the limit of {limit_bytes} bytes ({format_bytes(limit_bytes)}); {way_out}"
+    return Refused("PayloadTooLarge", text)
+
+
+def shutting_down() -> Refused:
+    return Refused("ShuttingDown", "Server is stopping, not accepting new requests")
+
+
+def device_unavailable(reason: str) -> Refused:
+    return Refused("DeviceUnavailable", f"the device is lost: {reason}")
 
 
 class Unauthenticated(RequestError):
@@ -86,10 +127,6 @@ class Unauthenticated(RequestError):
         """Whether a client that guesses is to open a connection for its next call."""
 
 
-class PermissionMissing(RequestError):
-    """The call's token does not permit it."""
-
-
 class InvalidRequest(RequestError):
     """The request breaks the protocol or does not fit the model."""
 
@@ -98,21 +135,6 @@ class TensorMismatch(InvalidRequest):
     """The request's tensors do not fit the model."""
 
     names_request = True
-
-
-class ModelNotListed(InvalidRequest):
-    """A statistics call names a model that is not served; Triton has a status of its own for this."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(f"requested model '{model}' is not available")
-
-
-class AlreadyRegistered(InvalidRequest):
-    """A shared memory region by that name is registered."""
-
-
-class RegionNotFound(RequestError):
-    """No shared memory region by that name is registered."""
 
 
 class ModelNotFound(RequestError):
@@ -127,44 +149,9 @@ class ModelNotFound(RequestError):
         super().__init__(f"Request for unknown model: {which} {what}")
 
 
-class ModelNotReady(RequestError):
-    """The model is known and may be ready soon."""
-
-    def __init__(self, model: str, reason: str) -> None:
-        super().__init__(f"model '{model}' is not ready: {reason}")
-
-
-class PayloadTooLarge(RequestError):
-    """A body, or what it inflates to, is over the limit."""
-
-    def __init__(self, what: str, limit_bytes: int, way_out: str = "") -> None:
-        way_out = way_out or "send a smaller batch, or start the server with a larger --max-body"
-        super().__init__(
-            f"{what} is over the limit of {limit_bytes} bytes ({format_bytes(limit_bytes)}); {way_out}"
-        )
-
-
 SEND_LESS_JSON = "send tensors as binary data (HTTP) or raw_input_contents (gRPC) instead"
 """The way out for a request with too much besides its tensors' bytes."""
 ONLY_INFERENCE = "only inference takes larger ones"
-
-
-class ClientTooSlow(RequestError):
-    """A body arrives too slowly."""
-
-    def __init__(self, received_bytes: int, waited_s: float) -> None:
-        super().__init__(f"the request body came too slowly: {received_bytes} bytes in {waited_s:.3g} s")
-
-
-class Unsupported(RequestError):
-    """A part of the protocol that this server does not support."""
-
-
-class UnknownEncoding(Unsupported):
-    """A Content-Encoding that this server does not support."""
-
-    def __init__(self, encoding: str) -> None:
-        super().__init__(f"Unable to decompress request body, unknown Content-Encoding '{encoding}'")
 
 
 RETRY_S = 1.0
@@ -211,35 +198,11 @@ class RequestTimedOut(RequestError):
         )
 
 
-class ShuttingDown(RequestError):
-    """The server takes no new requests."""
-
-    def __init__(self) -> None:
-        super().__init__("Server is stopping, not accepting new requests")
-
-
 class ExecutionFailed(RequestError):
     """The model failed on this request; others may succeed."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"model '{model}' failed to execute: {reason}")
-
-
-class DeviceUnavailable(RequestError):
-    """The device is lost, with everything in its memory."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the device is lost: {reason}")
-
-
-class ControlOff(RequestError):
-    """The server's configuration does not allow loading and unloading by request."""
-
-    def __init__(self, mode: str) -> None:
-        super().__init__(
-            f"explicit model load / unload is not allowed: model control is '{mode}';"
-            " start the server with --model-control-mode explicit"
-        )
 
 
 class LoadFailed(RequestError):
@@ -249,26 +212,9 @@ class LoadFailed(RequestError):
         super().__init__(f"load failed for model '{model}': {reason}")
 
 
-class NotInRepository(RequestError):
-    """The repository has no such model, or none that can be read."""
-
-    def __init__(self, model: str, reason: str = "it has no such folder") -> None:
-        super().__init__(f"failed to load '{model}', failed to poll from model repository: {reason}")
-
-
 def load_reason(model: str, error: Exception) -> str:
     """Return why a model cannot be loaded, without its name in front, which the caller's text has."""
     return str(error).removeprefix(f"{model}: ")
-
-
-class EngineFailed(RequestError):
-    """The engine's process died while it executed this request, and again during the retry."""
-
-    def __init__(self, model: str, reason: str) -> None:
-        super().__init__(
-            f"model '{model}': the engine's process died twice while it executed this request ({reason});"
-            " it is not tried again"
-        )
 
 
 class EngineUnavailable(Overloaded):
@@ -282,33 +228,39 @@ class Statuses(NamedTuple):
     grpc: str
 
 
-ANSWERS: Mapping[type[RequestError], Statuses] = {
-    Unauthenticated: Statuses(401, "UNAUTHENTICATED"),
-    PermissionMissing: Statuses(403, "PERMISSION_DENIED"),
-    InvalidRequest: Statuses(400, "INVALID_ARGUMENT"),
-    AlreadyRegistered: Statuses(400, "ALREADY_EXISTS"),
-    RegionNotFound: Statuses(404, "NOT_FOUND"),
-    ModelNotFound: Statuses(404, "NOT_FOUND"),
-    ModelNotReady: Statuses(503, "UNAVAILABLE"),
-    PayloadTooLarge: Statuses(413, "RESOURCE_EXHAUSTED"),
-    ClientTooSlow: Statuses(408, "DEADLINE_EXCEEDED"),
-    Unsupported: Statuses(501, "UNIMPLEMENTED"),
-    Overloaded: Statuses(503, "UNAVAILABLE"),
-    RateLimited: Statuses(429, "UNAVAILABLE"),
-    RequestTimedOut: Statuses(503, "DEADLINE_EXCEEDED"),
-    ShuttingDown: Statuses(503, "UNAVAILABLE"),
-    ExecutionFailed: Statuses(500, "INTERNAL"),
-    EngineFailed: Statuses(500, "INTERNAL"),
-    DeviceUnavailable: Statuses(503, "UNAVAILABLE"),
-    ControlOff: Statuses(503, "UNAVAILABLE"),
-    LoadFailed: Statuses(400, "INVALID_ARGUMENT"),
-    NotInRepository: Statuses(500, "INTERNAL"),
+ANSWERS: Mapping[str, Statuses] = {
+    "Unauthenticated": Statuses(401, "UNAUTHENTICATED"),
+    "PermissionMissing": Statuses(403, "PERMISSION_DENIED"),
+    "InvalidRequest": Statuses(400, "INVALID_ARGUMENT"),
+    "TensorMismatch": Statuses(400, "INVALID_ARGUMENT"),
+    "ModelNotListed": Statuses(400, "INVALID_ARGUMENT"),
+    "AlreadyRegistered": Statuses(400, "ALREADY_EXISTS"),
+    "RegionNotFound": Statuses(404, "NOT_FOUND"),
+    "ModelNotFound": Statuses(404, "NOT_FOUND"),
+    "ModelNotReady": Statuses(503, "UNAVAILABLE"),
+    "PayloadTooLarge": Statuses(413, "RESOURCE_EXHAUSTED"),
+    "ClientTooSlow": Statuses(408, "DEADLINE_EXCEEDED"),
+    "Unsupported": Statuses(501, "UNIMPLEMENTED"),
+    "UnknownEncoding": Statuses(501, "UNIMPLEMENTED"),
+    "Overloaded": Statuses(503, "UNAVAILABLE"),
+    "QueueFull": Statuses(503, "UNAVAILABLE"),
+    "LevelFull": Statuses(503, "UNAVAILABLE"),
+    "RateLimited": Statuses(429, "UNAVAILABLE"),
+    "EngineUnavailable": Statuses(503, "UNAVAILABLE"),
+    "RequestTimedOut": Statuses(503, "DEADLINE_EXCEEDED"),
+    "ShuttingDown": Statuses(503, "UNAVAILABLE"),
+    "ExecutionFailed": Statuses(500, "INTERNAL"),
+    "EngineFailed": Statuses(500, "INTERNAL"),
+    "DeviceUnavailable": Statuses(503, "UNAVAILABLE"),
+    "ControlOff": Statuses(503, "UNAVAILABLE"),
+    "LoadFailed": Statuses(400, "INVALID_ARGUMENT"),
+    "NotInRepository": Statuses(500, "INTERNAL"),
 }
-"""An error that is not listed has its base class's. Differences from Triton are in docs/migrating-from-triton.md."""
+"""By `RequestError.kind`. Differences from Triton are in docs/migrating-from-triton.md."""
 
 
 def statuses_of(error: RequestError) -> Statuses:
-    return next(ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS)
+    return ANSWERS[error.kind]
 
 
 class WireError(msgspec.Struct, frozen=True):
@@ -320,11 +272,15 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 def to_wire(error: CohabitError) -> WireError:
-    return WireError(type(error).__name__, str(error), getattr(error, "retry_after_s", None))
+    kind = error.kind if isinstance(error, RequestError) else type(error).__name__
+    return WireError(kind, str(error), getattr(error, "retry_after_s", None))
 
 
 def from_wire(wire: WireError) -> CohabitError:
     """Restore the error with its message; an unknown kind becomes a StartFailed."""
+    for kind in get_args(RefusalKind):
+        if kind == wire.kind:
+            return Refused(kind, wire.message)
     known = _BY_NAME.get(wire.kind, StartFailed)
     error = known.__new__(known)
     error.args = (wire.message,)

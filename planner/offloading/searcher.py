@@ -63,7 +63,7 @@ class Offloading(Searcher[OffloadingCandidate]):
         self._pool = cache(lambda size, rank: self._pools.within(self._sizes[size], RANKS[rank]))
         self._past = cache(lambda size: Streaming(problem, seed, OpOrders(problem, self._sizes[size])))
         """The streaming search past a pool of some size."""
-        self._ways = cache(self._find_ways)
+        self._variants = cache(self._find_variants)
         self._evaluated: list[tuple[float, OffloadingCandidate]] = []
         self._steps = self._search()
 
@@ -96,7 +96,7 @@ class Offloading(Searcher[OffloadingCandidate]):
         yield [
             OffloadingCandidate(size, rank, parameters, strictly)
             for size, rank in pools[:LOOKED_AT]
-            for parameters in self._ways(size)
+            for parameters in self._variants(size)
             for strictly in (False, True)
         ]
 
@@ -119,8 +119,8 @@ class Offloading(Searcher[OffloadingCandidate]):
             dict.fromkeys(leanest + page_aligned(int(share * most)) for share in SIZES if most or not share)
         )
 
-    def _find_ways(self, size: int) -> list[streaming.StreamingCandidate]:
-        """The best ways to stream past a pool if parameters had the link to themselves."""
+    def _find_variants(self, size: int) -> list[streaming.StreamingCandidate]:
+        """The best variants that stream past a pool if parameters had the link to themselves."""
         searcher, spent = self._past(size), 0
         evaluated: list[tuple[float, streaming.StreamingCandidate]] = []
         while spent < searcher.evaluations and (candidates := searcher.ask()):

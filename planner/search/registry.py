@@ -1,11 +1,13 @@
 """The searchers by name. A searcher's module is imported when its name is first asked for."""
 
 from importlib import import_module
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cohabit.planner.errors import UnknownSearcher, UnsupportedProblem
-from cohabit.planner.problem import Problem
-from cohabit.planner.search.searcher import AnySearcher
+
+if TYPE_CHECKING:  # commands list the searchers' names in their help
+    from cohabit.planner.problem import Problem
+    from cohabit.planner.search.searcher import AnySearcher
 
 _COUNTED: Final = {
     "best": "search.portfolio:Best",
@@ -46,7 +48,7 @@ BASELINES: Final = tuple(_BASELINES)
 """Names of the baselines, which are not among the searchers."""
 
 
-def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
+def make(searcher: str, problem: "Problem", seed: int) -> "AnySearcher":
     """Return a new search for a problem. Raises UnknownSearcher, and what the searcher raises."""
     if searcher not in (*SEARCHERS, *BASELINES):
         raise UnknownSearcher(searcher, (*SEARCHERS, *BASELINES))

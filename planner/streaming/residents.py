@@ -1,4 +1,4 @@
-"""Quick choices of the parameters that stay in memory between inferences, to be simulated.
+"""Initial choices of the parameters that stay in memory between inferences, to be simulated.
 
 All functions number parameters in the order of first use."""
 
@@ -13,7 +13,7 @@ from cohabit.planner.streaming.workload import Workload
 Choice = tuple[int, ...]
 
 
-def guesses(work: Workload) -> Iterator[Choice]:
+def initial_residents(work: Workload) -> Iterator[Choice]:
     """Some sets of residents that fill the partition, without repeats."""
     pages = work.arrays.partition_pages
     yield from dict.fromkeys(choose(work, pages) for choose in (paced, fill, spread, largest_first, costly_first))

@@ -24,7 +24,7 @@ from cohabit.planner.streaming.anneal import FITS, LINK_WEIGHT, anneal, holds_up
 from cohabit.planner.streaming.emit import emit
 from cohabit.planner.streaming.op_orders import OpOrders
 from cohabit.planner.streaming.page_map import NOWHERE
-from cohabit.planner.streaming.residents import by_share, guesses
+from cohabit.planner.streaming.residents import by_share, initial_residents
 from cohabit.planner.streaming.stream import (
     KEPT,
     RELEASED,
@@ -78,13 +78,13 @@ class StreamingCandidate:
 
 
 class Streaming(Searcher[StreamingCandidate]):
-    """Evaluates quick choices, then continues several annealing walks from the best."""
+    """Evaluates initial solutions, then continues several annealing walks from the best."""
 
     is_compiled = True
 
-    def __init__(self, problem: Problem, seed: int, views: OpOrders | None = None) -> None:
+    def __init__(self, problem: Problem, seed: int, reordered: OpOrders | None = None) -> None:
         self.problem = problem
-        self.views = OpOrders(problem) if views is None else views
+        self.reordered = OpOrders(problem) if reordered is None else reordered
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._evaluated: list[tuple[float, StreamingCandidate]] = []
@@ -93,46 +93,46 @@ class Streaming(Searcher[StreamingCandidate]):
 
     @cached_property
     def evaluations(self) -> int:
-        ways = len(list(self._ways(0, ())))
+        variants = len(list(self._variants(0, ())))
         in_round = CHAINS + len(SMALL) * len(LEADS)
-        return len(self._starts) + len(self._starts) // 4 + WIDENED * ways + ROUNDS * in_round
+        return len(self._starts) + len(self._starts) // 4 + WIDENED * variants + ROUNDS * in_round
 
     def tell(self, candidates: Sequence[StreamingCandidate], costs: Sequence[Cost]) -> None:
         for candidate, cost in zip(candidates, costs, strict=False):
             busy_s = cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
             self._evaluated.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
-            if is_perfect(self.views[0].work, cost):
+            if is_perfect(self.reordered[0].work, cost):
                 self._steps = iter(())
 
     def evaluate(self, candidate: StreamingCandidate, good_s: float) -> Cost:
-        work, decisions = self.views[candidate.order].work, self._decisions(candidate)
+        work, decisions = self.reordered[candidate.order].work, self._decisions(candidate)
         resident_at = self._home(work, decisions)
         latency_s, period_s, pages = stream.evaluate(work.arrays, work.numbering, resident_at, decisions, good_s)
         return Cost(latency_s, period_s, pages * PAGE_BYTES)
 
     def pool_bytes(self, candidate: StreamingCandidate) -> int:
-        return self.views[candidate.order].work.footprint.activation_bytes
+        return self.reordered[candidate.order].work.footprint.activation_bytes
 
     def _schedule(self, candidate: StreamingCandidate) -> Schedule:
-        work, decisions = self.views[candidate.order].work, self._decisions(candidate)
+        work, decisions = self.reordered[candidate.order].work, self._decisions(candidate)
         resident_at = self._home(work, decisions)
         return emit(work, resident_at, play(work.arrays, resident_at, decisions)[0])
 
     def played(self, candidate: StreamingCandidate) -> tuple[Workload, Ints, Swaps]:
         """Return a candidate's resident_at and the swap-ins of one inference, in the order of their ops."""
-        work, decisions = self.views[candidate.order].work, self._decisions(candidate)
+        work, decisions = self.reordered[candidate.order].work, self._decisions(candidate)
         decisions = decisions._replace(lead=np.zeros_like(decisions.lead))
         resident_at = self._home(work, decisions)
         return work, resident_at, play(work.arrays, resident_at, decisions)[0]
 
     def leading(self) -> list[tuple[tuple[int, ...], Decisions]]:
         """Return the best orders and decisions of the latest round."""
-        return [(self.views[c.order].order, self._decisions(c)) for c in self._best(CHAINS)]
+        return [(self.reordered[c.order].order, self._decisions(c)) for c in self._best(CHAINS)]
 
     def first(self) -> StreamingCandidate:
         """Return a candidate quickly, without other orders of the ops unless much is read again."""
-        orders = len(self.views) if has_reuse(self.problem.graph) else 1
-        candidates = [next(self._guesses(i)) for i in range(orders)]
+        orders = len(self.reordered) if has_reuse(self.problem.graph) else 1
+        candidates = [next(self._initial(i)) for i in range(orders)]
         return min(candidates, key=lambda c: self.evaluate(c, 0.0).latency_s) if orders > 1 else candidates[0]
 
     def _ask(self) -> Iterator[Sequence[StreamingCandidate]]:
@@ -140,7 +140,7 @@ class Streaming(Searcher[StreamingCandidate]):
         yield [first]
         yield [c for c in self._starts if c != first]
         yield list(self._relaxed())
-        yield [way for c in self._best(WIDENED) for way in self._ways(c.order, c.residents())]
+        yield [variant for c in self._best(WIDENED) for variant in self._variants(c.order, c.residents())]
         chains = self._best(CHAINS)
         chains += [chains[0]] * (CHAINS - len(chains))
         heats = [HEAT * (1 - i / ROUNDS) for i in range(ROUNDS)]
@@ -155,7 +155,7 @@ class Streaming(Searcher[StreamingCandidate]):
 
     @cached_property
     def _starts(self) -> list[StreamingCandidate]:
-        return list(dict.fromkeys(c for i in range(len(self.views)) for c in self._guesses(i)))
+        return list(dict.fromkeys(c for i in range(len(self.reordered)) for c in self._initial(i)))
 
     def _relaxed(self) -> Iterator[StreamingCandidate]:
         """Residents as the linear relaxation would have them, rounded."""
@@ -163,24 +163,24 @@ class Streaming(Searcher[StreamingCandidate]):
         relaxed = relax(problem.graph, problem.profile, problem.memory)
         if relaxed is None or problem.residents is not None:
             return
-        for i, view in enumerate(self.views):
+        for i, view in enumerate(self.reordered):
             shares = np.array([relaxed.resident.get(t, 0.0) for t in view.work.parameters])
-            yield next(self._ways(i, by_share(view.work, shares, view.work.arrays.partition_pages)))
+            yield next(self._variants(i, by_share(view.work, shares, view.work.arrays.partition_pages)))
 
-    def _guesses(self, order: int) -> Iterator[StreamingCandidate]:
-        """Quick guesses, each in the first way."""
-        work = self.views[order].work
+    def _initial(self, order: int) -> Iterator[StreamingCandidate]:
+        """Initial solutions, each in its first variant."""
+        work = self.reordered[order].work
         if self.problem.residents is not None:
             resident_at = work.pages_of(self.problem.residents)
             sets: list[tuple[int, ...]] = [tuple(np.flatnonzero(resident_at != NOWHERE).tolist())]
         else:
-            sets = list(guesses(work))
+            sets = list(initial_residents(work))
         for residents in sets:
-            yield next(self._ways(order, residents))
+            yield next(self._variants(order, residents))
 
-    def _ways(self, order: int, residents: Sequence[int]) -> Iterator[StreamingCandidate]:
+    def _variants(self, order: int, residents: Sequence[int]) -> Iterator[StreamingCandidate]:
         """Candidates with these residents. Not all choices make a difference: for `keeps`, and without reuse."""
-        work = self.views[order].work
+        work = self.reordered[order].work
         longest_s = float(work.arrays.swap_s.max(initial=0.0))
         spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
         lead = bytes(4 * len(work.arrays.use_parameter))
@@ -194,7 +194,7 @@ class Streaming(Searcher[StreamingCandidate]):
 
     def _small_ones_early(self, candidate: StreamingCandidate) -> Iterator[StreamingCandidate]:
         """The candidate, but copies of small parameters may go ahead of others by a share of the ops."""
-        arrays = self.views[candidate.order].work.arrays
+        arrays = self.reordered[candidate.order].work.arrays
         size, still = arrays.size[arrays.use_parameter], self._walk(candidate, steps=0)
         for small in SMALL:
             for share in LEADS:
@@ -203,7 +203,7 @@ class Streaming(Searcher[StreamingCandidate]):
 
     def _walk(self, start: StreamingCandidate, heat: float = 0.0, steps: int | None = None) -> StreamingCandidate:
         """The candidate that is the best of a walk from this one's decisions."""
-        arrays, found = self.views[start.order].work.arrays, self._decisions(start)
+        arrays, found = self.reordered[start.order].work.arrays, self._decisions(start)
         if steps is None:
             steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
         choice, hold = found.choice.astype(np.int8).tobytes(), found.hold.tobytes()
@@ -214,7 +214,7 @@ class Streaming(Searcher[StreamingCandidate]):
         start = candidate.decisions()
         if not candidate.steps:
             return start
-        work, fixed = self.views[candidate.order].work, self.problem.residents is not None
+        work, fixed = self.reordered[candidate.order].work, self.problem.residents is not None
         resident_at = self._home(work, start)
         return anneal(
             work.arrays, work.numbering, start, resident_at, fixed, candidate.steps, candidate.heat, candidate.seed
@@ -238,7 +238,7 @@ def first_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> f
     work = Workload.of(footprint, profile, memory, GraphArrays.of(footprint.graph, profile))
     hold = holds_up_to(work.arrays, float(work.arrays.swap_s.max(initial=0.0)))
     least_s = np.inf
-    for residents in guesses(work):
+    for residents in initial_residents(work):
         choice = np.full(len(work.parameters), STREAMED)
         choice[list(residents)] = RELEASED
         for fit in range(FITS):

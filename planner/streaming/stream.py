@@ -140,7 +140,7 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
                         remove(memory, swaps.parameter[i])
                     memory.where[swaps.parameter[i]] = NOWHERE
                 swaps.length[0] = begun
-                _make_room(work, memory, swaps, resident_at, k, touched)
+                _free_memory_for(work, memory, swaps, resident_at, k, touched)
             for i in range(begun, swaps.length[0]):
                 p = swaps.parameter[i]
                 link_s = max(link_s, op_end_s[swaps.after_op[i] + 1]) + work.swap_s[p]
@@ -264,7 +264,9 @@ def _bring(
 
 
 @compiled
-def _make_room(work: Arrays, memory: PageMap, swaps: Swaps, resident_at: Ints, op: int, touched: Ints) -> None:
+def _free_memory_for(
+    work: Arrays, memory: PageMap, swaps: Swaps, resident_at: Ints, op: int, touched: Ints
+) -> None:
     """Give an op's parameters places that are certain to fit; those that lie elsewhere are brought anew.
 
     Residents go to their places and the others to the front of the window. If the window is too small for that,

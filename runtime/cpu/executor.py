@@ -142,7 +142,9 @@ class CpuExecutor:
     ) -> Result:
         """Run one inference. See `runtime.backend.ProgramRunner`; `traced` runs op by op and times each.
 
-        If a copy or a kernel fails, the residents are restored all the same. `follow` is called in any case.
+        If a copy or a kernel fails, the residents are restored all the same. A resident that the last run could not
+        restore is copied again before it is read, and this run fails only if that copy fails, too. `follow` is called
+        in any case.
         """
         torch.get_num_threads()  # OpenMP's setting is each thread's own, and torch passes its own on when asked
         if program.name in self._stale:
@@ -232,6 +234,8 @@ class CpuExecutor:
                 stall_s += _wait(self._swap_in, ticket, step, run)
             if step.swap_outs_before and self._swap_out.done.value < run.swap_out_ticket(step.swap_outs_before):
                 stall_s += _wait(self._swap_out, run.swap_out_ticket(step.swap_outs_before), step, run)
+            if restored is not None and restored.run.failed:
+                _restore_again(program, step, restored.run, run)
             if run.error is not None:
                 break
             start = time.perf_counter()
@@ -246,15 +250,17 @@ class CpuExecutor:
         return stall_s
 
     def _raise_if_failed(self, program: Program, run: LaneRun, restored: _Restored | None) -> None:
-        """Raise DeviceError if a copy of this run failed, or one by which the last run restored residents.
+        """Raise DeviceError if a copy of this run failed, or one of the last run for it, not repeated since.
 
         The next run of the model reloads its residents.
         """
-        for earlier in (run, restored.run if restored is not None else None):
-            if earlier is not None and earlier.error is not None:
-                self._stale.add(program.name)
-                self._note_loss(earlier.error)
-                raise DeviceError(f"{program.graph.name}: a copy failed: {earlier.error}") from earlier.error
+        error = run.error
+        if error is None and restored is not None and not restored.run.failed.isdisjoint(restored.tickets):
+            error = restored.run.error
+        if error is not None:
+            self._stale.add(program.name)
+            self._note_loss(error)
+            raise DeviceError(f"{program.graph.name}: a copy failed: {error}") from error
 
     def _note_loss(self, error: BaseException) -> None:
         if isinstance(error, StoreChanged) and self._lost_on_change:
@@ -265,6 +271,22 @@ class CpuExecutor:
         spans = recording.measured(run.start_s)
         latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
         return Timeline(spans, latency_s, None, program.link_bytes)
+
+
+def _restore_again(program: Program, step: ComputeStep[Call], last: LaneRun, run: LaneRun) -> None:
+    """Repeat copies of the last run that failed, of residents which a step is about to read for the first time.
+
+    Until then, their addresses are theirs alone. Tensors without addresses are not copied again: their storages may
+    hold state, which exists nowhere else. Such a failure remains, and fails the run.
+    """
+    for resident in program.residents:
+        if resident.tensor in last.failed and resident.tensor in step.first_reads and resident.offloaded is None:
+            try:
+                resident.copy()
+            except Exception as error:
+                run.fail(resident.tensor, error)
+            else:
+                last.failed.discard(resident.tensor)
 
 
 def _wait(lane: SwapLane, ticket: int, step: ComputeStep[Call], run: LaneRun) -> float:

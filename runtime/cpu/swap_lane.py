@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cohabit.runtime.binding.draft import SwapStep
 from cohabit.runtime.recording import Recording
@@ -62,10 +62,18 @@ class LaneRun:
     swap_out_base: int
     """The swap-out lane's counter before this run's swap-outs."""
     error: BaseException | None = None
+    """Of its first copy that failed."""
+    failed: set[int] = field(default_factory=set)
+    """Tensors of which a copy failed, and which have not been copied again since."""
     recording: Recording | None = None
     """What each step is noted in, for a run that is followed."""
     hand_over: Callable[[], None] | None = None
     """What to do with the notes after the last copy."""
+
+    def fail(self, tensor: int, error: BaseException) -> None:
+        """Note a copy that failed."""
+        self.error = self.error or error
+        self.failed.add(tensor)
 
     def swap_in_ticket(self, count: int) -> int:
         """Return the ticket of the first `count` swap-ins; 0 for none, so that no earlier run is waited for."""
@@ -150,7 +158,7 @@ class SwapLane:
         try:
             step.copy()
         except Exception as error:  # the lane continues, and the run receives the error
-            run.error = run.error or error
+            run.fail(step.tensor, error)
         end = time.perf_counter()
         self.busy_s += end - start
         if run.recording is not None:

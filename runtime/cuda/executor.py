@@ -165,15 +165,21 @@ class CudaExecutor:
         traced: bool = False,
         follow: Follow | None = None,
     ) -> Result:
-        """Run one inference. See `runtime.backend.ProgramRunner`. `follow` gets when it began and ended, no steps."""
+        """Run one inference. See `runtime.backend.ProgramRunner`. `follow` gets when it began and ended, no steps.
+
+        Residents that the last run could not restore are loaded again; this run fails only if that fails, too.
+        """
         with self._faults(program):
             self._adopt()
         start = time.perf_counter()
-        if program.admission.pool is None or program.name in self._stale:
+        epilogue = self._transfers.take(program.name)
+        is_restored = epilogue is None or epilogue.error is None
+        if program.admission.pool is None or program.name in self._stale or not is_restored:
             self.load(program)
+            epilogue = None
         with self._faults(program):
             watch = CudaStopwatch(self._driver, program) if traced else None
-            self._issue(program, inputs, watch)
+            self._issue(program, inputs, watch, epilogue)
             self._driver.synchronize(self._answered)
             outputs = program.buffers.taken()
             latency_s = time.perf_counter() - start
@@ -196,11 +202,15 @@ class CudaExecutor:
             return None
         return Capture(int(ready.graph is not None), ready.graph_bytes, ready.refused)
 
-    def _issue(self, program: CudaProgram, inputs: Sequence[torch.Tensor], watch: CudaStopwatch | None) -> None:
-        """Issue everything up to the outputs."""
-        epilogue = self._transfers.take(program.name)
+    def _issue(
+        self,
+        program: CudaProgram,
+        inputs: Sequence[torch.Tensor],
+        watch: CudaStopwatch | None,
+        epilogue: Transfer | None,
+    ) -> None:
+        """Issue everything up to the outputs, after the epilogue of the model's last run."""
         if epilogue is not None:
-            _raise_if_failed(program, epilogue)
             with self._driver.on(self._streams.compute):
                 self._driver.wait(epilogue.event)
         program.buffers.fill(inputs)

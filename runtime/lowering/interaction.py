@@ -1,7 +1,7 @@
 """Finds by trial whether the rows of a batch influence one another.
 
-Only where they do not may a request be padded, or batched with others. The same rows are computed in different places,
-batches and company, and their results compared. Not-a-number in the company shows float influences of any size.
+Only where they do not may a request be padded, or batched with others. The same rows are run at other positions, batch
+sizes and with other neighbours, and their results compared. Neighbours of NaN show float influences of any size.
 """
 
 import math

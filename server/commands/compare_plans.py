@@ -6,20 +6,19 @@ Of a model with dynamic dimensions, it is the largest bucket.
 import argparse
 import logging
 import time
+import traceback
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan, Provenance
-from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.registry import SEARCHERS
 from cohabit.server.commands import EXIT_FAILED
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
-from cohabit.server.commands.planning.instances import Instance, instances
+from cohabit.server.commands.planning.measured import MeasuredGraph, measured_graphs
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import add_effort, add_subject, budget
 from cohabit.server.config.sources import typed
@@ -76,26 +75,31 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     reasons: dict[str, str] = {}
     broke = False
     with SearchProgress(errors) as progress:
-        *_, instance = instances(options, progress.doing)
+        *_, measured = measured_graphs(options, progress.doing)
         for name in options.searchers:
             progress.doing(name)
             started_s = time.monotonic()
             try:
-                plan = instance.search(name, options.memory, options, progress)
+                plan = measured.search(name, options.memory, options, progress)
                 assert plan.provenance is not None
                 results.append((name, plan, plan.provenance, time.monotonic() - started_s))
             except CohabitError as error:
                 reasons[name] = str(error)
             except Exception as error:
                 _log.debug("searcher failed", exc_info=True)
-                reasons[name] = f"unexpected {type(error).__name__}: {error}"
+                *_, where = traceback.extract_tb(error.__traceback__)
+                reasons[name] = (
+                    f"a bug of this searcher: {type(error).__name__}: {error}, in {where.name}"
+                    f" ({Path(where.filename).name}, line {where.lineno}). The others go on. Please report it with the"
+                    " graph and the profile, which --output DIR writes"
+                )
                 broke = True
     if options.output is not None:
-        write_graph(options.output, instance.graph)
-        write_profile(options.output, instance.graph, instance.profile)
+        write_graph(options.output, measured.graph)
+        write_profile(options.output, measured.graph, measured.profile)
         for name, plan, *_ in results:
-            write_plan(options.output, instance.graph, plan, options.memory.text, name)
-    table = _table(instance, instance.bytes_of(options.memory), results)
+            write_plan(options.output, measured.graph, plan, options.memory.text, name)
+    table = _table(measured, measured.bytes_of(options.memory), results)
     for name in reasons:
         table.add_row(name, "no plan", *["-"] * 5, "")
     out.print(table)
@@ -104,9 +108,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     return 0 if results and not broke else EXIT_FAILED
 
 
-def _table(instance: Instance, memory_bytes: int, results: list[_Result]) -> Table:
+def _table(measured: MeasuredGraph, memory_bytes: int, results: list[_Result]) -> Table:
     """Return a table of the results, lowest latency first."""
-    graph, profile = instance.graph, instance.profile
+    from cohabit.planner.bounds.bound import latency_bound
+    from cohabit.planner.schedule.simulate import simulate
+
+    graph, profile = measured.graph, measured.profile
     bound_s = latency_bound(graph, profile, Memory(memory_bytes, counted=True))
     table = make_table(
         *("searcher", "latency", "over bound", "over resident"),

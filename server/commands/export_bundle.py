@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.commands.planning.boards import BOARDS, Board
+from cohabit.server.commands.planning.board_profiles import BOARD_PROFILES, BoardProfile
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.config.bundle import Bundle
 from cohabit.server.config.config import BY_KEY
@@ -39,9 +39,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="new folder for the bundle")
     parser.add_argument(
         "--profile",
-        choices=BOARDS,
+        choices=BOARD_PROFILES,
         metavar="BOARD",
-        help=f"plan for a board's store and cores: {', '.join(BOARDS)} (default: this machine)",
+        help=f"plan for a board's store and cores: {', '.join(BOARD_PROFILES)} (default: this machine)",
     )
     store = BY_KEY["store"]
     parser.add_argument(
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     needed = {"repository": options.repository, "memory": options.memory, "store": options.store}
     config = config_of({**needed, **given(options, _SETTINGS)})
     config = replace(config, engine="in-process", pack_weights=options.pack_weights)
-    board = None if options.profile is None else BOARDS[options.profile]
+    board = None if options.profile is None else BOARD_PROFILES[options.profile]
     profile = "measured on the exporting machine" if board is None else f"scaled for {board.name}"
     with SearchProgress(errors) as progress:
         progress.doing("starting torch")
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     return 0
 
 
-def _show(bundle: Bundle, board: Board | None, options: argparse.Namespace, out: Console) -> None:
+def _show(bundle: Bundle, board: BoardProfile | None, options: argparse.Namespace, out: Console) -> None:
     where = "this machine" if board is None else f"{board.name}, scaled from a profile of this machine"
     table = make_table(
         *("model", "weights", "partition", "predicted", "over resident"),

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
 from cohabit.server.capacity.page import fit_page, sentence
-from cohabit.server.commands.planning.boards import BOARDS
+from cohabit.server.commands.planning.board_profiles import BOARD_PROFILES
 from cohabit.server.commands.planning.files import write_file
 from cohabit.server.commands.planning.subject import MEASURING, add_measuring, budget
 from cohabit.server.config.sources import config_of, given, typed
@@ -59,7 +59,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="how models share the memory (default: %(default)s)",
     )
     parser.add_argument(
-        "--profile", choices=tuple(BOARDS), metavar="BOARD", help=f"of {', '.join(BOARDS)}: predict for it"
+        "--profile",
+        choices=tuple(BOARD_PROFILES),
+        metavar="BOARD",
+        help=f"of {', '.join(BOARD_PROFILES)}: predict for it",
     )
     for flag, default, what in (
         ("--request-ms", REQUEST_MS, "a request takes besides its execution: sockets, parsing, the client"),
@@ -154,7 +157,7 @@ def _candidates(
     config = config_of(
         {"repository": str(options.repository), "memory": "1B", **given(options, (*MEASURING, "batch_sizes"))}
     )
-    board = None if options.profile is None else BOARDS[options.profile]
+    board = None if options.profile is None else BOARD_PROFILES[options.profile]
     found, left_out = [], {}
     for name, versions in by_name(scan(options.repository)).items():
         source = versions[-1]

@@ -6,10 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
-from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.registry import BASELINES, SEARCHERS, SERVING
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
-from cohabit.server.commands.planning.instances import Instance, instances
+from cohabit.server.commands.planning.measured import MeasuredGraph, measured_graphs
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import MemoryBudget, add_effort, add_subject, budgets
 from cohabit.server.config.sources import typed
@@ -80,7 +79,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     Raises ConfigError without a memory size or a number of devices.
     """
     if options.devices is not None:
-        from cohabit.server.commands.tile import plan_devices  # the planner of tilings takes a while to import
+        from cohabit.server.commands.tile import plan_devices
 
         return plan_devices(options, out)
     if not options.memory:
@@ -88,14 +87,14 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     rows: list[list[str]] = []
     files: list[Path] = []
     with SearchProgress(errors) as progress:
-        planned = instances(options, progress.doing)
-        for instance in planned:
-            write_graph(options.output, instance.graph)
-            write_profile(options.output, instance.graph, instance.profile)
+        planned = measured_graphs(options, progress.doing)
+        for measured in planned:
+            write_graph(options.output, measured.graph)
+            write_profile(options.output, measured.graph, measured.profile)
             for memory in options.memory:
-                where = [format_bytes(instance.bytes_of(memory)), str(instance.graph.bucket)]
+                where = [format_bytes(measured.bytes_of(memory)), str(measured.graph.bucket)]
                 try:
-                    cells, path = _plan(instance, memory, options, progress)
+                    cells, path = _plan(measured, memory, options, progress)
                     rows.append([*where, *cells, path.name])
                     files.append(path)
                 except InfeasibleBudget as error:
@@ -118,12 +117,14 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 
 def _plan(
-    instance: Instance, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
+    measured: MeasuredGraph, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
 ) -> tuple[list[str], Path]:
     """Search and write a plan; returns its cells of the table and its file."""
-    graph, searcher = instance.graph, options.search
+    from cohabit.planner.schedule.simulate import simulate
+
+    graph, searcher = measured.graph, options.search
     progress.doing(f"{graph.name} at batch {graph.bucket} in {memory.text}")
-    plan = instance.search(searcher, memory, options, progress)
+    plan = measured.search(searcher, memory, options, progress)
     label = f"{searcher}-single" if options.single and searcher in SERVING else searcher
     path = write_plan(options.output, graph, plan, memory.text, label)
     about = plan.provenance
@@ -133,7 +134,7 @@ def _plan(
         milliseconds(about.resident_s),
         milliseconds(about.bound_s),
         gap(about.latency_s, about.bound_s),
-        format_bytes(simulate(graph, plan, instance.profile).link_bytes),
+        format_bytes(simulate(graph, plan, measured.profile).link_bytes),
         milliseconds(about.period_s),
     ]
     return cells, path

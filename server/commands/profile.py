@@ -6,7 +6,7 @@ from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.profile import Link
-from cohabit.server.commands.planning.instances import instances
+from cohabit.server.commands.planning.measured import measured_graphs
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import add_subject
 from cohabit.server.config.sources import typed
@@ -27,14 +27,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Measure every bucket, or read earlier measurements from the cache, and print tables."""
     with SearchProgress(errors) as progress:
-        measured = instances(options, progress.doing)
+        measured = measured_graphs(options, progress.doing)
     first = measured[0]
     out.print(f"{first.graph.name} on {first.profile.device}")
     table = make_table("batch", "resident", "swap in", "swap out", "ops during copies", "copies during ops")
-    for instance in measured:
-        profile = instance.profile
+    for each in measured:
+        profile = each.profile
         table.add_row(
-            str(instance.graph.bucket),
+            str(each.graph.bucket),
             milliseconds(profile.compute_s),
             _link(profile.swap_in),
             _link(profile.swap_out),

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import webbrowser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -15,10 +16,10 @@ from cohabit.planner.errors import CohabitError, FormatError, format_bytes
 from cohabit.server.commands.planning.files import find, read_graph, read_plan, read_profile, write_file
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import milliseconds
-from cohabit.server.view.analysis import PlanAnalysis, analyze
 from cohabit.server.view.page import plan_page
-from cohabit.server.view.plan_document import plan_document
-from cohabit.server.view.terminal import draw
+
+if TYPE_CHECKING:
+    from cohabit.server.view.analysis import PlanAnalysis
 
 _SAME = 1e-6
 """Relative difference of predicted latencies that rounding explains."""
@@ -45,6 +46,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Draw a plan. Raises ConfigError for files that are missing, FormatError for bad ones."""
+    from cohabit.server.view.plan_document import plan_document
+    from cohabit.server.view.terminal import draw
+
     if options.open and options.html == Path("-"):
         raise ConfigError("--open: a page on standard output cannot be opened; give --html a file")
     analysis = _load(options)
@@ -72,7 +76,9 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     return 0
 
 
-def _load(options: argparse.Namespace) -> PlanAnalysis:
+def _load(options: argparse.Namespace) -> "PlanAnalysis":
+    from cohabit.server.view.analysis import analyze
+
     plan, path = read_plan(options.plan), options.plan
     graph = (
         read_graph(options.graph)

@@ -10,15 +10,11 @@ import sys
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
-from cohabit.planner.tiling.arrays import Expression, JoinUpdate, LazyArray, View
-from cohabit.planner.tiling.costs import bounds
-from cohabit.planner.tiling.graph import Tiling, TilingGraph
-from cohabit.planner.tiling.search import SEARCHES, TilingPlan, plan_tiling
 from cohabit.server.commands.planning.files import write_file
 from cohabit.server.config.sizes import parse_memory
 from cohabit.server.config.sources import typed
@@ -26,11 +22,18 @@ from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import make_table, milliseconds
 
+if TYPE_CHECKING:  # the planner takes a while to import, and help needs none of it
+    from cohabit.planner.tiling import TilingGraph, TilingPlan
+    from cohabit.planner.tiling.arrays import Expression
+    from cohabit.planner.tiling.graph import Tiling
+
 _GLYPHS = {"row": "▤", "column": "▥", "block": "▦", "transposed block": "▦", "duplicated": "▤▥", "replicated": "■"}
 _COLOURS = ("#4878a8", "#d1823d", "#5f9e62", "#a8585c", "#8671a8", "#8a7460", "#c27ba8", "#8c8c8c")
 _LEFT = 250
 """Where the arcs of a picture end and its tiles begin."""
 _COMPARED = ("exact", "greedy", "recursive", "row", "column", "worst")
+SEARCH_NAMES = (*_COMPARED, "brute-force")
+"""The keys of `planner.tiling.SEARCHES`."""
 
 
 _EXAMPLES = """examples:
@@ -56,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--workers", type=typed(integer(1, 4096)), default=4, metavar="N", help="processes (default: %(default)s)"
     )
     parser.add_argument(
-        "--search", default="exact", choices=tuple(SEARCHES), help="how to choose tilings (default: %(default)s)"
+        "--search", default="exact", choices=SEARCH_NAMES, help="how to choose tilings (default: %(default)s)"
     )
     parser.add_argument(
         "--copies",
@@ -75,6 +78,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Plan, draw and, if asked, run a program. Raises ConfigError and the planner's errors."""
+    from cohabit.planner.tiling import plan_tiling
+
     graph = _graph(options.program, options.workers, options.copies)
     plan = plan_tiling(graph, options.search)
     runs = None
@@ -110,6 +115,7 @@ def plan_devices(options: argparse.Namespace, out: Console) -> int:
 
     Raises InfeasibleBudget for less memory than an even share.
     """
+    from cohabit.planner.tiling import TilingGraph, plan_tiling
     from cohabit.runtime.tiling.model import by_hand, read_model
     from cohabit.server.repository.scan import find
 
@@ -133,8 +139,10 @@ def plan_devices(options: argparse.Namespace, out: Console) -> int:
     return 0
 
 
-def _graph(program: str, workers: int, copies: Any) -> TilingGraph:
+def _graph(program: str, workers: int, copies: Any) -> "TilingGraph":
     """Capture a program. `copies` is the memory per worker for copies, or a share of its part of the inputs."""
+    from cohabit.planner.tiling import LazyArray, TilingGraph
+
     path, _, name = program.rpartition(":")
     if not Path(path).is_file():
         raise ConfigError(f"{program}: there is no file {path!r}; write SCRIPT.py:FUNCTION")
@@ -154,6 +162,7 @@ def _graph(program: str, workers: int, copies: Any) -> TilingGraph:
 
 def _called(function: Any) -> Any:
     """Call a program, and name arrays as its local variables are named in the end."""
+    from cohabit.planner.tiling import LazyArray
 
     def name_arrays(frame: Any, event: str, _: Any) -> None:
         if event == "return" and frame.f_code is function.__code__:
@@ -169,6 +178,7 @@ def _called(function: Any) -> Any:
 
 
 def _run(program: str, workers: int, copies: Any, picks: tuple[int, ...], worker: Any) -> Any:
+    from cohabit.planner.tiling import TilingPlan
     from cohabit.runtime.tiling.execute import measured
 
     _, moved, seconds = measured(TilingPlan(_graph(program, workers, copies), picks), worker, repeats=2)
@@ -179,15 +189,17 @@ def _run(program: str, workers: int, copies: Any, picks: tuple[int, ...], worker
 class _Line:
     """What is shown of one array."""
 
-    expression: Expression
+    expression: "Expression"
     name: str
     shape: str
-    tiling: Tiling
+    tiling: "Tiling"
     moves: str
     """The bytes on the wire that each input costs, and the sum of partial results."""
 
 
-def _lines(plan: TilingPlan) -> list[_Line]:
+def _lines(plan: "TilingPlan") -> list[_Line]:
+    from cohabit.planner.tiling.arrays import JoinUpdate, View
+
     graph, names, lines = plan.graph, dict[int, str](), []
     for number, expression in enumerate(graph.expressions):
         operator = expression.operator
@@ -206,7 +218,7 @@ def _lines(plan: TilingPlan) -> list[_Line]:
     return lines
 
 
-def _draw(plan: TilingPlan, out: Console) -> None:
+def _draw(plan: "TilingPlan", out: Console) -> None:
     columns = ("array", "shape", "tiling", "moves")
     title = f"{len(plan.graph.expressions)} arrays, {plan.graph.workers} workers"
     table = make_table(*columns, left=columns, title=title)
@@ -216,7 +228,7 @@ def _draw(plan: TilingPlan, out: Console) -> None:
     out.print(table)
 
 
-def drawing(plan: TilingPlan) -> str:
+def drawing(plan: "TilingPlan") -> str:
     """Draw a plan as SVG: a line per array with its tiles coloured by worker, and arcs as wide as their bytes."""
     graph, lines = plan.graph, _lines(plan)
     heights = {graph.group_of(line.expression): 60 + 34 * number for number, line in enumerate(lines)}
@@ -245,8 +257,10 @@ def drawing(plan: TilingPlan) -> str:
     return "\n".join([head, ground, *drawn, "</svg>"])
 
 
-def _tiles(graph: TilingGraph, line: _Line, y: float) -> list[str]:
+def _tiles(graph: "TilingGraph", line: _Line, y: float) -> list[str]:
     """Draw each form of an array as a small picture of its tiles."""
+    from cohabit.planner.tiling.costs import bounds
+
     drawn = []
     rows, columns = [n or 1 for n in (*line.expression.shape, 1, 1)[:2]]
     for number, form in enumerate(line.tiling.forms):

@@ -20,18 +20,17 @@ from cohabit.server.deploy.worker import (
 )
 from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.errors import (
-    ControlOff,
     LoadFailed,
-    NotInRepository,
+    Refused,
     RepositoryError,
-    ShuttingDown,
     load_reason,
+    shutting_down,
 )
 from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.model import DeviceUse, ModelKey
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import is_in_repository, versions_of
-from cohabit.server.repository.sources import Found, ModelSource, Unloadable
+from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable
 from cohabit.server.triton.model_config import parse_config
 
 if TYPE_CHECKING:
@@ -161,8 +160,8 @@ class Lifecycle:
         """Serve the versions of a model that its version policy asks for; returns once they are served.
 
         Versions that are served and have not changed stay as they are; others are unloaded in the end. `config` is
-        a ModelConfig in JSON that replaces the model's config.pbtxt. Raises ControlOff unless the mode is explicit,
-        NotInRepository if the repository has nothing to load, or LoadFailed; both have the reason, and what was
+        a ModelConfig in JSON that replaces the model's config.pbtxt. Raises Refused unless the mode is explicit
+        or if the repository has nothing to load, and LoadFailed; both have the reason, and what was
         served before is still served.
         """
         self._require_explicit()
@@ -170,16 +169,16 @@ class Lifecycle:
             override = None if config is None else await asyncio.to_thread(parse_config, config)
             found = await asyncio.to_thread(versions_of, self._config.repository, model, override)
         except RepositoryError as error:
-            raise NotInRepository(model, load_reason(model, error)) from error
+            raise _not_in_repository(model, load_reason(model, error)) from error
         if not found:
-            raise NotInRepository(model)
+            raise _not_in_repository(model, "it has no such folder")
         await self.serve(model, found)
         await self.forget_removed()
 
     async def unload(self, model: str) -> None:
         """Refuse new requests for a model, answer the present ones, and release its memory.
 
-        Does nothing for a model that is not loaded. Raises ControlOff unless the mode is explicit.
+        Does nothing for a model that is not loaded. Raises Refused unless the mode is explicit.
         """
         self._require_explicit()
         await self.serve(model, ())
@@ -195,7 +194,7 @@ class Lifecycle:
         for entry in await asyncio.to_thread(removed):
             self._registry.forget(entry)
 
-    async def serve(self, model: str, found: Sequence[Found]) -> None:
+    async def serve(self, model: str, found: Sequence[ScannedVersion]) -> None:
         """Serve exactly these versions of a model, each of which has a number.
 
         Raises LoadFailed, which names the versions that cannot be loaded; then no version is unloaded, unless its
@@ -212,9 +211,9 @@ class Lifecycle:
         if not operation.cancelled():
             operation.exception()  # retrieved, because it was logged and the client may have disconnected
 
-    async def _serve(self, model: str, found: Sequence[Found]) -> None:
+    async def _serve(self, model: str, found: Sequence[ScannedVersion]) -> None:
         if self._lanes[0].draining:
-            raise ShuttingDown
+            raise shutting_down()
         await self._opened.wait()
         versions = {entry.version for entry in found if entry.version is not None}
         async with self._locks.setdefault(model, asyncio.Lock()):
@@ -277,7 +276,7 @@ class Lifecycle:
         self._registry.unloaded(model.key)
         _log.info("model unloaded", extra={"fields": model.key.fields})
 
-    def _failed(self, version: Found, reason: str) -> str:
+    def _failed(self, version: ScannedVersion, reason: str) -> str:
         """Record a failed load, unless the version is still served as it was; returns the error for clients."""
         fields = {"model": version.name, "version": version.version, "reason": reason}
         _log.warning("model not loaded", extra={"fields": fields})
@@ -307,4 +306,13 @@ class Lifecycle:
 
     def _require_explicit(self) -> None:
         if self._config.model_control != "explicit":
-            raise ControlOff(self._config.model_control)
+            raise Refused(
+                "ControlOff",
+                f"explicit model load / unload is not allowed: model control is '{self._config.model_control}';"
+                " start the server with --model-control-mode explicit",
+            )
+
+
+def _not_in_repository(model: str, reason: str) -> Refused:
+    text = f"failed to load '{model}', failed to poll from model repository: {reason}"
+    return Refused("NotInRepository", text)

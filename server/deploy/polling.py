@@ -9,7 +9,7 @@ from cohabit.server.deploy.lifecycle import Lifecycle
 from cohabit.server.errors import LoadFailed, RepositoryError
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import scan
-from cohabit.server.repository.sources import Found, Unloadable, by_name
+from cohabit.server.repository.sources import ScannedVersion, Unloadable, by_name
 
 _log = logging.getLogger("cohabit.poll")
 
@@ -18,7 +18,11 @@ class Poller:
     """Belongs to the event loop's thread. `models` are those of the start, by name."""
 
     def __init__(
-        self, repository: Path, lifecycle: Lifecycle, registry: Registry, models: Mapping[str, Sequence[Found]]
+        self,
+        repository: Path,
+        lifecycle: Lifecycle,
+        registry: Registry,
+        models: Mapping[str, Sequence[ScannedVersion]],
     ) -> None:
         self._repository = repository
         self._lifecycle = lifecycle
@@ -49,7 +53,7 @@ class Poller:
         if seen != found:
             await self._lifecycle.forget_removed()
 
-    async def _serve(self, name: str, found: Sequence[Found]) -> None:
+    async def _serve(self, name: str, found: Sequence[ScannedVersion]) -> None:
         """Serve these versions. If the model as a whole is not valid, its present versions stay."""
         if isinstance(found[0], Unloadable) and found[0].version is None:
             _log.warning("model not loaded", extra={"fields": {"model": name, "reason": found[0].reason}})

@@ -70,7 +70,7 @@ class ServabilityReport(msgspec.Struct, frozen=True):
 def report(
     path: Path, config: ServeConfig, budgets: Sequence[MemorySize], on_progress: Callable[[str], None]
 ) -> ServabilityReport:
-    """Check a model's folder or archive. Without `budgets`, the least memory and shares of the weights are tried.
+    """Check a model's folder or archive. Without `budgets`, the least memory is tried, and shares of the weights.
 
     Raises RepositoryError if there is no such path, and DeviceError.
     """
@@ -107,7 +107,8 @@ def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) ->
     demand, manifest = model.demand, model.lowered.manifest
     kept = Demand.of(demand)
     least = kept.with_offloading().least_bytes
-    tried = budgets or (FixedSize(least), *map(ShareOfWeights, _SHARES))
+    shares = map(ShareOfWeights, _SHARES) if model.weight_bytes else ()  # shares of no weights are no memory
+    tried = dict.fromkeys(size.of(model.weight_bytes) for size in budgets or (FixedSize(least), *shares))
     return MemoryReport(
         model.weight_bytes,
         manifest.segment_bytes,
@@ -115,7 +116,7 @@ def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) ->
         least,
         kept.least_bytes,
         {str(bucket): profile.compute_s for bucket, profile in sorted(demand.profiles.items())},
-        tuple(_budget(demand, size.of(model.weight_bytes), config.search) for size in tried),
+        tuple(_budget(demand, memory_bytes, config.search) for memory_bytes in tried),
     )
 
 

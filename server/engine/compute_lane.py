@@ -10,15 +10,15 @@ from typing import TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from cohabit.server.engine.device_thread import BackgroundWork, DeviceThread, LoadedModel, Outcome, PendingWork
+from cohabit.server.engine.device_thread import BackgroundWork, DeviceThread, Generation, Outcome, PendingWork
 from cohabit.server.engine.execution import Servable
 from cohabit.server.errors import (
-    DeviceUnavailable,
     ExecutionFailed,
     ModelNotFound,
     RequestError,
     RequestTimedOut,
-    ShuttingDown,
+    device_unavailable,
+    shutting_down,
 )
 from cohabit.server.ipc.model import Array, ModelKey
 from cohabit.server.ipc.request import MARK_BYTES, Answer, Request
@@ -77,7 +77,7 @@ class ComputeLane:
         with self.device.changed:
             generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.recovery_s)
             self._current[model] = generation
-            self.device.models[model, generation] = LoadedModel(servable, statistics)
+            self.device.models[model, generation] = Generation(servable, statistics)
 
     def replan(self, servable: Servable) -> None:
         """Replace the predictions after a servable's plans have changed."""
@@ -108,8 +108,7 @@ class ComputeLane:
         """Execute a request, and write the outputs that it wants into its room. `on_spans` receives its spans.
 
         Cancelling this takes it out of the queue. If it has started, its places are in use until it has `ended`.
-        Raises Overloaded, RequestTimedOut, ShuttingDown, DeviceUnavailable, ModelNotFound, ExecutionFailed, or the
-        servable's InvalidRequest.
+        Raises Overloaded, RequestTimedOut, Refused, ModelNotFound, ExecutionFailed, or the servable's InvalidRequest.
         """
         self._require_running()
         try:
@@ -151,7 +150,7 @@ class ComputeLane:
         return results[0]
 
     async def perform(self, background: BackgroundWork) -> None:
-        """Do background work between executions. Raises its error, ShuttingDown or DeviceUnavailable."""
+        """Do background work between executions. Raises its error, or Refused where the lane has ended."""
         self._require_running()
         future: asyncio.Future[None] = self._loop.create_future()
 
@@ -202,11 +201,11 @@ class ComputeLane:
         self.draining = True
         with self.device.changed:
             self.device.stopped = True
-        self._clear(ShuttingDown())
+        self._clear(shutting_down())
         if self._alarm is not None:
             self._alarm.cancel()
         for ticket in list(self._waiting):
-            self._settle(ticket, ShuttingDown())
+            self._settle(ticket, shutting_down())
         if self.device.is_running:
             await asyncio.to_thread(self.device.join, timeout_s)
         return not self.device.is_running
@@ -223,9 +222,9 @@ class ComputeLane:
 
     def _require_running(self) -> None:
         if self.draining:
-            raise ShuttingDown
+            raise shutting_down()
         if self.lost is not None:
-            raise DeviceUnavailable(self.lost)
+            raise device_unavailable(self.lost)
 
     def _cancel(self, ticket: Ticket) -> None:
         """Remove a request from the queue; one that has started is executed and counted, and its answer dropped."""
@@ -300,9 +299,9 @@ class ComputeLane:
         if self.lost is not None:
             return
         self.lost = reason
-        self._clear(DeviceUnavailable(reason))
+        self._clear(device_unavailable(reason))
         for ticket in list(self._waiting):
-            self.refused(ticket, DeviceUnavailable(reason), "BACKEND")
+            self.refused(ticket, device_unavailable(reason), "BACKEND")
         self._on_lost(reason)
 
 

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.errors import ConfigError, PermissionMissing, Unauthenticated
+from cohabit.server.errors import ConfigError, Refused, Unauthenticated
 from cohabit.server.file_state import FileState
 
 _log = logging.getLogger("cohabit.access")
@@ -55,7 +55,7 @@ class Access:
     _delayed: int = field(default=0, init=False, compare=False, repr=False)
 
     async def admit(self, authorization: str | None, permission: Permission, peer: str) -> None:
-        """Check a call's Authorization header. Raises Unauthenticated or PermissionMissing.
+        """Check a call's Authorization header. Raises Unauthenticated, or Refused where it may not make this call.
 
         A refusal is logged with the peer's address. That of an unknown token comes after a delay, so that a connection
         tries few of them. The number of delayed refusals is bounded, because each of them keeps a connection;
@@ -63,7 +63,7 @@ class Access:
         """
         try:
             self.require(authorization, permission)
-        except (Unauthenticated, PermissionMissing) as error:
+        except (Unauthenticated, Refused) as error:
             _log.warning("a call was refused for its token", extra={"fields": {"peer": peer, "reason": str(error)}})
             if isinstance(error, Unauthenticated) and error.wrong_token:
                 error.ends_connection = self._delayed >= self.most_delayed
@@ -94,10 +94,11 @@ class Access:
             raise Unauthenticated("the token is none of this server's", wrong_token=True)
         if permission is Permission.CONTROL and not in_control:
             self.refused["not_permitted"] += 1
-            raise PermissionMissing(
+            raise Refused(
+                "PermissionMissing",
                 "the token does not permit calls that change the server; use one of its --control-token-file"
                 if self.control_tokens
-                else "calls that change the server are not permitted; start it with a --control-token-file"
+                else "calls that change the server are not permitted; start it with a --control-token-file",
             )
 
 

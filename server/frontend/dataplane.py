@@ -17,11 +17,11 @@ from cohabit.server.errors import (
     InvalidRequest,
     LevelFull,
     ModelNotFound,
-    ModelNotReady,
     QueueFull,
+    Refused,
     RequestError,
-    ShuttingDown,
-    Unsupported,
+    model_not_ready,
+    shutting_down,
 )
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
@@ -113,9 +113,12 @@ class DataPlane:
             return False
 
     def describe(self, model: str, version: str | None = None) -> ModelInfo:
-        """Return the description of a version, or of the highest READY one. Raises ModelNotFound or ModelNotReady."""
+        """Return the description of a version, or of the highest READY one.
+
+        Raises ModelNotFound, or Refused while it loads.
+        """
         if (reason := self._client.unavailable) is not None and not self._client.catalog.versions(model):
-            raise ModelNotReady(model, reason)  # the engine has not read the repository yet
+            raise model_not_ready(model, reason)  # the engine has not read the repository yet
         return self._client.catalog.require(model, version)
 
     def metadata(self, model: str, version: str | None) -> dict[str, Any]:
@@ -126,7 +129,7 @@ class DataPlane:
     def require_ready(self, model: str, version: str | None = None, request_id: str | None = None) -> ModelInfo:
         """Return a request's model, before its tensors are read.
 
-        Raises ShuttingDown, ModelNotFound, ModelNotReady, or QueueFull: if more requests are under way than can wait
+        Raises Refused, ModelNotFound, or QueueFull: if more requests are under way than can wait
         and execute, or if the engine has refused one and answered none since. So overload hardly reaches the engine.
         """
         self._refuse_if_draining()
@@ -158,7 +161,7 @@ class DataPlane:
         return config_of(info, given, None if report is None else report.captures, self._config.device)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
-        """Return the counters of all models, of one, or of one version, as Triton's JSON. Raises ModelNotListed."""
+        """Return the counters of all models, of one, or of one version, as Triton's JSON. Raises Refused for none."""
         entries = self._client.catalog.ready(model, version)
         return descriptions.statistics(entries, (await self._client.report()).models)
 
@@ -265,15 +268,16 @@ class DataPlane:
         return await self._client.infer(replace(request, model=present.key), present, lease, on_spans)
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
-        """Load a model. Raises ControlOff, NotInRepository, LoadFailed, and Unsupported for files."""
+        """Load a model. Raises LoadFailed, InvalidRequest, or Refused, also for files."""
         if len(parameters) > _MOST_CONTROL_PARAMETERS:
             raise InvalidRequest(
                 f"a load request has {len(parameters)} parameters, the limit is {_MOST_CONTROL_PARAMETERS}"
             )
         for key in parameters:
             if key.startswith("file:"):
-                raise Unsupported(
-                    f"'{key[:80]}': model files are not taken from requests; put them into the repository"
+                raise Refused(
+                    "Unsupported",
+                    f"'{key[:80]}': model files are not taken from requests; put them into the repository",
                 )
             if key != "config":
                 raise InvalidRequest(f"unrecognized parameter for load request: '{key[:80]}'")
@@ -284,7 +288,7 @@ class DataPlane:
         await self._client.load(model, config)
 
     async def unload(self, model: str, parameters: ControlParameters) -> None:
-        """Unload a model. Models have no dependents, so `unload_dependents` changes nothing. Raises ControlOff."""
+        """Unload a model. Models have no dependents, so `unload_dependents` changes nothing. Raises Refused."""
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise InvalidRequest(f"'unload_dependents' must be true or false, got {str(dependents)[:40]}")
@@ -292,7 +296,7 @@ class DataPlane:
         await self._client.unload(model)
 
     def change_log(self, changes: Mapping[str, object]) -> None:
-        """Change the log settings of the front end and the engine. Raises InvalidRequest or Unsupported."""
+        """Change the log settings of the front end and the engine. Raises InvalidRequest or Refused."""
         self._require_only_front_end("log settings")
         self.log_settings = log_changes(self.log_settings, changes)
         log.apply(self.log_settings)
@@ -300,12 +304,13 @@ class DataPlane:
 
     def _require_only_front_end(self, what: str) -> None:
         if self._config.frontends > 1:
-            raise Unsupported(f"{what} cannot be changed with --frontends over 1: front ends do not share it")
+            text = f"{what} cannot be changed with --frontends over 1: front ends do not share it"
+            raise Refused("Unsupported", text)
 
     def trace_settings(self, model: str | None, changes: Iterable[str]) -> dict[str, str | list[str]]:
         """Return the trace settings, which are the same for every model.
 
-        Raises InvalidRequest for an unknown model, and Unsupported for changes.
+        Raises InvalidRequest for an unknown model, and Refused for changes.
         """
         try:
             if model:
@@ -313,9 +318,10 @@ class DataPlane:
         except ModelNotFound as error:
             raise InvalidRequest(f"trace settings: {error}") from error
         if changed := ", ".join(changes):
-            raise Unsupported(
+            raise Refused(
+                "Unsupported",
                 f"trace settings cannot be changed while the server runs ({changed[:200]});"
-                " start it with --trace-config file=FILE and rate=N"
+                " start it with --trace-config file=FILE and rate=N",
             )
         return self.tracer.settings.to_wire()
 
@@ -337,7 +343,7 @@ class DataPlane:
 
     def _refuse_if_draining(self) -> None:
         if self._draining:
-            raise ShuttingDown
+            raise shutting_down()
 
 
 def _folders(repository: Path) -> list[str]:

@@ -13,13 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from cohabit.server.errors import (
-    EngineFailed,
     EngineUnavailable,
     ModelNotFound,
+    Refused,
     RequestError,
     RequestTimedOut,
-    ShuttingDown,
     from_wire,
+    shutting_down,
 )
 from cohabit.server.frontend.memory import Lease, RequestMemory, room_for
 from cohabit.server.ipc import messages
@@ -158,7 +158,11 @@ class EngineConnection:
             pending.sent = False
             pending.request.mark(0.0, 0.0)
             if pending.deaths >= DEATHS_PER_REQUEST:
-                self._fail(id_, EngineFailed(pending.request.model.name, reason))
+                text = (
+                    f"model '{pending.request.model.name}': the engine's process died twice while it executed this"
+                    f" request ({reason}); it is not tried again"
+                )
+                self._fail(id_, Refused("EngineFailed", text))
             if pending.hangs >= DEATHS_PER_REQUEST:
                 self._fail_model(pending.request.model, reason)
         self._traced = {number: on_spans for number, on_spans in self._traced.items() if number in self._pending}
@@ -202,7 +206,7 @@ class EngineConnection:
         if self._gave_up is not None:
             raise EngineUnavailable(self._gave_up)
         if self._closing:
-            raise ShuttingDown
+            raise shutting_down()
         self._next_id += 1
         number = self._next_id
         room = room_for(request, info, lease)
@@ -240,7 +244,7 @@ class EngineConnection:
 
     async def _fetch_report(self) -> EngineReport:
         async with self._reporting:
-            self._next_report = None  # who comes from now on needs newer figures
+            self._next_report = None  # later callers start a new report
             if self._started:
                 self._send_rejections()
                 try:
@@ -270,7 +274,7 @@ class EngineConnection:
         self._closing = True
         self._send(messages.Stop())
         for id_ in list(self._pending):
-            self._fail(id_, ShuttingDown())
+            self._fail(id_, shutting_down())
         return True
 
     def _dispatch(self, pending: PendingRequest) -> None:

@@ -9,14 +9,14 @@ from google.protobuf.message import Message
 from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
 
-from cohabit.server.errors import SEND_LESS_JSON, PayloadTooLarge, RequestError, Unsupported
+from cohabit.server.errors import SEND_LESS_JSON, Refused, RequestError, too_large
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.frontend.threads import call
 from cohabit.server.grpc.codec import decode_request, encode_response, parameters_of, parse_request
 from cohabit.server.grpc.errors import status_of
 from cohabit.server.grpc.handlers import metadata_of
-from cohabit.server.grpc.unsent import CallAnswers, UnsentAnswers
+from cohabit.server.grpc.unsent_answers import CallAnswers, UnsentAnswers
 from cohabit.server.grpc.wire import described_bytes
 from cohabit.server.observe.request_trace import HEADER, RequestTrace
 from cohabit.server.protocol.matching import errors_of
@@ -199,7 +199,7 @@ class InferenceCalls:
         described = described_bytes(data)
         if described > self._plane.max_json_bytes:
             what = f"the message of {described} bytes without its raw_input_contents"
-            raise PayloadTooLarge(what, self._plane.max_json_bytes, SEND_LESS_JSON)
+            raise too_large(what, self._plane.max_json_bytes, SEND_LESS_JSON)
         typed = described > _QUICK_BYTES
         message = await self._plane.decode(typed or len(data) > _QUICK_TENSOR_BYTES, parse_request, data)
         version = message.model_version or None
@@ -245,4 +245,6 @@ def _message(written: Mapping[str, Any], message: Message) -> Message:
 
 def _refuse_repository(request: Any) -> None:
     if request.repository_name:
-        raise Unsupported("'repository_name' specification is not supported: this server has one repository")
+        raise Refused(
+            "Unsupported", "'repository_name' specification is not supported: this server has one repository"
+        )

@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from cohabit.server.errors import ONLY_INFERENCE, PayloadTooLarge
+from cohabit.server.errors import ONLY_INFERENCE, too_large
 from cohabit.server.frontend.access import Access, Permission
 from cohabit.server.grpc.errors import CallRefused, status_of
 
@@ -90,7 +90,7 @@ def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots
     def parse(message: bytes) -> Any:
         if len(message) > _MOST_CONTROL_BYTES:
             what = f"the {method.name} message of {len(message)} bytes"
-            raise PayloadTooLarge(what, _MOST_CONTROL_BYTES, ONLY_INFERENCE)
+            raise too_large(what, _MOST_CONTROL_BYTES, ONLY_INFERENCE)
         return request_type.FromString(message)
 
     async def parsed(messages: Any) -> AsyncIterator[Any]:

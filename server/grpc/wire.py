@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 from cohabit.server.errors import InvalidRequest
+from cohabit.server.protocol.matching import MOST_DIMS
 
 UNCHECKED_BYTES = 64 << 10
 """A message up to this size cannot become large."""
 _MOST_FIELDS = 1 << 14
 """Of a message and its tensors: names, parameters, entries of contents."""
-_MOST_SHAPE_BYTES = 640
-"""64 dimensions."""
+_MOST_SHAPE_BYTES = 10 * MOST_DIMS
+"""A dimension takes ten bytes at most."""
 _INPUTS, _OUTPUTS, _RAW, _SHAPE = 5, 6, 7, 3
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
@@ -30,7 +31,10 @@ def described_bytes(data: bytes) -> int:
                 if number == _INPUTS and inner == _SHAPE:
                     shape_bytes += max(inner_end - inner_start, 1)
                 if shape_bytes > _MOST_SHAPE_BYTES:
-                    raise InvalidRequest(f"the shape of an input has over {_MOST_SHAPE_BYTES} bytes")
+                    raise InvalidRequest(
+                        f"the shape of an input has over {_MOST_SHAPE_BYTES} bytes: a tensor has no more than"
+                        f" {MOST_DIMS} dimensions"
+                    )
                 if fields > _MOST_FIELDS:
                     break
         if fields > _MOST_FIELDS:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from aiohttp import hdrs, web
 
-from cohabit.server.errors import SEND_LESS_JSON, PayloadTooLarge
+from cohabit.server.errors import SEND_LESS_JSON, too_large
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.frontend.threads import call
@@ -82,7 +82,7 @@ class InferenceApi:
             body = await read_body(request, lease, *limit)
             json_bytes = len(body) if header_length is None else header_length
             if most_json < json_bytes <= len(body):
-                raise PayloadTooLarge(f"the request JSON of {json_bytes} bytes", most_json, way_out)
+                raise too_large(f"the request JSON of {json_bytes} bytes", most_json, way_out)
             slow = json_bytes > _QUICK_JSON_BYTES or self._plane.regions.slow
             with self._plane.answering(info.key):
                 with self._plane.fitting(info.key):

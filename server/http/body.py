@@ -5,7 +5,7 @@ import zlib
 
 from aiohttp import StreamReader, hdrs, web
 
-from cohabit.server.errors import ClientTooSlow, InvalidRequest, PayloadTooLarge, UnknownEncoding
+from cohabit.server.errors import InvalidRequest, Refused, too_large
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.frontend.threads import call
 
@@ -41,24 +41,24 @@ async def read_body(request: web.Request, memory: Lease | Heap, limit_bytes: int
     """Receive a body into `memory`, and decompress it there.
 
     `way_out` is what a client can do about a body over the limit, if that is not --max-body.
-    A client that expects 100 Continue gets it first. Raises PayloadTooLarge, Overloaded, ClientTooSlow,
-    UnknownEncoding or InvalidRequest.
+    A client that expects 100 Continue gets it first. Raises Refused if the body is too large, too slow or
+    of an unknown encoding, Overloaded, and InvalidRequest.
     """
     encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
     if encoding not in _IDENTITY and encoding not in _WINDOW_BITS:
-        raise UnknownEncoding(encoding[:40])
+        text = f"Unable to decompress request body, unknown Content-Encoding '{encoding[:40]}'"
+        raise Refused("UnknownEncoding", text)
     length = request.content_length or 0
     if length > limit_bytes:
-        raise PayloadTooLarge(f"the request body of {length} bytes", limit_bytes, way_out)
-    body = _Buffer(memory, PayloadTooLarge("the request body", limit_bytes, way_out), limit_bytes, length)
+        raise too_large(f"the request body of {length} bytes", limit_bytes, way_out)
+    body = _Buffer(memory, too_large("the request body", limit_bytes, way_out), limit_bytes, length)
     if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # aiohttp takes an answer to be begun where this is not zero
     await _receive(request.content, body)
     if encoding in _IDENTITY or not body.nbytes:
         return body.view
-    too_large = PayloadTooLarge("the inflated request body", limit_bytes, way_out)
-    inflated = _Buffer(memory, too_large, limit_bytes)
+    inflated = _Buffer(memory, too_large("the inflated request body", limit_bytes, way_out), limit_bytes)
     await _inflate(body.view, encoding, inflated)
     body.free()
     return inflated.view
@@ -67,12 +67,10 @@ async def read_body(request: web.Request, memory: Lease | Heap, limit_bytes: int
 class _Buffer:
     """A block that is moved to a larger one when it is full."""
 
-    def __init__(
-        self, memory: Lease | Heap, too_large: PayloadTooLarge, limit_bytes: int, capacity: int = 0
-    ) -> None:
+    def __init__(self, memory: Lease | Heap, over_limit: Refused, limit_bytes: int, capacity: int = 0) -> None:
         self._memory = memory
         self._limit_bytes = limit_bytes
-        self._too_large = too_large
+        self._over_limit = over_limit
         self._block = memory.reserve(capacity)
         self._filled = 0
         self.nbytes = 0
@@ -82,10 +80,10 @@ class _Buffer:
         return self._block[: self.nbytes]
 
     def append(self, data: bytes) -> None:
-        """Raises PayloadTooLarge beyond the limit, and Overloaded."""
+        """Raises Refused beyond the limit, and Overloaded."""
         end = self.nbytes + len(data)
         if end > self._limit_bytes:
-            raise self._too_large
+            raise self._over_limit
         if end > len(self._block):
             self._grow(end)
         if end > self._filled:
@@ -122,7 +120,9 @@ async def _receive(content: StreamReader, body: _Buffer) -> None:
                 if not content.is_eof():
                     timeout.reschedule(started_s + PATIENCE_S + body.nbytes / LEAST_BYTES_PER_S)
     except TimeoutError as error:
-        raise ClientTooSlow(body.nbytes, loop.time() - started_s) from error
+        waited_s = loop.time() - started_s
+        text = f"the request body came too slowly: {body.nbytes} bytes in {waited_s:.3g} s"
+        raise Refused("ClientTooSlow", text) from error
 
 
 async def _inflate(data: memoryview, encoding: str, body: _Buffer) -> None:

@@ -13,6 +13,7 @@ from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.protocol.datatypes import DTYPES
 from cohabit.server.protocol.matching import (
+    MOST_DIMS,
     NO_DATA,
     Dim,
     InputBody,
@@ -27,7 +28,8 @@ from cohabit.server.protocol.tensors import answered, from_binary, from_json, fr
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EXPLAINED_BYTES = 1 << 20
-_MOST_SHAPE_BYTES = 1024
+_MOST_SHAPE_BYTES = 32 * MOST_DIMS
+"""Of a shape in JSON: for each dimension a number of 64 bits, a comma and some spaces."""
 _shapes = msgspec.json.Decoder(list[Dim])
 
 
@@ -151,8 +153,11 @@ def _parse(header: memoryview) -> RequestBody[list[int]]:
 
 
 def _shape(sent: InputBody[msgspec.Raw], index: int) -> list[int]:
-    if len(memoryview(sent.shape)) > _MOST_SHAPE_BYTES:
-        raise InvalidRequest(f"the shape of input '{sent.name}' has over {_MOST_SHAPE_BYTES} bytes")
+    if (nbytes := len(memoryview(sent.shape))) > _MOST_SHAPE_BYTES:
+        raise InvalidRequest(
+            f"the shape of input '{sent.name[:80]}' has {nbytes} bytes of JSON, at most {_MOST_SHAPE_BYTES} are"
+            f" allowed: a tensor has no more than {MOST_DIMS} dimensions"
+        )
     try:
         return _shapes.decode(sent.shape)
     except (msgspec.DecodeError, RecursionError) as error:

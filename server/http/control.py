@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from cohabit.server.errors import Unsupported
+from cohabit.server.errors import Refused
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.answers import json_response, read_json
 from cohabit.server.ipc.request import Parameters
@@ -53,7 +53,9 @@ class ControlApi:
         return web.Response()
 
     async def other_repository(self, request: web.Request) -> web.Response:
-        raise Unsupported("'repository_name' specification is not supported: this server has one repository")
+        raise Refused(
+            "Unsupported", "'repository_name' specification is not supported: this server has one repository"
+        )
 
     async def system_status(self, request: web.Request) -> web.Response:
         regions = self._plane.regions.listed(request.match_info.get("region"))

@@ -27,7 +27,7 @@ def _headers_of(error: errors.RequestError) -> Mapping[str, str] | None:
         case errors.Unauthenticated():
             reason = ', error="invalid_token"' if error.wrong_token else ""
             return {"WWW-Authenticate": f'Bearer realm="cohabit"{reason}'}
-        case errors.UnknownEncoding():
+        case errors.Refused(kind="UnknownEncoding"):
             return {"Accept-Encoding": "gzip, deflate"}
         case errors.Overloaded():
             return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}

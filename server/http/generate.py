@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from cohabit.server.errors import InvalidRequest, Unsupported
+from cohabit.server.errors import InvalidRequest, Refused
 from cohabit.server.http.answers import parse_json
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Answer, Parameters, Request
@@ -38,12 +38,13 @@ def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Req
 
 
 def encode_response(request: Request, answer: Answer, info: ModelInfo) -> bytes:
-    """Write outputs by name: flat arrays, or a plain value for one element. Raises Unsupported."""
+    """Write outputs by name: flat arrays, or a plain value for one element. Raises Refused."""
     written: dict[str, Any] = {"id": request.id} if request.id else {}
     written |= {"model_name": answer.model.name, "model_version": str(answer.model.version)}
     for asked, datatype, array in answered(request, answer, info):
         if datatype in BINARY_ONLY:
-            raise Unsupported(f"output '{asked.name}' is {datatype}, which has no JSON form; use infer")
+            text = f"output '{asked.name}' is {datatype}, which has no JSON form; use infer"
+            raise Refused("Unsupported", text)
         data = to_json(array)
         written[asked.name] = msgspec.Raw(bytes(data)[1:-1]) if array.size == 1 else data
     return msgspec.json.encode(written)

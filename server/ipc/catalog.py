@@ -5,7 +5,7 @@ from enum import Enum
 
 import msgspec
 
-from cohabit.server.errors import InvalidRequest, ModelNotFound, ModelNotListed, ModelNotReady
+from cohabit.server.errors import InvalidRequest, ModelNotFound, Refused, model_not_ready
 from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 
 _LARGEST_VERSION = 2**63 - 1
@@ -98,10 +98,10 @@ class Catalog:
         )
 
     def require(self, name: str, version: str | None = None) -> ModelInfo:
-        """Return a model's description. Raises ModelNotReady, ModelNotFound or InvalidRequest: see `find`."""
+        """Return a model's description. Raises Refused while it loads, and as `find` does."""
         entry = self.find(name, version)
         if entry.state is ModelState.LOADING:
-            raise ModelNotReady(name, entry.reason or "it is still loading")
+            raise model_not_ready(name, entry.reason or "it is still loading")
         if entry.info is None:
             raise ModelNotFound(
                 name, None if version is None else entry.version, entry.reason or "it is not loaded"
@@ -109,15 +109,15 @@ class Catalog:
         return entry.info
 
     def ready(self, name: str | None = None, version: str | None = None) -> list[ModelEntry]:
-        """Return the READY entries, of all models or of one, or of one version. Raises ModelNotListed for none."""
+        """Return the READY entries, of all models or of one, or of one version. Raises Refused for none."""
         if name is None:
             return [entry for entry in self if entry.is_ready]
         try:
             entries = self.versions(name) if version is None else [self.find(name, version)]
-        except ModelNotFound as error:
-            raise ModelNotListed(name) from error
+        except ModelNotFound:
+            entries = []
         if not (found := [entry for entry in entries if entry.is_ready]):
-            raise ModelNotListed(name)
+            raise Refused("ModelNotListed", f"requested model '{name}' is not available")
         return found
 
     def not_ready(self) -> str | None:

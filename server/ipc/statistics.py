@@ -11,21 +11,20 @@ from typing import Literal
 import msgspec
 
 from cohabit.planner.shapes import Bucket
-from cohabit.server import errors
 from cohabit.server.ipc.model import DeviceUse, GraphCapture, ModelKey
 from cohabit.server.ipc.request import Timing
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
 
-REJECTIONS: Mapping[type[errors.RequestError], str] = {
-    errors.QueueFull: "queue_full",
-    errors.LevelFull: "queue_full",
-    errors.RateLimited: "rate_limited",
-    errors.RequestTimedOut: "deadline",
-    errors.ShuttingDown: "draining",
-    errors.DeviceUnavailable: "device_lost",
+REJECTIONS: Mapping[str, str] = {
+    "QueueFull": "queue_full",
+    "LevelFull": "queue_full",
+    "RateLimited": "rate_limited",
+    "RequestTimedOut": "deadline",
+    "ShuttingDown": "draining",
+    "DeviceUnavailable": "device_lost",
 }
-"""Reasons of refusals after which a retry can succeed."""
+"""Reasons of refusals after which a retry can succeed, by `RequestError.kind`."""
 
 INVALID = "invalid"
 """The reason of requests that do not fit their model, by shape, datatype or otherwise."""

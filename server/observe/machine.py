@@ -27,7 +27,7 @@ class Machine:
         yield Family(
             "cohabit_refused_calls_total",
             "counter",
-            "Calls refused for want of a token that permits them",
+            "Calls rejected: missing or insufficient token",
             [({"reason": reason}, count) for reason, count in self._refused.items()],
         )
         yield from self._gpu_families()

@@ -22,15 +22,15 @@ from cohabit.server.protocol.descriptions import product_version
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyModel:
-    """A model that is ready, and its counters."""
+class MetricSource:
+    """What the metrics of one model that is ready are read from."""
 
     entry: ModelEntry
     report: ModelCounters
     latency: Histogram
 
 
-Metric = Callable[[Sequence[ReadyModel]], Family]
+Metric = Callable[[Sequence[MetricSource]], Family]
 """Reads a metric of every model."""
 
 
@@ -48,7 +48,7 @@ def metrics_page(
     """
     none = Histogram.of(REQUEST_SECONDS)
     views = [
-        ReadyModel(
+        MetricSource(
             entry,
             report.models.get(entry.key) or ModelCounters(ModelStatistics()),
             latencies.get(entry.key, none),
@@ -88,8 +88,8 @@ def _build() -> dict[str, str]:
     }
 
 
-def _metric(name: str, kind: Kind, text: str, read: Callable[[ReadyModel], Iterable[Sample]]) -> Metric:
-    def samples(views: Sequence[ReadyModel]) -> Iterator[Sample]:
+def _metric(name: str, kind: Kind, text: str, read: Callable[[MetricSource], Iterable[Sample]]) -> Metric:
+    def samples(views: Sequence[MetricSource]) -> Iterator[Sample]:
         for view in views:
             identity = _identity(view.entry)
             for labels, value in read(view):
@@ -111,7 +111,7 @@ def _microseconds(name: str, text: str, seconds: Callable[[ModelStatistics], flo
 
 
 def _by_reason(name: str, text: str, counts: Callable[[ModelStatistics], Mapping[Any, int]]) -> Metric:
-    def read(view: ReadyModel) -> Iterable[Sample]:
+    def read(view: MetricSource) -> Iterable[Sample]:
         return [({"reason": reason}, count) for reason, count in counts(view.report.statistics).items()]
 
     return _metric(name, "counter", text, read)
@@ -130,7 +130,7 @@ def _footprint(name: str, text: str, value: Callable[[ModelFootprint], float]) -
 
 
 def _by_bucket(name: str, text: str, values: Callable[[ModelFootprint], Mapping[Bucket, float]]) -> Metric:
-    def read(view: ReadyModel) -> Iterable[Sample]:
+    def read(view: MetricSource) -> Iterable[Sample]:
         return [(_labels(bucket), value) for bucket, value in sorted(values(view.entry.footprint).items())]
 
     return _metric(name, "gauge", text, read)
@@ -151,7 +151,7 @@ def _gaps(footprint: ModelFootprint) -> Mapping[Bucket, float]:
     return {bucket: footprint.predicted_s[bucket] / bound - 1 for bucket, bound in bounds.items() if bound > 0}
 
 
-def _graph_bytes(view: ReadyModel) -> Iterable[Sample]:
+def _graph_bytes(view: MetricSource) -> Iterable[Sample]:
     captures = view.report.captures.values()
     return [({}, float(sum(capture.graph_bytes for capture in captures)))] if captures else []
 

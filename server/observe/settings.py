@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import asdict
 
-from cohabit.server.errors import InvalidRequest, Unsupported
+from cohabit.server.errors import InvalidRequest, Refused
 
 LogTimes = Literal["default", "ISO8601"]
 
@@ -51,9 +51,9 @@ class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def log_changes(current: LogSettings, changes: Mapping[str, Any]) -> LogSettings:
-    """Change settings as the client names them. Raises InvalidRequest or Unsupported."""
+    """Change settings as the client names them. Raises InvalidRequest or Refused."""
     if "log_file" in changes:
-        raise Unsupported("'log_file' cannot be changed: the log goes to stderr")
+        raise Refused("Unsupported", "'log_file' cannot be changed: the log goes to stderr")
     try:
         return msgspec.convert(asdict(current) | dict(changes), LogSettings)
     except msgspec.ValidationError as error:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from cohabit.server.errors import RequestError
 from cohabit.server.ipc.request import Request, Timing
 from cohabit.server.ipc.spans import DeviceSpan, OnSpans
 from cohabit.server.observe.request_trace import CURRENT, RequestTrace, new_context
@@ -74,10 +75,10 @@ class Tracer:
         if (trace := CURRENT.get()) is not None:
             trace.timing = timing
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: RequestError) -> None:
         """Record the error of the current request."""
         if (trace := CURRENT.get()) is not None:
-            trace.error = type(error).__name__
+            trace.error = error.kind
 
     def _end(self, trace: RequestTrace) -> None:
         ended_s = time.monotonic()

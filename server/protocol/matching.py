@@ -7,7 +7,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
-from cohabit.server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
+from cohabit.server.errors import InvalidRequest, Refused, RequestError, TensorMismatch
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Parameters, Request, RequestedOutput
 from cohabit.server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
@@ -15,6 +15,8 @@ from cohabit.server.protocol.shared_memory import RegionUse, Window
 from cohabit.server.protocol.tensors import filled
 
 Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+MOST_DIMS = 64
+"""Dimensions of a tensor; NumPy has no more either."""
 MOST_UNSIGNED = 2**64 - 1
 """Triton's `timeout`, `priority` and sizes are uint64."""
 
@@ -66,7 +68,7 @@ def fit(
 ) -> Request:
     """Check a request against its model, then read its tensors.
 
-    `binary` is the form of outputs for which the client names none. Raises InvalidRequest or Unsupported.
+    `binary` is the form of outputs for which the client names none. Raises InvalidRequest or Refused.
     """
     parameters, priority, timeout_s = message.parameters, None, None
     if parameters:
@@ -148,6 +150,11 @@ def _match_input(body: InputBody[list[int]], tensor: TensorSpec, info: ModelInfo
         raise TensorMismatch(
             f"inference input '{body.name}' data-type is '{body.datatype}', but model '{info.name}' expects"
             f" '{tensor.datatype}'{hint}"
+        )
+    if len(body.shape) > MOST_DIMS:
+        raise InvalidRequest(
+            f"the shape of input '{body.name}' has {len(body.shape)} dimensions, at most {MOST_DIMS}"
+            f" are allowed; the model takes {len(info.wire_shape(tensor))}"
         )
     expected = info.wire_shape(tensor)
     if not _fits(expected, body.shape):
@@ -275,8 +282,9 @@ def _check_parameters(parameters: Parameters) -> None:
                 f"parameter keys starting with 'triton_' are reserved for Triton usage, got '{key}'"
             )
     if parameters.get("sequence_id") or parameters.get("sequence_start") or parameters.get("sequence_end"):
-        raise Unsupported(
-            "sequence_id is set, but models here keep no state between requests; send requests without a sequence"
+        raise Refused(
+            "Unsupported",
+            "sequence_id is set, but models here keep no state between requests; send requests without a sequence",
         )
 
 

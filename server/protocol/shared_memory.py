@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from cohabit.server.errors import AlreadyRegistered, InvalidRequest, RegionNotFound, Unsupported
+from cohabit.server.errors import InvalidRequest, Refused
 
 MOST_REGIONS = 1024
 _QUICK_BYTES = 4 << 20
@@ -56,9 +56,10 @@ class SystemRequest:
 
 def no_system(request: SystemRequest) -> NoReturn:
     """Refuse: the configuration does not allow client shared memory."""
-    raise Unsupported(
+    raise Refused(
+        "Unsupported",
         f"failed to register shared memory region '{request.name}': client shared memory is off; it is on where the"
-        " server listens on a loopback address only, or with --client-shm on"
+        " server listens on a loopback address only, or with --client-shm on",
     )
 
 
@@ -73,9 +74,9 @@ def refuse_cuda(name: str) -> NoReturn:
 
 
 def require_no_cuda(name: str | None) -> None:
-    """Raise RegionNotFound for a named region of device memory, of which there are none."""
+    """Raise Refused for a named region of device memory, of which there are none."""
     if name is not None:
-        raise RegionNotFound(f"Unable to find CUDA shared memory region: '{name}'")
+        raise Refused("RegionNotFound", f"Unable to find CUDA shared memory region: '{name}'")
 
 
 class Regions:
@@ -100,11 +101,11 @@ class Regions:
         return any(region.nbytes > _QUICK_BYTES for region in self._regions.values())
 
     def register(self, request: SystemRequest) -> None:
-        """Raises AlreadyRegistered, or InvalidRequest for a key or range that does not exist."""
+        """Raises Refused for a name that is taken, and InvalidRequest for a key or range that does not exist."""
         if not request.name:
             raise InvalidRequest("'region name' is necessary to register system shared memory region")
         if request.name in self._regions:
-            raise AlreadyRegistered(f"shared memory region '{request.name}' already in manager")
+            raise Refused("AlreadyRegistered", f"shared memory region '{request.name}' already in manager")
         if len(self._regions) >= MOST_REGIONS:
             raise InvalidRequest(f"{MOST_REGIONS} shared memory regions are registered already; unregister one")
         if request.nbytes == 0:
@@ -138,18 +139,18 @@ class Regions:
                 self.unregister(name)
 
     def listed(self, name: str | None = None) -> "list[FileRegion]":
-        """Return one region, or all. Raises RegionNotFound."""
+        """Return one region, or all. Raises Refused for an unknown one."""
         if name is None:
             return list(self._regions.values())
         if name not in self._regions:
-            raise RegionNotFound(f"Unable to find system shared memory region: '{name}'")
+            raise Refused("RegionNotFound", f"Unable to find system shared memory region: '{name}'")
         return [self._regions[name]]
 
     def window(self, name: str, offset: int, nbytes: int) -> Window:
-        """Find bytes of a region. Raises RegionNotFound, or InvalidRequest for a range beyond the region."""
+        """Find bytes of a region. Raises Refused for an unknown region, and InvalidRequest beyond its end."""
         region = self._regions.get(name)
         if region is None:
-            raise RegionNotFound(f"Unable to find shared memory region: '{name}'")
+            raise Refused("RegionNotFound", f"Unable to find shared memory region: '{name}'")
         if offset + nbytes > region.nbytes:
             raise InvalidRequest(
                 f"Invalid offset + byte size for shared memory region: '{name}': {offset} + {nbytes} bytes are"

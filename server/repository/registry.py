@@ -92,7 +92,7 @@ class Registry:
 
     def rejected(self, model: ModelKey, error: RequestError) -> None:
         """Count a refused request, if a retry could succeed."""
-        if (reason := REJECTIONS.get(type(error))) is not None:
+        if (reason := REJECTIONS.get(error.kind)) is not None:
             self.count_rejection(model, reason)
 
     def count_rejection(self, model: ModelKey, reason: str, count: int = 1) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
 from cohabit.server.errors import RepositoryError
 from cohabit.server.file_state import FileState
-from cohabit.server.repository.sources import Found, ModelSource, Unloadable
+from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.triton.config_fields import defaults_of, ignored_fields, refuse_fields
 from cohabit.server.triton.model_config import ModelConfig, read_config
@@ -27,7 +27,7 @@ _MOST_LABEL_BYTES = 1 << 20
 _WARMUP = "warmup"
 
 
-def scan(repository: Path, may_be_empty: bool = False) -> list[Found]:
+def scan(repository: Path, may_be_empty: bool = False) -> list[ScannedVersion]:
     """Find the versions to serve in a repository, sorted by name and version.
 
     Raises RepositoryError if there are no models.
@@ -73,7 +73,7 @@ def find(path: Path) -> ModelSource:
 
 def versions_of(
     repository: Path, name: str, override: ModelConfig | None = None, exactly: Collection[int] | None = None
-) -> list[Found]:
+) -> list[ScannedVersion]:
     """Find the versions of a model to serve; none if there is no such folder.
 
     `override` replaces its config.pbtxt, `exactly` the choice of its version policy. Raises RepositoryError.
@@ -100,7 +100,7 @@ def warn_of_ignored_config(source: ModelSource, device: str) -> None:
         _log.warning("fields of config.pbtxt have no effect", extra={"fields": {**source.key.fields, **ignored}})
 
 
-def _models(folders: Sequence[Path], root: Path) -> Iterator[Found]:
+def _models(folders: Sequence[Path], root: Path) -> Iterator[ScannedVersion]:
     for folder in folders:
         try:
             if folder.is_dir() or folder.is_symlink():
@@ -111,7 +111,7 @@ def _models(folders: Sequence[Path], root: Path) -> Iterator[Found]:
 
 def _versions(
     folder: Path, root: Path, override: ModelConfig | None = None, exactly: Collection[int] | None = None
-) -> list[Found]:
+) -> list[ScannedVersion]:
     if not _NAME.fullmatch(folder.name):
         raise RepositoryError(
             f"model name {folder.name!r} is not usable; take letters, digits, '_', '-' and '.', 255 at most"
@@ -132,7 +132,7 @@ def _versions(
     sent = None if override is None else bytes(override.SerializeToString())
     labels = {} if config is None else _labels(folder, root, config)
     warmup = {} if config is None else _warmup_files(folder, root, config)
-    found: list[Found] = []
+    found: list[ScannedVersion] = []
     for version in wanted:
         try:
             path = _program(folder / str(version), root, config)

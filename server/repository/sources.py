@@ -51,12 +51,12 @@ class Unloadable:
     version: int | None = None
 
 
-Found = ModelSource | Unloadable
+ScannedVersion = ModelSource | Unloadable
 
 
-def by_name(found: Iterable[Found]) -> dict[str, list[Found]]:
+def by_name(found: Iterable[ScannedVersion]) -> dict[str, list[ScannedVersion]]:
     """Group versions by their model."""
-    models: dict[str, list[Found]] = {}
+    models: dict[str, list[ScannedVersion]] = {}
     for entry in found:
         models.setdefault(entry.name, []).append(entry)
     return models

@@ -26,8 +26,8 @@ PATIENCE_S = 1.0
 _OVERLOADED_S = 1.0
 """How long after shedding a request the rate of answers takes precedence over the earliest deadline."""
 _DELAYS = 4.0
-"""Event loops that a request waits for outside of what the scheduler sees: the front end's before the arrival is
-recorded, the engine's and the front end's with the answer, and the client's. All are taken to be equally late."""
+"""Event-loop hops outside of the scheduler, an allowance for which is added to a request: the front end's before the
+arrival is recorded, the engine's and the front end's with the answer, and the client's. All count as equally late."""
 
 
 class Scheduler:

@@ -181,7 +181,7 @@ def test_best_takes_up_what_streaming_found() -> None:
     adopted = genetic.ask()[: len(streaming.leading())]
     for candidate, (order, decisions) in zip(adopted, streaming.leading(), strict=True):
         assert candidate.order == order
-        view = next(v for v in streaming.views if v.order == order)
+        view = next(v for v in streaming.reordered if v.order == order)
         arrays = view.work.arrays
         assert len(decisions.choice) == len(arrays.size)
         assert genetic.write(candidate).steps

@@ -1,6 +1,7 @@
 """The executor keeps the plan's order, its memory and its promises, also when something fails."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -175,6 +176,25 @@ class FailingStore(RamStore):
         return attempt
 
 
+class FailingOnceStore(RamStore):
+    """A store whose copies of segment 0 fail, slowly, until `failures_left` is used up."""
+
+    failures_left = 0
+
+    def copy(self, segment, destination):  # type: ignore[no-untyped-def]
+        copy = super().copy(segment, destination)
+
+        def attempt() -> None:
+            if segment == 0 and self.failures_left:
+                time.sleep(0.02)
+                destination[:] = 0
+                self.failures_left -= 1
+                raise OSError("medium error")
+            copy()
+
+        return attempt
+
+
 def test_a_failed_copy_is_an_error_answer_and_the_next_run_is_right(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
     store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)
@@ -246,15 +266,42 @@ def test_models_that_share_a_workspace_give_the_resident_bits_in_any_order(bench
         assert torch.equal(bench.run(program).outputs[0], expected)
 
 
-def test_a_resident_that_could_not_be_brought_back_is_an_error_of_the_next_run_alone(bench: Bench) -> None:
+def test_a_resident_that_could_not_be_brought_back_is_read_again_by_the_next_run(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
+    store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)
+    store.segment = 0
+    program = bench.program(evicting_plan(bench.graph), bench.host(store))
+    for _ in range(3):
+        store.failing = True
+        assert torch.equal(bench.run(program).outputs[0], expected), "only the epilogue fails"
+        bench.executor.settle()
+        store.failing = False
+        assert torch.equal(bench.run(program).outputs[0], expected), "the store is good again"
+        bench.executor.settle()
+
+
+def test_a_run_that_cannot_read_a_resident_again_fails_and_the_next_one_is_right(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
     store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)
     store.segment = 0
     program = bench.program(evicting_plan(bench.graph), bench.host(store))
     store.failing = True
     assert torch.equal(bench.run(program).outputs[0], expected), "only the epilogue fails"
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="medium error"):
+            bench.run(program)
     bench.executor.settle()
     store.failing = False
-    with pytest.raises(DeviceError, match="medium error"):
-        bench.run(program)
     assert torch.equal(bench.run(program).outputs[0], expected)
+
+
+def test_an_epilogue_that_fails_while_the_next_run_is_under_way_fails_no_request(bench: Bench) -> None:
+    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
+    store = FailingOnceStore(bench.lowered.weights_path, bench.lowered.manifest)
+    program = bench.program(evicting_plan(bench.graph), bench.host(store))
+    for _ in range(3):
+        store.failures_left = 1
+        assert torch.equal(bench.run(program).outputs[0], expected), "only the epilogue fails"
+        assert torch.equal(bench.run(program).outputs[0], expected), "the failure is seen while this run waits"
+        assert store.failures_left == 0
+        bench.executor.settle()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import uvloop
 
 from cohabit.planner.shapes import Bucket
@@ -20,7 +21,7 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.engine.execution import Servable
 from cohabit.server.engine_host import Engine
-from cohabit.server.errors import InvalidRequest
+from cohabit.server.errors import InvalidRequest, RefusalKind, Refused
 from cohabit.server.ipc.model import (
     Array,
     DeviceUse,
@@ -36,6 +37,14 @@ from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
 Function = Callable[..., dict[str, Array]]
+
+
+@contextmanager
+def refused(kind: RefusalKind, match: str | None = None) -> Iterator[None]:
+    """Expect a refusal of this kind, as `pytest.raises` expects an exception."""
+    with pytest.raises(Refused, match=match) as caught:
+        yield
+    assert caught.value.kind == kind
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 
 from cohabit.planner.profile import Link
 from cohabit.server.cli import main
-from cohabit.server.commands.planning.boards import BOARDS
+from cohabit.server.commands.planning.board_profiles import BOARD_PROFILES
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 
@@ -17,9 +17,9 @@ GRAPH = chain([PAGE, 2 * PAGE])
 PROFILE = profile_of(GRAPH, op_s=1e-3, bandwidth=1e9)
 
 
-@pytest.mark.parametrize("name", BOARDS)
+@pytest.mark.parametrize("name", BOARD_PROFILES)
 def test_a_board_has_the_times_of_its_cores_and_its_store(name: str) -> None:
-    board = BOARDS[name]
+    board = BOARD_PROFILES[name]
     scaled = board.scaled(PROFILE)
     assert scaled.compute_s == pytest.approx(PROFILE.compute_s * board.compute_factor.value)
     assert scaled.swap_in == scaled.swap_out == Link(board.latency_s.value, board.bandwidth_bytes_per_s.value)
@@ -28,9 +28,9 @@ def test_a_board_has_the_times_of_its_cores_and_its_store(name: str) -> None:
     assert scaled.device == f"{name}, scaled from a profile of {PROFILE.device}"
 
 
-@pytest.mark.parametrize("name", BOARDS)
+@pytest.mark.parametrize("name", BOARD_PROFILES)
 def test_every_figure_of_a_board_has_a_source_and_is_known_as_an_estimate(name: str) -> None:
-    board = BOARDS[name]
+    board = BOARD_PROFILES[name]
     figures = (board.latency_s, board.bandwidth_bytes_per_s, board.compute_factor, board.memory_bytes)
     assert all(figure.source for figure in figures)
     assert board.compute_factor.is_estimate, "no data sheet compares a core with this machine's"

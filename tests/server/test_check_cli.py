@@ -82,6 +82,19 @@ def test_the_least_memory_is_enough_and_a_page_less_is_not(
     assert "the budget is" in report["memory"]["budgets"][0]["reason"]
 
 
+def test_a_model_without_weights_is_checked_in_each_size_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models.export(nn.Softmax(1), {"input": torch.zeros(3, 8)}, tmp_path / "soft" / "1" / "model.pt2")
+    command = ["check", str(tmp_path / "soft"), "--cache", str(tmp_path / "cache"), "--batch-sizes", "1"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "is not enough" not in shown
+    assert "soft can be served" in shown
+    assert main([*command, "--memory", "25%,50%,1MiB"]) == 1
+    assert capsys.readouterr().out.count("0 B is not enough") == 1
+
+
 def test_a_program_that_cannot_be_served_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Running(torch.nn.Module):
         def __init__(self) -> None:

@@ -9,17 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from msgspec import structs
-from server_fakes import FakeServable, Gate, identity
+from server_fakes import FakeServable, Gate, identity, refused
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.errors import (
-    DeviceUnavailable,
     ExecutionFailed,
     InvalidRequest,
     ModelNotFound,
     RequestTimedOut,
-    ShuttingDown,
 )
 from cohabit.server.ipc.model import Array, ModelKey
 from cohabit.server.ipc.request import MARK_BYTES, Answer, Request
@@ -261,10 +259,10 @@ async def test_stopping_refuses_chores_and_requests_alike() -> None:
     background = asyncio.create_task(lane.call_on_lane(lambda: None))
     await queued(lane, "m", 1)
     assert not await lane.stop(0.0), "it is still executing"
-    for refused in (running, waiting, background):
-        with pytest.raises(ShuttingDown):
-            await refused
-    with pytest.raises(ShuttingDown):
+    for call in (running, waiting, background):
+        with refused("ShuttingDown"):
+            await call
+    with refused("ShuttingDown"):
         await lane.call_on_lane(lambda: None)
     gate.open.set()
     assert await lane.stop()
@@ -285,11 +283,11 @@ async def test_a_lost_device_refuses_everything_and_is_reported_once() -> None:
     servable.lost = "it fell off the bus"
     gate.open.set()
     await running
-    with pytest.raises(DeviceUnavailable, match="fell off the bus"):
+    with refused("DeviceUnavailable", match="fell off the bus"):
         await waiting
-    for refused in (lane.infer(request()), lane.call_on_lane(lambda: None)):
-        with pytest.raises(DeviceUnavailable):
-            await refused
+    for call in (lane.infer(request()), lane.call_on_lane(lambda: None)):
+        with refused("DeviceUnavailable"):
+            await call
     lane.device_lost("again")
     assert [lane.lost] == reported == ["it fell off the bus"]
     assert await lane.stop()
@@ -304,7 +302,7 @@ async def test_a_fault_of_the_lane_itself_leaves_no_request_waiting() -> None:
     lane.add(identity("m", "FP32"), ModelStatistics())
     lane.start()
     for answer in [infer(lane), infer(lane)]:
-        with pytest.raises(DeviceUnavailable, match="the engine has failed: KeyError"):
+        with refused("DeviceUnavailable", match="the engine has failed: KeyError"):
             await answer
     assert lane.lost is not None
     assert await lane.stop()

@@ -11,7 +11,7 @@ from server_fakes import Running, identity, running, serving
 from server_http import ask
 from tritonclient.utils import InferenceServerException
 
-from cohabit.server.errors import LoadFailed, NotInRepository
+from cohabit.server.errors import LoadFailed, Refused
 
 
 class Orders:
@@ -24,7 +24,7 @@ class Orders:
         if model == "damaged":
             raise LoadFailed(model, "model.pt2 is truncated")
         if model != "one":
-            raise NotInRepository(model)
+            raise Refused("NotInRepository", f"failed to load '{model}', failed to poll from model repository")
         self.given.append(("load", model, config))
 
     async def unload(self, model: str) -> None:

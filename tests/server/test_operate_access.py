@@ -15,12 +15,12 @@ import tritonclient.grpc as triton_grpc
 from clients import PROTOCOLS, Client, connect
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from metrics_client import MetricsPort
-from server_fakes import Running, config, identity, running, serving
+from server_fakes import Running, config, identity, refused, running, serving
 from server_http import ask
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
-from cohabit.server.errors import ConfigError, PermissionMissing, Unauthenticated
+from cohabit.server.errors import ConfigError, Unauthenticated
 from cohabit.server.frontend.access import OPEN, Permission, open_access
 from cohabit.server.http.endpoints import endpoints
 from cohabit.server.serve import Server
@@ -198,7 +198,7 @@ def test_tokens_are_never_logged(guarded: Running, caplog: pytest.LogCaptureFixt
 def test_each_kind_of_token_file_guards_its_calls_alone(tmp_path: Path) -> None:
     assert open_access(config()) == OPEN
     access = open_access(config(token_files=token_file(tmp_path, "t", INFER)))
-    with pytest.raises(PermissionMissing, match="start it with a --control-token-file"):
+    with refused("PermissionMissing", match="start it with a --control-token-file"):
         access.require(f"Bearer {INFER}", Permission.CONTROL)
     access.require(None, Permission.HEALTH)
     with pytest.raises(Unauthenticated):

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,11 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Problem
 from cohabit.planner.search import registry
 from cohabit.planner.search.searcher import AnySearcher
+from cohabit.planner.tiling import SEARCHES
 from cohabit.server.cli import main
 from cohabit.server.commands import compare_plans
 from cohabit.server.commands.planning.progress import SearchProgress
+from cohabit.server.commands.tile import SEARCH_NAMES
 from cohabit.server.errors import RepositoryError
 from cohabit.server.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
 from cohabit.server.repository.scan import find
@@ -236,10 +240,30 @@ def test_compare_shows_every_searcher_and_hides_no_failure(
     shown = capsys.readouterr()
     rows = {line.split()[0]: line for line in shown.out.splitlines() if line.strip()}
     assert "no plan" in rows["missing"]
-    assert "cohabit: missing: unexpected ModuleNotFoundError" in shown.err
+    assert "cohabit: missing: a bug of this searcher: ModuleNotFoundError" in shown.err
     assert "one budget" in rows["on_demand"]
     assert "KiB + " in rows["best"]
     assert len(list(Path("kept").glob("*.plan.json"))) == 2
+
+
+def test_compare_says_where_a_searcher_failed_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
+        if searcher == "interval":
+            raise KeyError("conv1")
+        return registry.make(searcher, problem, seed)
+
+    monkeypatch.setattr("cohabit.planner.search.driver.make", make)
+    searchers = ["--searchers", "interval,on_demand"]
+    assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 1
+    shown = capsys.readouterr()
+    says = (
+        r"interval: a bug of this searcher: KeyError: 'conv1', in make \(test_plan_cli.py, line \d+\)\. The others"
+    )
+    assert re.search(says, shown.err.replace("\n", " "))
+    assert "--output DIR writes" in shown.err
+    assert "on_demand" in shown.out
 
 
 def test_compare_in_too_little_memory_says_how_much_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,6 +372,26 @@ def test_help_names_every_searcher(capsys: pytest.CaptureFixture[str]) -> None:
         assert "examples:" in printed
         if command == "plan":
             assert all(name in printed for name in (*registry.SEARCHERS, *registry.BASELINES))
+
+
+@pytest.mark.parametrize("command", ["plan", "compare-plans", "tile", "profile", "show"])
+def test_help_imports_no_planner(command: str) -> None:
+    script = f"""
+import sys
+from cohabit.server.cli import main
+try:
+    main(["{command}", "--help"])
+except SystemExit as stop:
+    assert stop.code == 0
+print(sorted({{"numpy", "numba", "scipy", "torch"}} & set(sys.modules)), file=sys.stderr)
+"""
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert child.stderr == "[]\n"
+    assert "usage: cohabit" in child.stdout
+
+
+def test_tile_names_every_search_of_tilings() -> None:
+    assert set(SEARCH_NAMES) == SEARCHES.keys()
 
 
 def test_a_searcher_that_cannot_plan_such_a_problem_is_a_result(

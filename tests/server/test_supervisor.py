@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cohabit.server.errors import EngineFailed, EngineUnavailable, ModelNotFound, RequestTimedOut
+from cohabit.server.errors import EngineUnavailable, ModelNotFound, Refused, RequestTimedOut
 from cohabit.server.frontend.engine_connection import EngineConnection
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
@@ -24,7 +24,7 @@ from cohabit.server.ipc.model import Array, ModelKey
 from cohabit.server.ipc.shared_memory import HEARTBEAT
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
-from tests.server.server_fakes import identity
+from tests.server.server_fakes import identity, refused
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ async def test_a_request_that_was_under_way_in_two_deaths_is_not_tried_again(fro
     send(front_end, signal.SIGKILL)
     await until_entered(2)
     send(front_end, signal.SIGKILL)
-    with pytest.raises(EngineFailed, match=r"died twice while it executed this request \(it was ended by SIGKILL"):
+    with refused("EngineFailed", match=r"died twice while it executed this request \(it was ended by SIGKILL"):
         await held
     np.testing.assert_array_equal(await waiting, rows(3) * 2)
     assert front_end.client.restarts == 2
@@ -140,7 +140,7 @@ async def test_a_model_that_hangs_twice_is_served_no_more(watched: FrontEnd) -> 
     held = asyncio.create_task(watched.double(fake_engine.HELD))
     await until_entered()
     waiting = asyncio.create_task(watched.double(6))
-    with pytest.raises(EngineFailed, match=r"an execution of model 'double' takes longer than 2 s"):
+    with refused("EngineFailed", match=r"an execution of model 'double' takes longer than 2 s"):
         await held
     with pytest.raises(ModelNotFound, match="a request of it hung twice"):
         await waiting
@@ -322,10 +322,10 @@ async def test_a_model_fails_after_two_hangs_however_often_each_is_seen() -> Non
             assert pending.future.done() == (pending.deaths == 2)
         return task
 
-    with pytest.raises(EngineFailed, match="died twice"):
+    with refused("EngineFailed", match="died twice"):
         await (await hang_twice(beat_s=now_s - 20.0))
     assert client.catalog.find("double").state is ModelState.READY, "it was stopped"
-    with pytest.raises((EngineFailed, ModelNotFound)):
+    with pytest.raises((Refused, ModelNotFound)):
         await (await hang_twice(beat_s=now_s))
     assert client.catalog.find("double").state is ModelState.UNAVAILABLE
     assert memory.used_bytes == 0

@@ -80,6 +80,16 @@ BAD_INPUTS: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
     "negative dimension": ("id_fp64", [x(datatype="FP64", shape=[-1, 4])], ("`$.inputs[0].shape[0]`",)),
     "huge dimension": ("id_fp64", [x(datatype="FP64", shape=[2**70, 4])], ("`$.inputs[0].shape[0]`",)),
     "shape of floats": ("id_fp64", [x(datatype="FP64", shape=[1.0, 4])], ("`$.inputs[0].shape[0]`",)),
+    "65 dimensions": (
+        "id_fp64",
+        [x(datatype="FP64", shape=[1] * 65)],
+        ("the shape of input 'x' has 65 dimensions, at most 64 are allowed; the model takes 2",),
+    ),
+    "a body full of dimensions": (
+        "id_fp64",
+        [x(datatype="FP64", shape=[1] * (MIB // 4))],
+        ("the shape of input 'x' has", "bytes of JSON", "a tensor has no more than 64 dimensions"),
+    ),
     "neither data nor size": ("id_fp64", [x(datatype="FP64", data=None) | {"data": None}], ("nested 0 deep",)),
     "parameter of a list": ("id_fp64", [x(datatype="FP64", parameters={"a": [1]})], ("`$.inputs[0].parameters",)),
     "size without bytes": ("id_fp64", [binary_x(32, datatype="FP64")], ("binary_data_size 32", "0 bytes")),

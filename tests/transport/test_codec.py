@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cohabit.planner.shapes import Dimension, DynamicShape
-from cohabit.server.errors import InvalidRequest, RequestError, TensorMismatch, Unsupported
+from cohabit.server.errors import InvalidRequest, Refused, RequestError, TensorMismatch
 from cohabit.server.http.codec import decode_request, encode_response, parse_header_length
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Answer, Request, Timing
@@ -159,7 +159,7 @@ def survives(body: bytes, header_length: int | None) -> None:
     """Decode, or refuse in a way that is not the server's fault."""
     try:
         decode(memoryview(body), header_length, PAIR)
-    except (InvalidRequest, Unsupported):
+    except (InvalidRequest, Refused):
         pass
     except RequestError as error:
         pytest.fail(f"an input error became {type(error).__name__}: {error}")

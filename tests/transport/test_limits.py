@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import numpy as np
@@ -24,17 +24,19 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.errors import (
-    ClientTooSlow,
+    ANSWERS,
     ConfigError,
     InvalidRequest,
     LevelFull,
     Overloaded,
-    PayloadTooLarge,
     QueueFull,
+    RefusalKind,
     RequestError,
     Unauthenticated,
     WireError,
     from_wire,
+    to_wire,
+    too_large,
 )
 from cohabit.server.frontend.access import Access
 from cohabit.server.grpc.codec import parse_request
@@ -395,12 +397,14 @@ REFUSALS = {
 
 
 def test_the_table_has_every_refusal() -> None:
-    assert {kind.__name__ for kind in every_kind_of(RequestError)} == REFUSALS.keys()
+    classes = {kind.__name__ for kind in every_kind_of(RequestError)} - {"Refused"}
+    assert classes | {*get_args(RefusalKind)} == REFUSALS.keys() == ANSWERS.keys()
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_a_refusal_has_its_status_over_both_protocols_and_its_words(kind: str) -> None:
     error = from_wire(WireError(kind, "the reason", 2.0))
+    assert to_wire(error).kind == kind
     assert isinstance(error, RequestError)
     if isinstance(error, Unauthenticated):
         error = Unauthenticated("the reason")
@@ -412,8 +416,7 @@ def test_a_refusal_has_its_status_over_both_protocols_and_its_words(kind: str) -
 
 
 def test_errors_of_limits_name_the_number_and_the_way_out() -> None:
-    assert "--max-body" in str(PayloadTooLarge("the request body", 10))
-    assert "9 bytes in 30 s" in str(ClientTooSlow(9, 30.0))
+    assert "--max-body" in str(too_large("the request body", 10))
 
 
 def test_a_grpc_message_has_a_bounded_number_of_tensors() -> None:
@@ -422,6 +425,16 @@ def test_a_grpc_message_has_a_bounded_number_of_tensors() -> None:
         message.inputs.add()
     with pytest.raises(InvalidRequest, match="over 4096 inputs or outputs"):
         parse_request(message.SerializeToString())
+
+
+@pytest.mark.parametrize(("dims", "error"), [(65, "has 65 dimensions, at most 64"), (70_000, "more than 64 dim")])
+def test_a_grpc_tensor_has_at_most_64_dimensions(narrow: Ports, dims: int, error: str) -> None:
+    message = ModelInferRequest(model_name="one")
+    message.inputs.add(name="x", datatype="FP32", shape=[1] * dims)
+    with grpc.insecure_channel(narrow.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(INFER)(message.SerializeToString(), timeout=20)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error in caught.value.details()
 
 
 @pytest.mark.parametrize("data", [b"\x0a", b"\x0a\xff" * 4000, b"\xff" * 9000])

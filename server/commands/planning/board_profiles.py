@@ -1,4 +1,4 @@
-"""Profiles of boards whose speed can be predicted before one has them; boards.json has the figures and their sources.
+"""Profiles of boards whose speed can be predicted before one has them, from board_profiles.json, with their sources.
 
 A prediction scales the op times that were measured on this machine. `cohabit profile` on the board measures.
 """
@@ -20,7 +20,7 @@ class BoardFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the source does not give the figure itself."""
 
 
-class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     about: str
     latency_s: BoardFigure
     """Of a read of its store."""
@@ -52,12 +52,12 @@ class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-_decoder = msgspec.json.Decoder(dict[str, Board])
+_decoder = msgspec.json.Decoder(dict[str, BoardProfile])
 
 
-def _read() -> Mapping[str, Board]:
-    boards = _decoder.decode(Path(__file__).with_name("boards.json").read_bytes())
+def _read() -> Mapping[str, BoardProfile]:
+    boards = _decoder.decode(Path(__file__).with_name("board_profiles.json").read_bytes())
     return {name: msgspec.structs.replace(board, name=name) for name, board in boards.items()}
 
 
-BOARDS = _read()
+BOARD_PROFILES = _read()

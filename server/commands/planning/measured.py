@@ -1,27 +1,30 @@
-"""Planning instances: a model's graph and profile in one bucket, measured from the model or read from files."""
+"""Graphs with profiles to plan for: of a model, measured here, or read from files."""
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
-from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import SERVING
-from cohabit.planner.sizing.fitting import split_budget
-from cohabit.server.commands.planning.boards import Board
+from cohabit.server.commands.planning.board_profiles import BoardProfile
 from cohabit.server.commands.planning.files import read_graph, read_profile
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import MEASURING, MemoryBudget
 from cohabit.server.config.sources import config_of, given
 from cohabit.server.errors import ConfigError
 
+if TYPE_CHECKING:
+    from cohabit.planner.problem import Problem
+
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class MeasuredGraph:
+    """A model in one bucket."""
+
     graph: Graph
     profile: Profile
     weight_bytes: int
@@ -34,6 +37,9 @@ class Instance:
         self, searcher: str, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
     ) -> Plan:
         """Plan with the flags' effort. Raises InfeasibleBudget and what else `planner.search.driver` raises."""
+        from cohabit.planner.problem import Limit  # the planner takes a while to import, and help needs none of it
+        from cohabit.planner.search.driver import search
+
         return search(
             self._problem(self.bytes_of(memory), searcher, options.single),
             searcher,
@@ -44,7 +50,10 @@ class Instance:
             is_stopped=lambda: progress.is_stopped,
         )
 
-    def _problem(self, memory_bytes: int, searcher: str, single: bool) -> Problem:
+    def _problem(self, memory_bytes: int, searcher: str, single: bool) -> "Problem":
+        from cohabit.planner.problem import Problem
+        from cohabit.planner.sizing.fitting import split_budget
+
         if searcher not in SERVING or single:
             return Problem(self.graph, self.profile, Memory(memory_bytes, counted=True))
         bucket = self.graph.bucket
@@ -52,10 +61,10 @@ class Instance:
         return Problem(self.graph, self.profile, memory)
 
 
-def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
-    """Return an instance per bucket, smallest first. Raises CohabitError."""
+def measured_graphs(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
+    """Return one per bucket, smallest first. Raises CohabitError."""
     if options.model is None:
-        if isinstance(options.profile, Board):
+        if isinstance(options.profile, BoardProfile):
             raise ConfigError(
                 f"--profile {options.profile.name} scales what is measured here; give a MODEL with it"
             )
@@ -65,15 +74,15 @@ def instances(options: argparse.Namespace, on_progress: Callable[[str], None]) -
         profile = read_profile(options.profile, graph)
         if options.batch_sizes not in (None, (graph.batch,)):
             raise ConfigError(f"--batch-sizes: {options.graph} is a graph for batch {graph.batch}")
-        return [Instance(graph, profile, graph.weight_bytes)]
+        return [MeasuredGraph(graph, profile, graph.weight_bytes)]
     board = options.profile
-    if options.graph is not None or not isinstance(board, Board | None):
+    if options.graph is not None or not isinstance(board, BoardProfile | None):
         raise ConfigError("--graph and --profile FILE are there to plan without a model; leave out MODEL or them")
     measured = _measured(options, on_progress)
     return measured if board is None else [replace(i, profile=board.scaled(i.profile)) for i in measured]
 
 
-def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[Instance]:
+def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
     from cohabit.server.repository.scan import find
 
     config = config_of({"repository": str(options.model), "memory": "1B", **given(options, MEASURING)})
@@ -87,4 +96,4 @@ def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -
     if missing := sorted(set(options.batch_sizes or ()) - set(batches)):
         has = ", ".join(map(str, batches)) if not prepared.lowered.batched else "smaller ones"
         raise ConfigError(f"--batch-sizes: {source.name} was not exported for batch {missing[0]}, but for {has}")
-    return [Instance(graphs[bucket], profiles[bucket], prepared.weight_bytes) for bucket in sorted(graphs)]
+    return [MeasuredGraph(graphs[bucket], profiles[bucket], prepared.weight_bytes) for bucket in sorted(graphs)]
