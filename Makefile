@@ -30,7 +30,7 @@ demo: $(READY)  ## Prepare sixteen models and serve them in a quarter of their m
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.demo
 
 test: $(READY) lint browser  ## Lint, type check, and run every test that takes seconds.
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu"
 
 test-slow: $(READY)  ## The tests that take minutes: large models, whole-process memory.
 	$(BIN)/python -m pytest -m slow
