@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
+from unittest.mock import patch
 
 import psutil
 import tritonclient.http as triton
@@ -25,6 +26,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import parse_memory
+from cohabit.server.deploy import worker
 from cohabit.server.deploy.lifecycle import open_placement
 from cohabit.server.deploy.place import ModelPlacement
 from cohabit.server.deploy.worker import WorkerProcesses, _WorkerProcess
@@ -155,9 +157,7 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
     placements: list[ModelPlacement] = []
 
     def opened(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]) -> ModelPlacement:
-        if config.engine == "in-process":
-            placements.append(ModelPlacement(config, lanes, KeptProcesses(most=6, here=True)))
-        else:
+        with patch.object(worker, "WorkerProcesses", KeptProcesses):
             placements.append(open_placement(sources, config, lanes))
         return placements[0]
 
