@@ -29,8 +29,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Prepare sixteen models and serve them in a quarter of their memory; compare layouts.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.demo
 
+# A hundred processes that the tests start would compile our modules again without files of bytecode.
 test: $(READY) lint browser  ## Lint, type check, and run every test that takes seconds.
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu"
 
 test-slow: $(READY)  ## The tests that take minutes: large models, whole-process memory.
 	$(BIN)/python -m pytest -m slow
