@@ -95,18 +95,24 @@ class KeptProcesses(WorkerProcesses):
     """Takes over what the servers before have left idle: a new process takes seconds to import torch."""
 
     kept: ClassVar[list[_WorkerProcess]] = []
+    most_kept = 2
+    """Of each priority: a process takes over 200 MiB."""
 
     def _started(self, later: bool, modules: Sequence[str] = ()) -> _WorkerProcess:
-        for process in self.kept:
-            if process.later is later:
-                self.kept.remove(process)
+        for process in [process for process in self.kept if process.later is later]:
+            self.kept.remove(process)
+            if process._process.is_alive():
                 return process
         return super()._started(later, modules)
 
     def release(self) -> None:
         with self._lock:
-            self.kept += self._idle
-            self._idle = []
+            idle, self._idle = self._idle, []
+        for process in idle:
+            if sum(kept.later is process.later for kept in self.kept) < self.most_kept:
+                self.kept.append(process)
+            else:
+                process.end()
 
 
 @dataclass(frozen=True)
