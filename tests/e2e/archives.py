@@ -13,15 +13,17 @@ from cohabit.loadgen.zoo.exporting import export_model, save_model
 from cohabit.runtime.lowering import packing, weights
 from cohabit.runtime.lowering.archive_file import fingerprint
 from cohabit.runtime.options import Options
+from tests.runtime.models import locked
 
 Arrays = dict[str, NDArray[Any]]
 
 
 class Archives:
-    """Archives, repositories and the server's cache below one folder."""
+    """Archives, repositories and the server's cache below one folder. A model is exported once per run."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, shared: Path) -> None:
         self.root = root
+        self._shared = shared
         self.cache = root / "cache"
         self._models: dict[str, torch.nn.Module] = {}
         self._examples: dict[str, dict[str, torch.Tensor]] = {}
@@ -36,7 +38,13 @@ class Archives:
         path = self.root / "archives" / name / "model.pt2"
         if name not in self._models:
             model, example = ZOO[name].build()
-            save_model(export_model(model, example), path, {})
+            shared = self._shared / name / "model.pt2"
+            with locked(shared.with_suffix(".lock")):
+                if not shared.exists():
+                    save_model(export_model(model, example), shared.with_suffix(".new"), {})
+                    shared.with_suffix(".new").rename(shared)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.link(shared, path)
             self._models[name], self._examples[name] = model, dict(example)
         return path
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -166,7 +165,9 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
         assert not server.placement.improver.is_busy
         assert all(not server.placement.models[m, 1].is_provisional for m in models)
-        assert not multiprocessing.active_children(), "nothing is left to prepare or to plan"
+        workers = server.placement.workers
+        assert not workers._idle, "nothing is left to prepare or to plan"
+        assert not workers._busy
     assert steps[-4:] == ["measured_profiles begins", "measured_profiles ends"] * 2
     assert sorted(steps[:-4]) == ["prepare begins"] * 2 + ["prepare ends"] * 2
 

@@ -145,9 +145,9 @@ def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives
         for name, array in inputs.items()
     ]
     body = {"inputs": tensors}
-    # A link so slow that an inference takes about four seconds, over which the metrics show the requests that wait:
-    # the text of the metrics is good for one. So requests are still in flight when the signal comes.
-    flags = ("--link-bandwidth", "500KB/s", "--batch-sizes", "1", "--exit-timeout-secs", "60")
+    # A link so slow that an inference takes about three seconds. That all requests have come is seen while the first or
+    # the second is executed: the text of the metrics is good for one second.
+    flags = ("--link-bandwidth", "650KB/s", "--batch-sizes", "1", "--exit-timeout-secs", "60")
     with (
         process(archives.repository("ranker"), "50%", archives.cache, *flags) as server,
         ThreadPoolExecutor(3) as clients,
@@ -158,8 +158,12 @@ def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives
         def post() -> tuple[int, Any]:
             return ask(server.address, "POST", "/v2/models/ranker/infer", body)
 
+        def waiting_or_answered() -> float:  # read in this order, none is counted twice
+            names = ("nv_inference_request_success", "nv_inference_pending_request_count")
+            return sum(metric(server.metrics_address, name, "ranker") for name in names)
+
         in_flight = [clients.submit(post) for _ in range(3)]
-        eventually(lambda: metric(server.metrics_address, "nv_inference_pending_request_count", "ranker") == 2)
+        eventually(lambda: waiting_or_answered() == 2)
         server.popen.send_signal(signal.SIGTERM)
         eventually(lambda: ask(server.address, "GET", "/v2/health/ready")[0] == 400)
         status, refusal = post()

@@ -1,7 +1,7 @@
 """The pages in a real browser: a running server's, and a plan's."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -120,44 +120,44 @@ async def test_the_live_page_finds_a_server_that_was_started_again(
         page.complaints.clear()  # those of the connections that were refused meanwhile
 
 
-async def test_the_live_page_asks_for_the_token_where_one_is_needed(
-    page: Page, repository: Path, plans: Path, tmp_path: Path
-) -> None:
-    control = tmp_path / "control"
+@pytest.fixture(scope="module")
+def server(repository: Path, plans: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server that controls models with a token."""
+    control = tmp_path_factory.mktemp("tokens") / "control"
     control.write_text(TOKEN)
     with process(repository, "24MiB", plans, *FLAGS, "--control-token-file", str(control)) as server:
         server.until_ready()
+        yield server
+
+
+async def test_the_live_page_asks_for_the_token_where_one_is_needed(page: Page, server: Process) -> None:
+    await page.open(f"http://{server.address}/")
+    await page.until(f"{state_of('a')} === 'ready'")
+    await page.value(f"{row_of('a')}.querySelector('button').click()")
+    await page.value("document.querySelector('dialog button.strong').click()")
+    await page.until("document.querySelector('dialog input') !== null")
+    assert await page.value(state_of("a")) == "ready"
+    await page.value(f"document.querySelector('dialog input').value = '{TOKEN}'")
+    await page.press("Enter")
+    await page.until(f"{state_of('a')} === 'not loaded'")
+    page.complaints.clear()  # the browser notes the answer 401
+
+
+async def test_the_live_page_is_readable_on_a_phone_and_in_the_dark(page: Page, server: Process) -> None:
+    backgrounds = []
+    for dark in (False, True):
+        await page.looks(400, dark=dark)
         await page.open(f"http://{server.address}/")
-        await page.until(f"{state_of('a')} === 'ready'")
-        await page.value(f"{row_of('a')}.querySelector('button').click()")
-        await page.value("document.querySelector('dialog button.strong').click()")
-        await page.until("document.querySelector('dialog input') !== null")
-        assert await page.value(state_of("a")) == "ready"
-        await page.value(f"document.querySelector('dialog input').value = '{TOKEN}'")
-        await page.press("Enter")
-        await page.until(f"{state_of('a')} === 'not loaded'")
-        page.complaints.clear()  # the browser notes the answer 401
-
-
-async def test_the_live_page_is_readable_on_a_phone_and_in_the_dark(
-    page: Page, repository: Path, plans: Path
-) -> None:
-    with process(repository, "24MiB", plans, *FLAGS) as server:
-        server.until_ready()
-        backgrounds = []
-        for dark in (False, True):
-            await page.looks(400, dark=dark)
-            await page.open(f"http://{server.address}/")
-            await page.until(f"{state_of('a')} === 'ready'")
-            assert await page.value("document.documentElement.scrollWidth") <= 400
-            backgrounds.append(await page.value("getComputedStyle(document.body).backgroundColor"))
-        assert backgrounds[0] != backgrounds[1]
-        buttons = "[...document.querySelectorAll('button')]"
-        assert await page.value(f"{buttons}.every((button) => (button.ariaLabel || button.textContent).trim())")
-        assert "partitions" in await page.value("document.querySelector('.arena').ariaLabel")
-        await page.value("document.querySelector('.arena').focus()")
-        await page.press("ArrowRight")
-        assert "workspace" in await page.value("document.getElementById('tip').textContent")
+        await page.until(f"{state_of('b')} === 'ready'")
+        assert await page.value("document.documentElement.scrollWidth") <= 400
+        backgrounds.append(await page.value("getComputedStyle(document.body).backgroundColor"))
+    assert backgrounds[0] != backgrounds[1]
+    buttons = "[...document.querySelectorAll('button')]"
+    assert await page.value(f"{buttons}.every((button) => (button.ariaLabel || button.textContent).trim())")
+    assert "partitions" in await page.value("document.querySelector('.arena').ariaLabel")
+    await page.value("document.querySelector('.arena').focus()")
+    await page.press("ArrowRight")
+    assert "workspace" in await page.value("document.getElementById('tip').textContent")
 
 
 async def test_a_plan_is_drawn_and_tells_of_its_steps(page: Page, tmp_path: Path) -> None:

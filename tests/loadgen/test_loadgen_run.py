@@ -58,7 +58,7 @@ async def test_errors_are_counted_by_kind() -> None:
         hangs_up=("hung",),
     )
     async with serving(fake) as url:
-        report = await run_load(url, replace(LOAD, timeout_s=2.0))
+        report = await run_load(url, replace(LOAD, rate_per_s=40, timeout_s=2.0))
     by_model = {m.model: m for m in report.models}
     assert by_model["fine"].errors == {}
     assert by_model["fine"].completed == by_model["fine"].sent > 0

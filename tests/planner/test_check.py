@@ -255,6 +255,24 @@ def test_resident_that_came_back_may_leave_again_before_an_op_reads_it() -> None
         check(graph, None, replace(plan, steps=(Drop(0), SwapIn(0), Compute(0, (1,)))))
 
 
+def test_a_swap_in_waits_for_the_users_of_the_storage_to_which_it_returns() -> None:
+    graph = chain([PAGE])
+    plan = Plan(graph.fingerprint, "", Memory(3 * PAGE, counted=True), 3 * PAGE, (Placement(0),), ())
+    check(graph, None, replace(plan, steps=(Compute(0), Drop(0), SwapIn(0, None, (0,)))))
+    with pytest.raises(InvalidPlan, match="does not wait for the users of W0, to whose storage it returns"):
+        check(graph, None, replace(plan, steps=(Compute(0), Drop(0), SwapIn(0))))
+
+
+def test_changed_state_is_swapped_out_before_it_is_dropped() -> None:
+    graph = Graph("state", 1, "", (Tensor("S", 64, "state"),), (Op("update", "t", (0,), (), 0, (0,)),), ())
+    plan = Plan(graph.fingerprint, "", Memory(64, counted=True), 64, (), (SwapIn(0), Compute(0, (0,))))
+    check(graph, None, replace(plan, steps=(*plan.steps, SwapOut(0, (1,)), Drop(0))))
+    with pytest.raises(InvalidPlan, match="its changes are not in the host store"):
+        check(graph, None, replace(plan, steps=(*plan.steps, Drop(0))))
+    with pytest.raises(InvalidPlan, match="S was changed, but is neither swapped out nor a resident"):
+        check(graph, None, plan)
+
+
 def test_live_bytes_are_counted_after_each_step() -> None:
     """Two pages at first: W0 and A0."""
     assert [n // PAGE for n in live_bytes(GRAPH, PLAN)] == [3, 4, 3, 4, 3, 2, 3, 4, 3, 2]

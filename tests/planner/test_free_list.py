@@ -18,6 +18,21 @@ def test_adjacent_ranges_merge() -> None:
     assert [free.take(8, alignment=8), free.take(12), free.take(5)] == [24, None, 10]
 
 
+def test_no_bytes_are_there_even_where_none_are_free() -> None:
+    free = FreeList(0, 4)
+    assert (free.take(4), free.take(1), free.take(0)) == (0, None, 0)
+    free.take_at(2, 0)
+    free.release(2, 0)
+    assert free.free_bytes == 0
+
+
+def test_a_copy_is_a_list_of_its_own() -> None:
+    free = FreeList(0, 8)
+    free.take(3)
+    other = free.copy()
+    assert (other.take(5), other.free_bytes, free.free_bytes) == (3, 0, 5)
+
+
 def test_a_free_list_agrees_with_a_map_of_bytes() -> None:
     rng = random.Random(0)
     free, taken, held = FreeList(0, 64), np.zeros(64, bool), list[tuple[int, int]]()

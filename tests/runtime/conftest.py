@@ -6,26 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cohabit.runtime.lowering.lower import Lowered, lower
 from tests.runtime import models
 
 
-class Constructs(dict[str, Lowered]):
-    """The models of `models.CASES` at batches 2 and 4, each lowered when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __missing__(self, name: str) -> Lowered:
-        archive = self._folder / name / "model.pt2"
-        models.export(models.made(name), models.CASES[name][1], archive)
-        self[name] = lower(archive, name, [2, 4], self._folder / "cache")
-        return self[name]
-
-
 @pytest.fixture(scope="session")
-def constructs(tmp_path_factory: pytest.TempPathFactory) -> Constructs:
-    return Constructs(tmp_path_factory.mktemp("constructs"))
+def constructs(run_folder: Path) -> models.Constructs:
+    return models.Constructs(run_folder / "constructs")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,8 @@
 """Small models, each with one thing that lowering has to get right."""
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -7,7 +10,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.lower import Lowered, lower
 
 
 class ConvNorm(nn.Module):
@@ -309,6 +312,37 @@ CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "residual": (Residual, {"x": torch.zeros(3, 16)}),
     "wide": (Wide, {"x": torch.zeros(3, 384)}),
 }
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes out, such as the other workers of a run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class Constructs(dict[str, Lowered]):
+    """The models of `CASES`, exported and lowered at batches 2 and 4 once per run, when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def archive(self, name: str) -> Path:
+        """The model with the weights that `made` gives it. Not to be written to."""
+        path = self._folder / name / "model.pt2"
+        with locked(path.with_suffix(".lock")):
+            if not path.exists():
+                export(made(name), CASES[name][1], path.with_suffix(".new"))
+                path.with_suffix(".new").rename(path)
+        return path
+
+    def __missing__(self, name: str) -> Lowered:
+        archive = self.archive(name)
+        with locked(archive.with_suffix(".lock")):
+            self[name] = lower(archive, name, [2, 4], archive.parent / "cache")
+        return self[name]
 
 
 def made(name: str) -> nn.Module:

@@ -55,16 +55,12 @@ def run(
 
 @pytest.mark.parametrize("options", [Options(), Options(packed=True)], ids=["plain", "packed"])
 @pytest.mark.parametrize("name", models.CASES)
-def test_every_construct_equals_eager_at_two_batches(
-    name: str, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_construct_equals_eager_at_two_batches_and_is_read_back_as_it_was_lowered(
+    name: str, options: Options, constructs: models.Constructs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
-    make, examples = models.CASES[name]
-    assert callable(make)
-    torch.manual_seed(0)
-    model = make().eval()
-    models.export(model, examples, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", name, [1, 4], tmp_path / "cache", options=options)
+    model, examples = models.made(name), models.CASES[name][1]
+    lowered = lower(constructs.archive(name), name, [1, 4], tmp_path, options=options)
     assert lowered.batches == (1, 4)
     for batch in lowered.batches:
         inputs = real_inputs(examples, batch)
@@ -76,27 +72,25 @@ def test_every_construct_equals_eager_at_two_batches(
         for want, kept, swapped in zip(expected, resident, streamed, strict=True):
             torch.testing.assert_close(kept, want, atol=1e-4 * float(want.abs().max()), rtol=0)
             assert torch.equal(kept, swapped), "the same bits at every budget"
+    again = lower(constructs.archive(name), name, [1, 4], tmp_path, options=options)
+    assert list(tmp_path.glob("*/program-*.json"))
+    if name != "branch":  # sub-programs have no equality; tests/hostile runs them
+        assert models.contents(again) == models.contents(lowered)
+    assert again.graphs == lowered.graphs
 
 
 @pytest.mark.parametrize("name", models.CASES)
-def test_graphs_survive_their_file_format_and_hand_made_plans_pass_the_checker(name: str, tmp_path: Path) -> None:
-    make, examples = models.CASES[name]
-    assert callable(make)
-    models.export(make(), examples, tmp_path / "model.pt2")
-    graph = lower(tmp_path / "model.pt2", name, [2], tmp_path / "cache").graphs[Bucket(2)]
+def test_graphs_survive_their_file_format_and_hand_made_plans_pass_the_checker(
+    name: str, constructs: models.Constructs
+) -> None:
+    graph = constructs[name].graphs[Bucket(2)]
     assert decode(encode(graph)) == graph
     check(graph, None, streaming_plan(graph))
     check(graph, None, resident_plan(graph))
 
 
-def test_outputs_are_named_by_the_structure_that_the_model_returns(tmp_path: Path) -> None:
-    names: dict[str, list[str]] = {}
-    for case in ("wide", "tied", "attention", "lstm"):
-        make, examples = models.CASES[case]
-        assert callable(make)
-        models.export(make(), examples, tmp_path / case / "model.pt2")
-        lowered = lower(tmp_path / case / "model.pt2", case, [1], tmp_path / "cache")
-        names[case] = [p.name for p in lowered.outputs]
+def test_outputs_are_named_by_the_structure_that_the_model_returns(constructs: models.Constructs) -> None:
+    names = {case: [p.name for p in constructs[case].outputs] for case in ("wide", "tied", "attention", "lstm")}
     assert names == {
         "wide": ["output"],
         "tied": ["logits", "hidden"],
@@ -105,40 +99,35 @@ def test_outputs_are_named_by_the_structure_that_the_model_returns(tmp_path: Pat
     }
 
 
-def lowered_case(name: str, tmp_path: Path) -> Lowered:
-    make, examples = models.CASES[name]
-    assert callable(make)
-    models.export(make(), examples, tmp_path / "model.pt2")
-    return lower(tmp_path / "model.pt2", name, [1], tmp_path / "cache")
-
-
-def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
-    lowered = lowered_case("tied", tmp_path)
+def test_tied_weights_are_stored_once(constructs: models.Constructs) -> None:
+    lowered = constructs["tied"]
     pieces = [p.name for s in lowered.manifest.segments for p in s.pieces]
     assert sum("mix" in name and "weight" in name for name in pieces) == 1
 
 
-def test_large_tables_stay_in_the_host_store(tmp_path: Path) -> None:
-    lowered = lowered_case("tied", tmp_path)
+def test_large_tables_stay_in_the_host_store(constructs: models.Constructs) -> None:
+    lowered = constructs["tied"]
     assert [t.shape for t in lowered.manifest.tables] == [(9000, 96)]
 
 
-def test_bags_read_large_tables_in_the_host_store(tmp_path: Path) -> None:
-    lowered = lowered_case("bags", tmp_path)
+def test_bags_read_large_tables_in_the_host_store(constructs: models.Constructs) -> None:
+    lowered = constructs["bags"]
     assert [t.shape for t in lowered.manifest.tables] == [(9000, 40)] * 3
     assert lowered.manifest.segment_bytes == 0
 
 
-def test_what_depends_on_weights_alone_is_computed_once_unless_the_weights_grow(tmp_path: Path) -> None:
-    targets = [op.target for op in lowered_case("fixed_weights", tmp_path).graphs[Bucket(1)].ops]
+def test_what_depends_on_weights_alone_is_computed_once_unless_the_weights_grow(
+    constructs: models.Constructs,
+) -> None:
+    targets = [op.target for op in constructs["fixed_weights"].graphs[Bucket(2)].ops]
     assert {"aten._weight_norm.default", "aten.exp.default"}.isdisjoint(targets)
     assert "aten.mul.Tensor" in targets, "a product of two vectors"
     assert "aten.sin.default" in targets, "its operand is stored anyway"
 
 
-def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(tmp_path: Path) -> None:
-    lowered = lowered_case("conv_norm", tmp_path)
-    targets = [op.target for op in lowered.graphs[Bucket(1)].ops]
+def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(constructs: models.Constructs) -> None:
+    lowered = constructs["conv_norm"]
+    targets = [op.target for op in lowered.graphs[Bucket(2)].ops]
     assert targets.count("aten.batch_norm.default") == 1, "the one behind a result that is used twice stays"
 
 
@@ -150,9 +139,9 @@ def test_batch_norms_behind_padding_by_word_are_folded_too(padding: str, tmp_pat
     assert [op.target for op in graph.ops] == ["aten.conv2d.default"]
 
 
-def test_layers_with_a_large_share_of_the_weights_are_split(tmp_path: Path) -> None:
-    lowered = lowered_case("large_layers", tmp_path)
-    targets = [op.target for op in lowered.graphs[Bucket(1)].ops]
+def test_layers_with_a_large_share_of_the_weights_are_split(constructs: models.Constructs) -> None:
+    lowered = constructs["large_layers"]
+    targets = [op.target for op in lowered.graphs[Bucket(2)].ops]
     assert targets.count("aten.conv1d.default") > 4
     assert targets.count("aten.linear.default") == 3
     assert targets.count("aten.conv2d.default") == 1, "the grouped one stays whole"
@@ -161,8 +150,8 @@ def test_layers_with_a_large_share_of_the_weights_are_split(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["experts", "integer_weights"])
-def test_experts_and_integer_weights_are_computed_in_parts(name: str, tmp_path: Path) -> None:
-    graph = lowered_case(name, tmp_path).graphs[Bucket(1)]
+def test_experts_and_integer_weights_are_computed_in_parts(name: str, constructs: models.Constructs) -> None:
+    graph = constructs[name].graphs[Bucket(2)]
     read = [sum(graph.tensors[t].nbytes for t in op.reads if graph.tensors[t].is_weight) for op in graph.ops]
     whole = [op.target for op, nbytes in zip(graph.ops, read, strict=True) if nbytes > graph.weight_bytes / 5]
     assert whole == (["aten.einsum.default"] if name == "experts" else []), "the sum over the experts stays whole"
@@ -181,8 +170,8 @@ def test_each_direction_of_a_recurrent_layer_is_an_op(tmp_path: Path) -> None:
     assert sum(map(len, read)) == len(set().union(*read)), "each reads its own weights"
 
 
-def test_elementwise_ops_overwrite_operands_that_die(tmp_path: Path) -> None:
-    graph = lowered_case("residual", tmp_path).graphs[Bucket(1)]
+def test_elementwise_ops_overwrite_operands_that_die(constructs: models.Constructs) -> None:
+    graph = constructs["residual"].graphs[Bucket(2)]
     targets = [op.target.removeprefix("aten.") for op in graph.ops]
     assert "relu.default" in targets, "relu(y): y is read again"
     assert "tanh_.default" in targets, "tanh(b(y)): b(y) is not"
@@ -192,52 +181,44 @@ def test_elementwise_ops_overwrite_operands_that_die(tmp_path: Path) -> None:
     assert "sigmoid_.default" in targets
 
 
-def test_in_place_ops_are_marked_with_what_they_change(tmp_path: Path) -> None:
-    graph = lowered_case("in_place", tmp_path).graphs[Bucket(1)]
+def test_in_place_ops_are_marked_with_what_they_change(constructs: models.Constructs) -> None:
+    graph = constructs["in_place"].graphs[Bucket(2)]
     changed = {op.target: [graph.tensors[i].kind for i in op.mutates] for op in graph.ops if op.mutates}
     assert changed["aten.relu_.default"] == ["activation"]
     assert changed["aten.fill_.Tensor"] == ["activation"], "through a view"
 
 
-@pytest.mark.parametrize("name", models.CASES)
-def test_a_model_lowered_before_needs_its_archive_no_more(name: str, tmp_path: Path) -> None:
-    before = lowered_case(name, tmp_path)
-    again = lower(tmp_path / "model.pt2", name, [1], tmp_path / "cache")
-    assert list(tmp_path.glob("cache/*/program-*.json"))
-    if name != "branch":  # sub-programs have no equality; tests/hostile runs them
-        assert models.contents(again) == models.contents(before)
-    assert again.graphs == before.graphs
-
-
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"format_version": 1}', b'{"format_version": 99}'])
-def test_a_damaged_cache_is_made_again(damage: bytes, tmp_path: Path) -> None:
-    before = lowered_case("wide", tmp_path)
+def test_a_damaged_cache_is_made_again(damage: bytes, constructs: models.Constructs, tmp_path: Path) -> None:
+    before = lower(constructs.archive("wide"), "wide", [1], tmp_path)
     for pattern in ("program-*.json", "weights.json"):
-        (file,) = tmp_path.glob(f"cache/*/{pattern}")
+        (file,) = tmp_path.glob(f"*/{pattern}")
         file.write_bytes(damage)
-        assert lower(tmp_path / "model.pt2", "wide", [1], tmp_path / "cache").graphs == before.graphs
+        assert lower(constructs.archive("wide"), "wide", [1], tmp_path).graphs == before.graphs
 
 
-def test_a_flipped_bit_in_the_weights_file_is_found_and_mended(tmp_path: Path) -> None:
-    before = lowered_case("wide", tmp_path)
+def test_a_flipped_bit_in_the_weights_file_is_found_and_mended(
+    constructs: models.Constructs, tmp_path: Path
+) -> None:
+    before = lower(constructs.archive("wide"), "wide", [1], tmp_path)
     sound = before.weights_path.read_bytes()
     for position in (0, len(sound) // 2, len(sound) - 1):
         damaged = bytearray(sound)
         damaged[position] ^= 1
         before.weights_path.write_bytes(damaged)
-        lower(tmp_path / "model.pt2", "wide", [1], tmp_path / "cache")
+        lower(constructs.archive("wide"), "wide", [1], tmp_path)
         assert before.weights_path.read_bytes() == sound
 
 
-def test_kernel_scratch_is_part_of_an_op_s_memory(tmp_path: Path) -> None:
-    graph = lowered_case("large_layers", tmp_path).graphs[Bucket(1)]
+def test_kernel_scratch_is_part_of_an_op_s_memory(constructs: models.Constructs) -> None:
+    graph = constructs["large_layers"].graphs[Bucket(2)]
     scratch = {op.target: op.scratch_bytes for op in graph.ops}
     assert scratch["aten.conv1d.default"] > 0, "convolutions repack what they read"
     assert scratch["aten.relu_.default"] == 0
 
 
-def test_a_relu_behind_the_model_s_own_sum_makes_no_bytes(tmp_path: Path) -> None:
-    graph = lowered_case("own_sums", tmp_path).graphs[Bucket(1)]
+def test_a_relu_behind_the_model_s_own_sum_makes_no_bytes(constructs: models.Constructs) -> None:
+    graph = constructs["own_sums"].graphs[Bucket(2)]
     targets = [op.target for op in graph.ops]
     first_sum = targets.index("aten.add_.Tensor")
     assert targets[first_sum + 1] == "aten.relu_.default"
@@ -246,9 +227,9 @@ def test_a_relu_behind_the_model_s_own_sum_makes_no_bytes(tmp_path: Path) -> Non
     assert changed, "a result that is read before it is changed is changed where it is, as the model says"
 
 
-def test_recurrent_layers_are_separate_ops(tmp_path: Path) -> None:
-    lowered = lowered_case("lstm", tmp_path)
-    assert [op.target for op in lowered.graphs[Bucket(1)].ops].count("aten.lstm.input") == 3
+def test_recurrent_layers_are_separate_ops(constructs: models.Constructs) -> None:
+    lowered = constructs["lstm"]
+    assert [op.target for op in lowered.graphs[Bucket(2)].ops].count("aten.lstm.input") == 3
 
 
 class Stateful(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Tiled programs, executed by 2 and by 4 processes over gloo, and their bytes; one start of processes for all."""
+"""Tiled programs, executed by 4 processes over gloo, and their bytes; one start of processes for all."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from cohabit.runtime.tiling.kernels import compute
 from cohabit.runtime.tiling.worker import Worker, start
 from tests.planner.test_tiling import BUILTINS, V, X
 
+PROCESSES = 4
 SEARCHED = ("exact", "worst", "random")
 
 
@@ -79,16 +80,14 @@ def plan_of(subject: Subject, search: str, workers: int) -> TilingPlan:
     return TilingPlan(graph, tuple(int(rng.integers(len(group.choices))) for group in graph.groups))
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n} processes")
-def done(request: pytest.FixtureRequest) -> dict[tuple[str, str], Done]:
+@pytest.fixture(scope="module")
+def done() -> dict[tuple[str, str], Done]:
     """All programs in three tilings each, planned here and executed in one start of processes."""
     plans = {
-        (subject.name, search): plan_of(subject, search, request.param)
-        for subject in CHECKED
-        for search in SEARCHED
+        (subject.name, search): plan_of(subject, search, PROCESSES) for subject in CHECKED for search in SEARCHED
     }
     picks = {case: plan.picks for case, plan in plans.items()}
-    results = start(partial(execute_all, picks), request.param)
+    results = start(partial(execute_all, picks), PROCESSES)
     return {case: Done(*results[case], plan.moved) for case, plan in plans.items()}
 
 

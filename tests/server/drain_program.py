@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from server_fakes import FakeLoaded, FakeServable, config, identity, serving
 
+from cohabit.server import serve
 from cohabit.server.commands.serve import serve_until_stopped
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy import lifecycle
@@ -43,6 +44,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[Co
 
 if __name__ == "__main__":
     lifecycle.open_placement = load
+    serve._ANSWERS_WRITTEN_S = 60.0  # a busy machine may take longer than two seconds to write an answer
     TokenFiles.follow.__defaults__ = (3600.0,)  # only SIGHUP has the token files read again
     settings = config(
         repository=Path(REPOSITORY),

@@ -585,6 +585,7 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
             waiting = len(scheduler._live)
             bound[scheduler.submit(now_s, asked)] = executions + (BYPASSES + 1) * (waiting + 1)
         work = scheduler.next(now_s)
+        assert (work is None) == (not bound), "nothing holds requests back here"
         if work is not None:
             executions += 1
             for ticket in work.tickets:
