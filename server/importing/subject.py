@@ -142,9 +142,14 @@ def reason_of(error: BaseException) -> str:
     return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
 
 
+ONE_TOKEN = -1
+"""The seed of examples with one token, where the sequence length is dynamic."""
+
+
 def _random_inputs(inputs: Sequence[DeclaredInput], most_tokens: int, batch: int, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     length = most_tokens if seed % 2 else min(16 + seed, most_tokens)  # the longest, and shorter ones
+    length = 1 if seed == ONE_TOKEN else length
     return {given.name: _random(given, batch, length, generator) for given in inputs}
 
 
