@@ -48,8 +48,8 @@ def export(subject: Subject, max_batch: int) -> ExportedProgram:
     except Exception as error:
         if "specialized" in str(error) and f"({_SEQUENCE})" in str(error):
             raise OneLengthOnly(
-                "torch.export takes the module at one sequence length only, because it has a loop over the tokens; choose"
-                " a length, to which clients pad, with --sequence-length N"
+                "torch.export takes the module at one sequence length only, because it has a loop over the tokens;"
+                " choose a length, to which clients pad, with --sequence-length N"
             ) from error
         if "data-dependent" in str(error):
             raise ImportFailed(

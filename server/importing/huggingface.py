@@ -206,7 +206,7 @@ def _part(folder: Path, model: Any, asked: str) -> nn.Module:
 
     Raises ImportFailed unless there is one.
     """
-    parts = [part for part in model.modules() if part is not model and _is_part(part)]
+    parts: list[nn.Module] = [part for part in model.modules() if part is not model and _is_part(part)]
     found = [part for part in parts if type(part).__name__ == asked]
     if len(found) > 1 and hasattr(model, "get_encoder"):
         found = [part for part in found if part is model.get_encoder()] or found
@@ -216,7 +216,8 @@ def _part(folder: Path, model: Any, asked: str) -> nn.Module:
             f"{folder}: --architecture: transformers has no {asked}, and {type(model).__name__} has"
             f" {len(found) or 'no'} parts of that class; its parts are: {there}"
         )
-    return found[0]
+    (part,) = found
+    return part
 
 
 def _with_padding(subject: Subject) -> Subject:

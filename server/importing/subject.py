@@ -1,5 +1,6 @@
 """A module to import, with its inputs and examples of them."""
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,14 @@ class Subject:
         with torch.no_grad():
             outputs = self.module(**inputs)
         return [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+    def float64_answer(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """Return the outputs of a copy of the module in float64; None if it does not run in that."""
+        wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+        try:
+            return replace(self, module=copy.deepcopy(self.module).double()).answer(wide)
+        except Exception:  # it may make tensors of a type of its own, or not be copied
+            return None
 
 
 class ByPosition(nn.Module):
