@@ -107,6 +107,17 @@ def peak_activation_bytes(graph: Graph) -> int:
     return max(n + s for n, s in zip(live, scratch, strict=True))
 
 
+def live_activation_bytes(graph: Graph) -> tuple[int, ...]:
+    """Return by op the bytes of inputs, activations, state and scratch alive while it runs, rounded to alignments.
+
+    A graph without ops counts as one op that does nothing.
+    """
+    spans = zip(graph.tensors, lifespans(graph), strict=True)
+    blocks = ((span, t.aligned_bytes) for t, span in spans if span is not None and t.kind != "parameter")
+    scratch = [op.aligned_scratch_bytes for op in graph.ops] or [0]
+    return tuple(n + s for n, s in zip(live_bytes(blocks, len(scratch)), scratch, strict=True))
+
+
 def resident_bytes(graph: Graph) -> int:
     """Return the least memory in which a plan never moves a parameter or state, where everything is counted."""
     spans = zip(graph.tensors, lifespans(graph), strict=True)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.placement import activation_tops
+from cohabit.planner.lifetimes import live_activation_bytes
 from cohabit.planner.order import by_parameters, has_reuse
 
 PAGE_BYTES = 4096
@@ -33,7 +34,7 @@ class Footprint:
 
     graph: Graph
     op_activation_bytes: tuple[int, ...]
-    """By op, what a layout of the activations takes up to its highest byte in use; what they need in a smaller pool."""
+    """By op, bytes of activations and scratch that are alive while it runs; in a smaller pool, the op's own."""
     activation_bytes: int
     """Size of the pool, in whole pages."""
     offloads: bool = False
@@ -41,8 +42,8 @@ class Footprint:
 
     @staticmethod
     def of(graph: Graph) -> "Footprint":
-        tops = activation_tops(graph)
-        return Footprint(graph, tops, page_aligned(max(tops, default=0)))
+        peak = max(activation_tops(graph), default=0)
+        return Footprint(graph, live_activation_bytes(graph), page_aligned(peak))
 
     @staticmethod
     def of_pool(graph: Graph, pool_bytes: int) -> "Footprint":
@@ -88,13 +89,16 @@ class Footprint:
         """Name of the op that needs the most memory, and of the one with the most activations if they are kept free."""
         return self._described(self.op_pages.index(max(self.op_pages)))
 
+    @property
+    def _peak_op(self) -> int:
+        """The first op with the most bytes of activations and scratch."""
+        return self.op_activation_bytes.index(max(self.op_activation_bytes))
+
     def _described(self, op: int) -> str:
         if not self.graph.ops:
             return "(none)"
-        name = self.graph.ops[op].name
-        tops = self.op_activation_bytes
-        peak = tops.index(max(tops))
-        if pages(tops[op]) == pages(tops[peak]):
+        name, alive, peak = self.graph.ops[op].name, self.op_activation_bytes, self._peak_op
+        if pages(alive[op]) == pages(alive[peak]):
             return name
         parameters, activations = self.op_pages[op] * PAGE_BYTES, self.activation_bytes
         return (
@@ -144,13 +148,17 @@ class Footprint:
         return frozenset(chosen)
 
     def _neediest(self, partition_bytes: int) -> tuple[int, int]:
-        """The most workspace pages that any op needs next to this partition, and that op."""
+        """The most workspace pages that any op needs next to this partition, and that op.
+
+        If the partition holds all parameters of every op, that is the op with the most activations.
+        """
         available = partition_bytes // PAGE_BYTES
         needs = [
             self.pool_pages + (needed - _largest_sum(self._sums(k), available) if needed > available else 0)
             for k, needed in enumerate(self.op_pages)
         ]
-        return max(needs), needs.index(max(needs))
+        most = max(needs)
+        return most, needs.index(most) if most > self.pool_pages else self._peak_op
 
     def _page_counts(self, op: int) -> list[int]:
         return [pages(self.graph.tensors[i].nbytes) for i in self.uses[op]]

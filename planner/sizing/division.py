@@ -49,14 +49,13 @@ def divide(
     """
     assert lanes == 1 or layout not in ONE_REGION
     demands = [Demand.of(model) for model in models]
-    memory = memory_bytes // PAGE_BYTES * PAGE_BYTES
     if layout == "partitioned":
-        workspace, partitions = _partition(demands, memory, least_workspace_bytes, lanes)
+        workspace, partitions = _partition(demands, memory_bytes, least_workspace_bytes, lanes)
     elif layout == "resident":
-        workspace, partitions = _all_resident(demands, memory, lanes)
+        workspace, partitions = _all_resident(demands, memory_bytes, lanes)
     else:
-        workspace, partitions = _one_region(demands, memory, layout)
-    return Division(memory, workspace, tuple(partitions))
+        workspace, partitions = _one_region(demands, memory_bytes, layout)
+    return Division(memory_bytes // PAGE_BYTES * PAGE_BYTES, workspace, tuple(partitions))
 
 
 def _partition(demands: Sequence[Demand], memory: int, least_workspace: int, lanes: int) -> tuple[int, list[int]]:

@@ -87,6 +87,8 @@ class _Records:
         self.infos = {i.filename.split("/", 1)[-1]: i for i in archive.records.infolist()}
 
     def refuse_unsafe(self) -> None:
+        if (kind := self.archive.other_kind) is not None:
+            raise ArchiveError(f"{self.path.name} {kind}")
         for name, info in self.infos.items():
             if info.compress_type != zipfile.ZIP_STORED:
                 raise ArchiveError(

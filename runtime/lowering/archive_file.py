@@ -38,6 +38,27 @@ LOWERED_SUFFIX = ".lowered"
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}\s*", re.ASCII)
 
 
+_TORCHSCRIPT = (
+    "is a TorchScript file, as torch.jit.save writes it, which is not supported; export the module itself with"
+    " torch.export, or import it with cohabit import MODULE:FUNCTION"
+)
+_PICKLE = (
+    "is a state_dict or another pickle of torch.save: it has no program; make the module that it belongs to with"
+    " cohabit import FILE --factory MODULE:FUNCTION"
+)
+_SAFETENSORS = (
+    "is a safetensors file: it has no program; make the module that it belongs to with"
+    " cohabit import FILE --factory MODULE:FUNCTION"
+)
+
+
+def _kind_of_start(start: bytes) -> str | None:
+    """Say what a file is that is no zip archive, by its first bytes; None if that is not known."""
+    if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):  # a protocol of pickle
+        return _PICKLE
+    return _SAFETENSORS if start[8:10] == b'{"' else None
+
+
 class _FileState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Changes when a file is written or replaced. Programs can set every time but `changed_ns`, the ctime."""
 
@@ -92,11 +113,28 @@ class ArchiveFile:
             self._refuse_large_directory()
             self.records = zipfile.ZipFile(self._file)
         except (zipfile.BadZipFile, OSError, struct.error) as error:
+            kind = _kind_of_start(self._start())
             self._file.close()
+            if kind is not None:
+                raise ArchiveError(f"{path.name} {kind}") from error
             raise ArchiveError(f"{path.name}: not a .pt2 archive, or a truncated one: {error}") from error
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def other_kind(self) -> str | None:
+        """What the file is and what to do with it, if it is a zip archive that torch.save or torch.jit.save wrote."""
+        names = {name.partition("/")[2] for name in self.records.namelist()}
+        if "models/model.json" in names or "data.pkl" not in names:
+            return None
+        return _TORCHSCRIPT if "constants.pkl" in names else _PICKLE
+
+    def _start(self) -> bytes:
+        with suppress(OSError):
+            self._file.seek(0)
+            return self._file.read(16)
+        return b""
 
     def __enter__(self) -> Self:
         return self

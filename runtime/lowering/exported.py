@@ -24,6 +24,8 @@ _TRIED = 5040
 _INPUT_SIZE = re.compile(r"L((?:\['[^']+'\]|\[\d+\])+)\.size\(\)\[(\d+)\]", re.ASCII)
 """How guards name the size of an input's dimension: `L['x'].size()[1]`."""
 _KEY = re.compile(r"\['?([^'\]]+)'?\]")
+_TRAINING_FLAG = {"aten.dropout.default": 2, "aten.batch_norm.default": 5, "aten.feature_dropout.default": 2}
+"""By operator, the position of the argument that says whether it trains."""
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -54,6 +56,7 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
                 raise UnsupportedModel(
                     f"{name}: input {node.name} is a {spec.kind.name.lower()}; only tensors work"
                 )
+    _refuse_training(name, program)
     _refuse_state(name, program)
     if not inputs:
         raise UnsupportedModel(f"{name}: the program takes no tensors")
@@ -86,6 +89,17 @@ def _weight(program: ExportedProgram, target: str) -> torch.Tensor:
     return value.detach()
 
 
+def _refuse_training(name: str, program: ExportedProgram) -> None:
+    """Refuse batch norms that take the statistics of the batch and change their own."""
+    norms = [op for op in _trained_layers(program) if op.startswith("batch_norm")]
+    buffers = set(program.graph_signature.inputs_to_buffers.values())
+    if norms and any(target.rpartition(".")[2] == "running_mean" for target in buffers):
+        raise UnsupportedModel(
+            f"{name}: it was exported in training mode: {norms[0]} takes the mean of each batch and changes its running"
+            " mean; call .eval() of the module before torch.export.export"
+        )
+
+
 def _refuse_state(name: str, program: ExportedProgram) -> None:
     for spec in program.graph_signature.output_specs:
         if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION):
@@ -93,6 +107,17 @@ def _refuse_state(name: str, program: ExportedProgram) -> None:
                 f"{name}: the program changes {spec.target} from call to call ({spec.kind.name.lower()});"
                 " a served model has no state, so return it as an output instead"
             )
+
+
+def _trained_layers(program: ExportedProgram) -> list[str]:
+    """Return the names of dropouts and batch norms that a program calls in training mode."""
+    return [
+        node.name
+        for node in program.graph.nodes
+        if (at := _TRAINING_FLAG.get(str(node.target))) is not None
+        and len(node.args) > at
+        and node.args[at] is True
+    ]
 
 
 def _batch_symbol(inputs: list[fx.Node]) -> str | None:

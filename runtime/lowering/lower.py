@@ -1,6 +1,7 @@
 """Lowers a `.pt2` archive: graph rewritten, weights file written, one traced program per bucket."""
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from cohabit.runtime.lowering.trace import Trace, build_graph, covering, run_mod
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.options import DEFAULTS, Options
 
+_log = logging.getLogger("cohabit.runtime")
 MOST_BUCKETS = 64
 """Each has a plan, and programs in memory."""
 _CHECKED_BATCHES = 2
@@ -273,11 +275,14 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int
         (d, *_) = (d for d in model.dynamic.dimensions if d.most is None)
         raise UnsupportedModel(
             f"{model.name}: {_named(model, d)} was exported without a largest size; export it with"
-            " Dim(..., max=N), or give the sizes to plan for with --shape-buckets"
+            " Dim(..., max=N), or give the sizes to plan for with --shape-buckets or the model's own parameter"
+            " cohabit.shape_buckets of config.pbtxt"
         )
     usable = _usable(model, batches)
     constraints = tuple(_at_batches(model, usable))
     model.dynamic = msgspec.structs.replace(model.dynamic, constraints=constraints).bucketed(shape_buckets)
+    if not shape_buckets:
+        model.dynamic = _limited(model, len(usable))
     dimensions = model.dynamic.dimensions
     for d in dimensions:
         if not d.buckets:
@@ -296,6 +301,29 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int
             f" combinations to plan, the limit is {MOST_BUCKETS}; name fewer with --shape-buckets or --batch-sizes"
         )
     return [Bucket(batch, sizes) for batch in usable for sizes in model.dynamic.buckets]
+
+
+def _limited(model: FxModel, batches: int) -> DynamicShape:
+    """Return the dynamic dimensions with as many buckets as the limit allows, and warn of those that are left out.
+
+    Of the dimension with the most, every other one goes. The largest stays, and so does a size of 1.
+    """
+    dimensions = list(model.dynamic.dimensions)
+    while batches * math.prod(len(d.buckets) for d in dimensions) > MOST_BUCKETS:
+        index = max(range(len(dimensions)), key=lambda k: len(dimensions[k].buckets))
+        buckets = dimensions[index].buckets
+        one, others = buckets[: buckets[0] == 1], buckets[buckets[0] == 1 :]
+        if len(others) < 2:
+            break
+        dimensions[index] = msgspec.structs.replace(dimensions[index], buckets=(*one, *others[::-1][::2][::-1]))
+    if dimensions != list(model.dynamic.dimensions):
+        sizes = {_named(model, d): list(d.buckets) for d in dimensions}
+        _log.warning(
+            f"fewer sizes of dynamic dimensions are planned than usual, because {MOST_BUCKETS} combinations are the"
+            " limit; --shape-buckets or --batch-sizes chooses others",
+            extra={"fields": {"model": model.name, "sizes": sizes}},
+        )
+    return msgspec.structs.replace(model.dynamic, dimensions=tuple(dimensions))
 
 
 def _at_batches(model: FxModel, batches: Sequence[int]) -> Iterator[str]:

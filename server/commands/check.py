@@ -82,6 +82,11 @@ def _show(found: "ServabilityReport", out: Console) -> None:
         )
     else:
         out.print("rows          independent, so requests are padded and batched")
+    if found.random_ops:
+        from cohabit.server.deploy.prepare import FORGOTTEN_EVAL, is_training
+
+        hint = f"; {FORGOTTEN_EVAL}" if is_training(found.random_ops) else ""
+        out.print(f"random        numbers are drawn by {', '.join(found.random_ops)}{hint}", soft_wrap=True)
     offloaded = memory.least_without_offloading_bytes
     note = (
         f", with activations offloaded; {format_bytes(offloaded)} without" if offloaded > memory.least_bytes else ""

@@ -2,7 +2,10 @@
 
 import argparse
 import re
+import zipfile
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,12 +33,16 @@ _MIB = 1 << 20
 _EXAMPLES = """examples:
   cohabit import ~/bert-base-uncased
   cohabit import ~/vit-base --repository models --name classifier
+  cohabit import ~/clip-vit-base-patch32 --outputs image_embeds,text_embeds
+  cohabit import ~/whisper-tiny --architecture WhisperEncoder
   cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
   cohabit import ranker.safetensors --factory mypackage.models:make_ranker
 
 Importing runs code: that of MODULE and of what it imports, or of the installed transformers. Code in a model
 directory is never run, and pickles may hold tensors only. Import what you would run.
 """
+_ONE_LENGTH = 64
+"""Tokens of models whose length cannot be dynamic, if none is asked for: each takes operators of its own."""
 _SETTINGS = ("cache", "threads")
 
 
@@ -71,7 +78,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--sequence-length",
         type=typed(integer(1, 1 << 20)),
         metavar="N",
-        help="export a text model for sequences of N tokens only",
+        help="export a text model for sequences of N tokens only, or a speech model for N samples",
+    )
+    parser.add_argument(
+        "--max-sequence-length",
+        type=typed(integer(1, 1 << 20)),
+        metavar="N",
+        help="largest dynamic sequence length of a text model (default: the model's positions, or its tokenizer's)",
+    )
+    parser.add_argument(
+        "--architecture",
+        metavar="CLASS",
+        help="class of transformers to load a Hugging Face model as, or the class of one of its parts, such as"
+        " CLIPTextModelWithProjection or WhisperEncoder (default: as in its config.json)",
+    )
+    parser.add_argument(
+        "--outputs",
+        type=lambda text: tuple(name for name in text.split(",") if name),
+        default=(),
+        metavar="NAME,...",
+        help="outputs of a Hugging Face model to keep, in this order (default: all with a row per row of the inputs)",
     )
     parser.add_argument(
         "--max-batch",
@@ -79,6 +105,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=8,
         metavar="N",
         help="largest batch size; 1 exports a fixed batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=typed(_tolerance),
+        metavar="SHARE",
+        help="largest difference from eager PyTorch, as a share of an output's largest value (default: 1e-4; 1e-2 with"
+        " parameters in float16, 5e-2 in bfloat16). Above it, a comparison with float64 tells rounding from error",
     )
     parser.add_argument(
         "--repository",
@@ -97,6 +130,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     name = options.name or _default_name(options)
     with errors.status(Text(f"{name}: starting torch")) as status:
         from cohabit.server.importing.entry import refuse_name, write_entry
+        from cohabit.server.importing.exporting import OneLengthOnly
 
         def progress(stage: str) -> None:
             status.update(Text(f"{name}: {stage}"))
@@ -104,12 +138,33 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                 errors.print(f"{name}: {stage}", markup=False, soft_wrap=True)
 
         refuse_name(options.repository, name)
-        subject = _subject(options, progress)
         settings = given(options, _SETTINGS)
         config = config_of({"repository": str(options.repository), "memory": "1B", **settings})
-        entry = write_entry(subject, options.repository, name, options.max_batch, config, progress)
+
+        def write(subject: "Subject") -> "ImportedEntry":
+            return write_entry(
+                subject, options.repository, name, options.max_batch, config, progress, options.tolerance
+            )
+
+        try:
+            entry = write(_subject(options, progress))
+        except OneLengthOnly:
+            options.sequence_length, options.max_sequence_length = options.max_sequence_length or _ONE_LENGTH, None
+            note = (
+                f"the model is exported for sequences of {options.sequence_length} tokens only, because it has a loop"
+                " over them; clients pad to that, and --sequence-length chooses otherwise"
+            )
+            subject = _subject(options, progress)
+            entry = write(replace(subject, notes=(*subject.notes, note)))
     _show(entry, options.repository, out)
     return 0
+
+
+def _tolerance(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise ValueError(f"'{text}' is out of range; a tolerance lies between 0 and 1")
+    return share
 
 
 def _default_name(options: argparse.Namespace) -> str:
@@ -124,10 +179,14 @@ def _default_name(options: argparse.Namespace) -> str:
 def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) -> "Subject":
     from cohabit.server.importing.factory import from_factory
     from cohabit.server.importing.huggingface import from_folder, is_folder
+    from cohabit.server.importing.huggingface_inputs import Lengths
 
     path = Path(options.path)
-    if options.sequence_length is not None and not path.is_dir():
-        raise ConfigError("--sequence-length is for Hugging Face models; give the dimensions with --input")
+    lengths = Lengths(options.sequence_length, options.max_sequence_length)
+    if lengths.fixed is not None and lengths.most is not None:
+        raise ConfigError("--sequence-length and --max-sequence-length contradict one another; give one of them")
+    if not path.is_dir():
+        _refuse_flags_of_folders(options)
     on_progress(f"loading {options.path}")
     if options.factory is not None:
         if not _FACTORY.fullmatch(options.factory):
@@ -138,12 +197,27 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
     if path.is_dir():
         if not is_folder(path):
             raise ConfigError(f"{path} is no Hugging Face model directory: it has no config.json")
-        return from_folder(path, options.inputs, options.sequence_length)
+        return from_folder(path, options.inputs, lengths, options.architecture, options.outputs)
     if path.is_file():
+        with suppress(OSError, zipfile.BadZipFile):
+            if any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist()):
+                raise ConfigError(
+                    f"{path} is a TorchScript file, which is not supported; write a function that makes the module, and"
+                    " import it as MODULE:FUNCTION"
+                )
         raise ConfigError(f"{path} is a checkpoint; name the function that makes its module with --factory")
     if not _FACTORY.fullmatch(options.path):
         raise ConfigError(f"{path} does not exist; give a folder, a checkpoint, or MODULE:FUNCTION")
     return from_factory(options.path, options.inputs)
+
+
+def _refuse_flags_of_folders(options: argparse.Namespace) -> None:
+    if options.sequence_length is not None or options.max_sequence_length is not None:
+        flag = "--sequence-length" if options.sequence_length is not None else "--max-sequence-length"
+        raise ConfigError(f"{flag} is for Hugging Face models; give the dimensions with --input")
+    for flag, value in (("--architecture", options.architecture), ("--outputs", options.outputs)):
+        if value:
+            raise ConfigError(f"{flag} is for Hugging Face models; let the function return what is to be imported")
 
 
 def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:

@@ -62,12 +62,23 @@ def random_ops(lowered: Lowered) -> list[str]:
     return sorted({str(i.target) for i in calls if draws(i.target, i.args, i.kwargs)})
 
 
+FORGOTTEN_EVAL = (
+    "its dropout is in training mode; if that is not meant, call .eval() of the module before torch.export.export"
+)
+
+
+def is_training(random: Sequence[str]) -> bool:
+    """Whether there is a dropout among operators that draw random numbers: in evaluation it draws none."""
+    return any("dropout" in name for name in random)
+
+
 def warn_of_random_ops(lowered: Lowered) -> None:
     """Log which of a model's operators draw random numbers: the same request has another answer each time."""
     if random := random_ops(lowered):
         fields = {"model": lowered.name, "operators": random}
+        hint = f"; {FORGOTTEN_EVAL}" if is_training(random) else ""
         _log.warning(
-            "the model draws random numbers; equal requests have different answers", extra={"fields": fields}
+            f"the model draws random numbers; equal requests have different answers{hint}", extra={"fields": fields}
         )
 
 

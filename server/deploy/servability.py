@@ -12,7 +12,7 @@ from cohabit.planner.sizing.fitting import plan_model, split_budget
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
 from cohabit.server.deploy.model import Model
-from cohabit.server.deploy.prepare import lowered_and_measured, open_backend
+from cohabit.server.deploy.prepare import lowered_and_measured, open_backend, random_ops
 from cohabit.server.engine.servable import describe
 from cohabit.server.errors import load_reason
 from cohabit.server.ipc.model import ModelInfo
@@ -65,6 +65,8 @@ class ServabilityReport(msgspec.Struct, frozen=True):
     interaction: str | None = None
     """How rows influence one another, in which case requests are neither padded nor batched."""
     memory: MemoryReport | None = None
+    random_ops: tuple[str, ...] = ()
+    """Operators with which the model draws random numbers."""
 
 
 def report(
@@ -100,6 +102,7 @@ def report(
         lowered.batches,
         lowered.interaction,
         memory,
+        tuple(random_ops(lowered)),
     )
 
 

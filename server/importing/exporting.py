@@ -6,7 +6,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,37 @@ _EXAMPLE_BATCH = 2
 """Above 1, because export would take 1 for a constant."""
 _LEAST_RANGE = 3
 """Export takes dimensions of 1 to 2 for different ones, even if they have one name."""
-_LEAST_TOKENS = 2
+_SEQUENCE = "sequence"
+_LEAST_TOKENS = (1, 2)
+"""Smallest dynamic sequence lengths, in the order in which they are tried: some models compute one token apart."""
+
+
+class OneLengthOnly(ImportFailed):
+    """The module does not have the dynamic sequence length that it was to be exported with."""
 
 
 def export(subject: Subject, max_batch: int) -> ExportedProgram:
-    """Export for batches of 1 to `max_batch`; 1 makes a fixed batch. Raises ImportFailed with torch's reason."""
+    """Export for batches of 1 to `max_batch`; 1 makes a fixed batch.
+
+    Raises ImportFailed with torch's reason.
+    """
     examples = subject.examples(min(_EXAMPLE_BATCH, max_batch), 0)
     try:
         inspect.signature(subject.module.forward).bind(**examples)
     except TypeError as error:
         names = ", ".join(inspect.signature(subject.module.forward).parameters)
         raise ImportFailed(f"the module takes ({names}), the inputs are {', '.join(examples)}: {error}") from error
+    for least in _LEAST_TOKENS[:-1] if subject.most_tokens > 1 else ():
+        with suppress(Exception):
+            return _exported(subject, examples, max_batch, least)
     try:
-        with _quiet(), torch.no_grad():
-            return torch.export.export(
-                subject.module, (), examples, dynamic_shapes=_dynamic_dims(subject, max_batch)
-            )
+        return _exported(subject, examples, max_batch, _LEAST_TOKENS[-1])
     except Exception as error:
+        if "specialized" in str(error) and f"({_SEQUENCE})" in str(error):
+            raise OneLengthOnly(
+                "torch.export takes the module at one sequence length only, because it has a loop over the tokens;"
+                " choose a length, to which clients pad, with --sequence-length N"
+            ) from error
         if "data-dependent" in str(error):
             raise ImportFailed(
                 "torch.export does not take the module, because what it computes depends on values, in"
@@ -46,6 +60,14 @@ def export(subject: Subject, max_batch: int) -> ExportedProgram:
             f"torch.export does not take the module: {reason_of(error)}. If it takes one batch size only, declare its"
             " inputs with it (--input NAME:TYPE:1,...); otherwise change the module, or export it in your own code"
         ) from error
+
+
+def _exported(
+    subject: Subject, examples: dict[str, torch.Tensor], max_batch: int, least_tokens: int
+) -> ExportedProgram:
+    dims = _dynamic_dims(subject, max_batch, least_tokens)
+    with _quiet(), torch.no_grad():
+        return torch.export.export(subject.module, (), examples, dynamic_shapes=dims)
 
 
 def _own_line(error: Exception) -> str:
@@ -78,13 +100,13 @@ def save(program: ExportedProgram, path: Path) -> None:
         raise ImportFailed(f"the archive cannot be written: {reason_of(error)}") from error
 
 
-def _dynamic_dims(subject: Subject, max_batch: int) -> dict[str, dict[int, Any]]:
+def _dynamic_dims(subject: Subject, max_batch: int, least_tokens: int) -> dict[str, dict[int, Any]]:
     """Return the dynamic dimensions of each input by position."""
     dims = {}
     if max_batch > 1:
         dims[0] = Dim("batch", min=1, max=max(max_batch, _LEAST_RANGE))
     if subject.most_tokens:
-        dims[1] = Dim("sequence", min=_LEAST_TOKENS, max=subject.most_tokens)
+        dims[1] = Dim(_SEQUENCE, min=least_tokens, max=subject.most_tokens)
     return {
         given.name: {p: dims[p] for p, dim in enumerate(given.dims) if dim < 0 and p in dims}
         for given in subject.inputs

@@ -101,6 +101,10 @@ def _unpickled(path: Path) -> Mapping[str, Any]:
             " save module.state_dict(), or convert it to safetensors where you trust it"
         ) from error
     except Exception as error:
+        if "TorchScript" in str(error):
+            raise ImportFailed(
+                f"{path.name} is a TorchScript file, not a state_dict; save module.state_dict() where it was made"
+            ) from error
         raise ImportFailed(f"{path.name} cannot be read: {reason_of(error)}") from error
     if not isinstance(loaded, Mapping):
         raise ImportFailed(f"{path.name} holds a {type(loaded).__name__}; save module.state_dict()")

@@ -1,55 +1,72 @@
 """Hugging Face models: a directory with config.json and safetensors becomes a module with known inputs."""
 
 import inspect
-import json
 import logging
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput
+from cohabit.server.importing.huggingface_inputs import (
+    ANY_LENGTH,
+    DECLARE,
+    IMAGES,
+    MASK,
+    Lengths,
+    inputs_of,
+    read_object,
+    tensors_of,
+)
 from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of, with_signature
 
 _CONFIG = "config.json"
-_IMAGES, _TOKENS, _MASK = "pixel_values", "input_ids", "attention_mask"
 _MOST_KEYS = 3
-_DECLARE = "declare every input with --input NAME:TYPE:DIMS"
-_TENSOR = re.compile(r"[^\[]*Tensor\b[^\[]*")
-_OPTIONAL = re.compile(
-    r"(en|de)coder_.*|.*(masks?|masked_pos|labels?|position_ids|positions|token_type_ids|inputs_embeds)|mems|noise"
-    r"|cache_position|logits_to_keep"
-)
-"""Tensor arguments of transformers' models that are for training and generation, or have a usual default."""
+_EXPERTS = "batched_mm"
+"""How experts are computed: with operators of aten alone, whichever tokens they get."""
+_TRIED_ROWS = (2, 3)
 
 
 class NamedOutputs(nn.Module):
-    """A model of transformers that takes the named inputs, and returns its tensors by name and nothing else."""
+    """A model of transformers that takes the named inputs, and returns its tensors by name and nothing else.
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    With `outputs` it returns these of them alone.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], outputs: Sequence[str] | None = None) -> None:
         super().__init__()
         self.model = model
-        self.forward = with_signature(partial(_named_tensors, model), names)
+        self.forward = with_signature(partial(_named_tensors, model, outputs), names)
 
 
-def _named_tensors(model: nn.Module, **inputs: torch.Tensor) -> Tensors:
+def _named_tensors(model: nn.Module, wanted: Sequence[str] | None, **inputs: torch.Tensor) -> Tensors:
     outputs = model(**inputs, return_dict=True)
-    return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+    return tensors if wanted is None else {name: tensors[name] for name in wanted}
 
 
 def is_folder(path: Path) -> bool:
     return (path / _CONFIG).is_file()
 
 
-def from_folder(folder: Path, inputs: Sequence[DeclaredInput], sequence_length: int | None) -> Subject:
-    """Load a model in float32, without code of the folder's own. Raises ImportFailed."""
+def from_folder(
+    folder: Path,
+    inputs: Sequence[DeclaredInput] = (),
+    lengths: Lengths = ANY_LENGTH,
+    architecture: str | None = None,
+    outputs: Sequence[str] = (),
+) -> Subject:
+    """Load a model in float32, without code of the folder's own. Raises ImportFailed.
+
+    `architecture` is a class of transformers, or of one part of the model, in place of the folder's own. `outputs` are
+    those to return; by default, all that have a row for each row of the inputs.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import transformers
@@ -60,35 +77,78 @@ def from_folder(folder: Path, inputs: Sequence[DeclaredInput], sequence_length: 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    written = _json(folder / _CONFIG)
-    config, model = _load(transformers, folder, written)
-    most = _positions(config, model)
-    left: list[str] = []
+    written = read_object(folder / _CONFIG)
+    model = _load(transformers, folder, written, architecture)
+    most, left, notes = 0, list[str](), list[str]()
     if not inputs:
-        inputs = _inputs(folder, config, model, sequence_length, most)
-        left = [name for name in _tensors_of(model) if name not in {given.name for given in inputs}]
+        taken = inputs_of(folder, model.config, model, lengths)
+        inputs, most, notes = taken.inputs, taken.most_tokens, list(taken.notes)
+        left = [name for name in tensors_of(model) if name not in {given.name for given in inputs}]
+    names = [given.name for given in inputs]
     try:
-        subject = declared(
-            NamedOutputs(model, [given.name for given in inputs]), inputs, 0 if sequence_length else most
-        )
+        subject = declared(NamedOutputs(model, names), inputs, most)
     except ImportFailed as error:
         if left:
-            raise ImportFailed(f"{error}. It also takes {', '.join(left)}; {_DECLARE}") from error
+            raise ImportFailed(f"{error}. It also takes {', '.join(left)}; {DECLARE}") from error
         raise
-    if _MASK in {given.name for given in inputs}:
+    if MASK in names:
         subject = _with_padding(subject)
-    images = tuple(given.name for given in inputs if given.name == _IMAGES and len(given.dims) == 4)
-    notes = [f"the model also takes {', '.join(left)}, which the entry does not; {_DECLARE}"] if left else []
-    notes += _notes(folder, written)
-    return replace(subject, classes=_classes(config, written), images=images, notes=tuple(notes))
+    kept, dropped = _outputs(folder, subject, outputs)
+    images = tuple(given.name for given in inputs if given.name == IMAGES and len(given.dims) == 4)
+    if dropped:
+        notes.append(f"not an output of the entry, because they have no row for each row: {', '.join(dropped)}")
+    if left:
+        notes.append(f"the model also takes {', '.join(left)}, which the entry does not; {DECLARE}")
+    return replace(
+        subject,
+        module=NamedOutputs(model, names, kept).eval(),
+        classes=_classes(model.config, written),
+        images=images,
+        notes=(*notes, *_notes(folder, written)),
+    )
 
 
-def _load(transformers: Any, folder: Path, written: dict[str, Any]) -> tuple[Any, nn.Module]:
+def _outputs(folder: Path, subject: Subject, asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the outputs of an entry, and those that are dropped. Raises ImportFailed for what is asked and not there.
+
+    Outputs of an entry have a row for each row of the inputs, and no other size that grows with these: the logits of
+    CLIP are of every image with every text.
+    """
+    with torch.no_grad():
+        few, more = (subject.module(**subject.examples(rows, 0)) for rows in _TRIED_ROWS)
+    fixed = all(given.dims[0] > 0 for given in subject.inputs)
+    rows = [
+        name
+        for name in few
+        if fixed
+        or (
+            (few[name].shape[:1], more[name].shape[:1]) == ((2,), (3,))
+            and few[name].shape[1:] == more[name].shape[1:]
+        )
+    ]
+    unknown = [name for name in asked if name not in few]
+    if unknown:
+        raise ImportFailed(f"{folder}: --outputs: the model has no output {unknown[0]}; it has {', '.join(few)}")
+    crossed = [name for name in asked if name not in rows]
+    if crossed:
+        raise ImportFailed(
+            f"{folder}: --outputs: {crossed[0]} has no row for each row of the inputs, but shape"
+            f" {list(more[crossed[0]].shape)} for {_TRIED_ROWS[1]}; compute it in the client"
+        )
+    if not rows:
+        raise ImportFailed(f"{folder}: no output has a row for each row of the inputs ({', '.join(few) or 'none'})")
+    return list(asked or rows), [] if asked else [name for name in few if name not in rows]
+
+
+def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str | None) -> Any:
+    """Load the folder's model, or the one that was asked for: another class, or a part of the folder's."""
     if written.get("quantization_config"):
         raise ImportFailed(f"{folder}: its weights are quantized, which is not supported; take the original ones")
     names = written.get("architectures") or []
+    whole = asked if asked is not None and _is_model(getattr(transformers, asked, None)) else None
+    names = [whole] if whole else names
     architecture: Any = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
-    if names and not (inspect.isclass(architecture) and issubclass(architecture, nn.Module)):
+    if names and not _is_model(architecture):
         own = "; its own code is never run" if "auto_map" in written else ""
         raise ImportFailed(
             f"{folder}: transformers {transformers.__version__} has no architecture {names[0]}{own}. Write a function"
@@ -98,7 +158,8 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any]) -> tuple[Any
     if not safe and not any(folder.glob("*.bin")):
         raise ImportFailed(f"{folder} has no weights: there is no *.safetensors in it")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        configuration = architecture.config_class if whole else transformers.AutoConfig
+        config = configuration.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config.use_cache = False
         model, info = architecture.from_pretrained(
             folder,
@@ -113,84 +174,50 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any]) -> tuple[Any
     except Exception as error:
         what = "" if safe else " (a pickle, of which tensors only are read)"
         raise ImportFailed(f"{folder}{what}: {reason_of(error)}") from error
-    if any(name.startswith("decoder_input_") for name in inspect.signature(model.forward).parameters):
-        raise ImportFailed(
-            f"{folder}: {type(model).__name__} is an encoder with a decoder, which is not supported; its encoder alone"
-            " can be imported as module:function, where the function returns model.get_encoder()"
-        )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - _MOST_KEYS} more" if len(missing) > _MOST_KEYS else ""
         raise ImportFailed(
             f"{folder}: its weights lack {', '.join(missing[:_MOST_KEYS])}{more} of {architecture.__name__}, and random"
             " ones would answer nonsense; set `architectures` of config.json to the class that was trained"
         )
-    return config, model
-
-
-def _positions(config: Any, model: nn.Module) -> int:
-    """Return the largest number of tokens; 0 where there is no limit. RoBERTa's begin after that of padding."""
-    most = int(getattr(config, "max_position_embeddings", 0) or 0)
-    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
-    padding = [t.padding_idx for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None]
-    return most - padding[0] - 1 if padding else most
-
-
-def _inputs(
-    folder: Path, config: Any, model: Any, sequence_length: int | None, most: int
-) -> tuple[DeclaredInput, ...]:
-    """Return the inputs of a text or image model. Raises ImportFailed for others."""
-    main = str(model.main_input_name)
-    if main == _IMAGES:
-        height, width = _image_size(folder, config)
-        channels = int(getattr(config, "num_channels", None) or 3)
-        return (DeclaredInput(main, "FP32", (-1, channels, height, width)),)
-    if main != _TOKENS:
+    model.set_experts_implementation(_EXPERTS)
+    if asked is not None and whole is None:
+        model = _part(folder, model, asked)
+    if any(name.startswith("decoder_input_") for name in inspect.signature(model.forward).parameters):
+        encoder = type(model.get_encoder()).__name__
         raise ImportFailed(
-            f"{folder}: the sizes of its input {main} are not known; declare it with --input {main}:FP32:-1,DIM,..."
+            f"{folder}: {type(model).__name__} is an encoder with a decoder, which is not supported; its encoder alone"
+            f" can be imported with --architecture {encoder}"
         )
-    if not isinstance(getattr(config, "vocab_size", None), int):
+    return model
+
+
+def _is_model(named: Any) -> bool:
+    return inspect.isclass(named) and issubclass(named, nn.Module)
+
+
+def _is_part(module: nn.Module) -> bool:
+    """Whether a part of a model is one by itself: transformers' own base class says what it takes."""
+    return hasattr(module, "main_input_name") and hasattr(module, "config")
+
+
+def _part(folder: Path, model: Any, asked: str) -> nn.Module:
+    """Return the part of a model that is of a class: the encoder, where its decoder is of the same one.
+
+    Raises ImportFailed unless there is one.
+    """
+    parts: list[nn.Module] = [part for part in model.modules() if part is not model and _is_part(part)]
+    found = [part for part in parts if type(part).__name__ == asked]
+    if len(found) > 1 and hasattr(model, "get_encoder"):
+        found = [part for part in found if part is model.get_encoder()] or found
+    if len(found) != 1:
+        there = ", ".join(dict.fromkeys(type(part).__name__ for part in parts)) or "none"
         raise ImportFailed(
-            f"{folder}: the range of its input {main} is not known, because {type(config).__name__} has no vocab_size;"
-            f" {_DECLARE} ({', '.join(_tensors_of(model))})"
+            f"{folder}: --architecture: transformers has no {asked}, and {type(model).__name__} has"
+            f" {len(found) or 'no'} parts of that class; its parts are: {there}"
         )
-    if sequence_length is None and not most:
-        raise ImportFailed(
-            f"{folder}: the model has no largest sequence length, for which memory could be planned; choose a fixed"
-            " length, to which clients pad, with --sequence-length N"
-        )
-    if sequence_length is not None and most and sequence_length > most:
-        raise ImportFailed(f"{folder}: --sequence-length is {sequence_length}, the model has {most} positions")
-    dims = (-1, -1 if sequence_length is None else sequence_length)
-    taken = inspect.signature(model.forward).parameters
-    types = int(getattr(config, "type_vocab_size", 0) or 0)
-    bounds = {main: int(config.vocab_size), _MASK: 2, **({"token_type_ids": types} if types > 1 else {})}
-    return tuple(DeclaredInput(name, "INT64", dims, bound) for name, bound in bounds.items() if name in taken)
-
-
-def _tensors_of(model: nn.Module) -> list[str]:
-    """Return the names of the tensors that a model is given to infer, except for those with a usual default."""
-    taken = inspect.signature(model.forward).parameters
-    types = {name: get_args(given.annotation) or (given.annotation,) for name, given in taken.items()}
-    tensors = [name for name, kinds in types.items() if any(_TENSOR.fullmatch(str(kind)) for kind in kinds)]
-    return [name for name in tensors if not _OPTIONAL.fullmatch(name)]
-
-
-def _image_size(folder: Path, config: Any) -> tuple[int, int]:
-    """Return the height and width of images: the model's, or else those that its preprocessor makes."""
-    size = getattr(config, "image_size", None)
-    if size is None:
-        preprocessor = folder / "preprocessor_config.json"
-        made = _json(preprocessor) if preprocessor.is_file() else {}
-        size = made.get("crop_size") or made.get("size")
-    if isinstance(size, dict):
-        size = [size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))]
-    height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
-    if not isinstance(height, int) or not isinstance(width, int):
-        raise ImportFailed(
-            f"{folder}: the size of its images is not known; declare it with"
-            " --input pixel_values:FP32:-1,3,HEIGHT,WIDTH"
-        )
-    return height, width
+    (part,) = found
+    return part
 
 
 def _with_padding(subject: Subject) -> Subject:
@@ -198,9 +225,9 @@ def _with_padding(subject: Subject) -> Subject:
 
     def examples(batch: int, seed: int) -> Tensors:
         inputs = subject.examples(batch, seed)
-        count, length = inputs[_MASK].shape
+        count, length = inputs[MASK].shape
         padding = torch.arange(count) % (length // 2 + 1)
-        inputs[_MASK] = (torch.arange(length) < (length - padding)[:, None]).to(inputs[_MASK].dtype)
+        inputs[MASK] = (torch.arange(length) < (length - padding)[:, None]).to(inputs[MASK].dtype)
         return inputs
 
     return replace(subject, examples=examples)
@@ -223,13 +250,3 @@ def _notes(folder: Path, written: dict[str, Any]) -> tuple[str, ...]:
             f"weights are stored as {stored} and computed in float32; the parameter `precision` of config.pbtxt chooses"
         )
     return tuple(notes)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ImportFailed(f"{path} cannot be read: {error}") from error
-    if not isinstance(read, dict):
-        raise ImportFailed(f"{path} is not a JSON object")
-    return read

@@ -1,5 +1,6 @@
 """A module to import, with its inputs and examples of them."""
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,14 @@ class Subject:
         with torch.no_grad():
             outputs = self.module(**inputs)
         return [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+    def float64_answer(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """Return the outputs of a copy of the module in float64; None if it does not run in that."""
+        wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+        try:
+            return replace(self, module=copy.deepcopy(self.module).double()).answer(wide)
+        except Exception:  # it may make tensors of a type of its own, or not be copied
+            return None
 
 
 class ByPosition(nn.Module):
@@ -142,9 +151,14 @@ def reason_of(error: BaseException) -> str:
     return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
 
 
+ONE_TOKEN = -1
+"""The seed of examples with one token, where the sequence length is dynamic."""
+
+
 def _random_inputs(inputs: Sequence[DeclaredInput], most_tokens: int, batch: int, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     length = most_tokens if seed % 2 else min(16 + seed, most_tokens)  # the longest, and shorter ones
+    length = 1 if seed == ONE_TOKEN else length
     return {given.name: _random(given, batch, length, generator) for given in inputs}
 
 

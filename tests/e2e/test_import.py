@@ -115,7 +115,7 @@ def close(found: np.ndarray, expected: torch.Tensor) -> bool:
     return bool(np.abs(found - expected.numpy()).max() <= TOLERANCE * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, TOKENS), (3, TOKENS), (8, 13), (2, 5)])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, TOKENS), (3, TOKENS), (8, 13), (2, 5), (2, 1)])
 def test_a_text_model_answers_as_transformers_does(server: Process, folder: Path, rows: int, tokens: int) -> None:
     draws = torch.Generator().manual_seed(rows)
     inputs = {

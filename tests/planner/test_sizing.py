@@ -9,6 +9,7 @@ from msgspec import structs
 
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import SwapIn
@@ -87,6 +88,28 @@ def test_a_refusal_names_the_op_with_the_largest_parameters_and_the_one_with_the
     ) as refusal:
         deploy([demand], 10 * PAGE)
     assert refusal.value.least_bytes == 11 * PAGE
+
+
+def test_a_refusal_names_the_op_whose_scratch_makes_the_peak() -> None:
+    """op1 has two pages of scratch. Its output lies above them, so that op2 uses the highest page, too, with half as
+    many bytes alive."""
+    even = chain([PAGE, PAGE, 3 * PAGE])
+    first, second, third = even.ops
+    graph = structs.replace(even, ops=(first, structs.replace(second, scratch_bytes=2 * PAGE), third))
+    demand = ModelDemand("scratch", {Bucket(1): graph}, {Bucket(1): profile_of(graph)}, 1.0)
+    with pytest.raises(InfeasibleBudget) as refusal:
+        deploy([demand], 5 * PAGE)
+    assert refusal.value.op == "op2 (12.0 KiB of parameters), above the activations of op1 (16.0 KiB),"
+    with pytest.raises(InfeasibleBudget) as refusal:  # all parameters are in the partition
+        Footprint.of(graph).require(5 * PAGE, 3 * PAGE)
+    assert refusal.value.op == "op1"
+
+
+@pytest.mark.parametrize("layout", ["partitioned", "resident", "lru"])
+def test_a_refusal_has_the_memory_that_was_given(layout: LayoutName) -> None:
+    """Plans take whole pages; a smaller budget is not said to be 0 bytes."""
+    with pytest.raises(InfeasibleBudget, match=r"the budget is 1\.0 KiB \(1024 bytes\)"):
+        divide(MODELS, 1024, layout)
 
 
 def test_more_memory_is_no_slower() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cohabit.runtime.errors import ArchiveError
 from cohabit.runtime.lowering import archive
@@ -92,6 +93,23 @@ def test_a_flipped_bit_in_a_weight_is_found(good: Path) -> None:
         raw.write(bytes([byte[0] ^ 1]))
     with pytest.raises(ArchiveError, match="weight_0 is damaged"):
         read(damaged)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_files_of_other_kinds_are_called_by_them(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(4, 2)
+    torch.jit.save(torch.jit.trace(layer, torch.zeros(1, 4)), tmp_path / "script.pt")
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    torch.save(layer.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file(layer.state_dict(), tmp_path / "state.safetensors")
+    for name, kind in (
+        ("script.pt", "is a TorchScript file"),
+        ("state.pt", "is a state_dict or another pickle"),
+        ("old.pt", "is a state_dict or another pickle"),
+        ("state.safetensors", "is a safetensors file"),
+    ):
+        with pytest.raises(ArchiveError, match=f"{name} {kind}"):
+            read(tmp_path / name)
 
 
 def test_pickled_weights_are_refused(good: Path) -> None:

@@ -1,5 +1,6 @@
 """Models with dynamic dimensions beside the batch: every request's own shape runs in the program of a bucket."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,8 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.errors import UnsupportedModel
-from cohabit.runtime.lowering.lower import Lowered, cached, lower
+from cohabit.runtime.lowering.exported import from_program
+from cohabit.runtime.lowering.lower import MOST_BUCKETS, Lowered, _buckets, cached, lower
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.options import DEFAULTS, Options
 from cohabit.runtime.profiling.profile import resident_plan
@@ -334,6 +336,11 @@ def test_derived_sizes_are_known_for_every_size(lowered_cases: Callable[[str, bo
     ("dims", "buckets", "reason"),
     [
         ({0: BATCH, 1: Dim("length", min=2)}, (), "was exported without a largest size"),
+        (
+            {0: BATCH, 1: Dim("length", min=2)},
+            (),
+            "the model's own parameter cohabit.shape_buckets of config.pbtxt",
+        ),
         ({0: BATCH, 1: Dim("length", min=32, max=64)}, (16,), "is 32 or larger"),
         ({0: BATCH, 1: LENGTH}, tuple(range(2, 60)), "are 118 combinations to plan, the limit is 64"),
     ],
@@ -347,6 +354,24 @@ def test_buckets_that_cannot_be_are_refused_with_the_way_out(
         lower(tmp_path / "model.pt2", "refused", [1, 2], tmp_path / "cache", shape_buckets=buckets)
     assert "dimension 1 of input x" in str(refused.value)
     assert "--shape-buckets" in str(refused.value)
+
+
+def test_three_dynamic_dimensions_have_as_many_buckets_as_the_limit_allows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dims = {0: BATCH} | {axis: Dim(f"size{axis}", min=1, max=64) for axis in (1, 2, 3)}
+    program = torch.export.export(
+        Doubling(), (), kwargs={"x": torch.randn(3, 40, 41, 42)}, dynamic_shapes={"x": dims}
+    )
+    model = from_program("three", program)
+    with caplog.at_level(logging.WARNING):
+        buckets = _buckets(model, [1, 2], ())
+    assert len(buckets) <= MOST_BUCKETS
+    assert all(d.buckets[0] == 1 and d.buckets[-1] == 64 for d in model.dynamic.dimensions)
+    assert len(buckets) > MOST_BUCKETS / 2
+    assert "fewer sizes of dynamic dimensions are planned than usual" in caplog.text
+    with pytest.raises(UnsupportedModel, match="combinations to plan, the limit is 64"):
+        _buckets(from_program("three", program), [1], (1, 16, 32, 48, 64))
 
 
 class Framed(nn.Module):

@@ -113,6 +113,27 @@ def test_a_program_that_cannot_be_served_says_why(tmp_path: Path, capsys: pytest
     assert "return it as an output instead" in shown
 
 
+@pytest.mark.parametrize(
+    ("layer", "status", "said"),
+    [
+        (nn.BatchNorm1d(4), 1, "it was exported in training mode: batch_norm takes the mean of each batch"),
+        (nn.Dropout(0.5), 0, "numbers are drawn by aten.dropout.default; its dropout is in training mode"),
+    ],
+)
+def test_a_forgotten_eval_is_said(
+    layer: nn.Module, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), layer).train()
+    program = torch.export.export(module, (torch.ones(3, 4),), dynamic_shapes=({0: Dim("batch", max=4)},))
+    save_model(program, tmp_path / "trained" / "1" / "model.pt2", {})
+    assert (
+        main(["check", str(tmp_path / "trained"), "--threads", "1", "--cache", str(tmp_path / "cache")]) == status
+    )
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert "call .eval() of the module before torch.export.export" in shown
+
+
 def test_every_refused_field_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder / "refused"
     (model / "1").mkdir(parents=True)

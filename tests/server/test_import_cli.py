@@ -11,24 +11,39 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
 from transformers import (
+    ASTConfig,
+    ASTModel,
     BertForSequenceClassification,
     BertModel,
     CanineConfig,
     CanineModel,
     CLIPConfig,
     CLIPModel,
+    InformerConfig,
+    InformerForPrediction,
     LayoutLMModel,
+    MambaConfig,
+    MambaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PatchTSTConfig,
+    PatchTSTModel,
     RobertaModel,
     T5Config,
     T5EncoderModel,
     T5Model,
     ViltConfig,
     ViltModel,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from cohabit.server.cli import main
 from cohabit.server.importing import huggingface
 from cohabit.server.importing.exporting import export
+from cohabit.server.importing.huggingface_inputs import Lengths
 
 
 class Doubling(nn.Module):
@@ -253,7 +268,9 @@ def test_a_folder_that_cannot_be_imported_says_why(refused: Any) -> None:
     T5Model(T5Config(vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=1)).save_pretrained("t5")
     said = refused("t5")
     assert "T5Model is an encoder with a decoder, which is not supported; its encoder alone" in said
-    assert "generates" not in said
+    assert said.endswith("--architecture T5Stack"), "the way out"
+    subject = huggingface.from_folder(Path("t5"), architecture="T5Stack")
+    assert [given.name for given in subject.inputs] == ["input_ids", "attention_mask"]
 
 
 def test_inputs_that_are_not_known_lead_to_their_declaration(refused: Any) -> None:
@@ -262,12 +279,16 @@ def test_inputs_that_are_not_known_lead_to_their_declaration(refused: Any) -> No
     said = refused("canine")
     assert "the range of its input input_ids is not known, because CanineConfig has no vocab_size" in said
     assert said.endswith("declare every input with --input NAME:TYPE:DIMS (input_ids)")
-    towers = {"text_config": {"vocab_size": 20, **sizes}, "vision_config": {"image_size": 32, **sizes}}
-    CLIPModel(CLIPConfig(**towers)).save_pretrained("clip")
-    assert refused("clip").endswith("declare every input with --input NAME:TYPE:DIMS (input_ids, pixel_values)")
     ViltModel(ViltConfig(vocab_size=20, image_size=32, **sizes)).save_pretrained("vilt")
-    said = refused("vilt")
-    assert "It also takes pixel_values, image_embeds; declare every input with --input" in said
+    assert "what it computes depends on values, in" in refused("vilt")  # it selects the pixels' patches by a mask
+    series = InformerConfig(
+        prediction_length=4, context_length=8, lags_sequence=[1], num_time_features=2, d_model=8
+    )
+    InformerForPrediction(series).save_pretrained("informer")
+    said = refused("informer")
+    assert (
+        "InformerForPrediction also needs past_time_features, past_observed_mask, whose sizes are not known" in said
+    )
 
 
 def test_an_encoder_of_a_model_with_a_decoder_is_taken(tmp_path: Path) -> None:
@@ -275,7 +296,7 @@ def test_an_encoder_of_a_model_with_a_decoder_is_taken(tmp_path: Path) -> None:
     T5EncoderModel(T5Config(**sizes)).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"is_encoder_decoder": True}))
-    subject = huggingface.from_folder(tmp_path, (), 4)
+    subject = huggingface.from_folder(tmp_path, (), Lengths(fixed=4))
     assert [given.name for given in subject.inputs] == ["input_ids", "attention_mask"]
     assert subject.notes == ()
 
@@ -283,13 +304,13 @@ def test_an_encoder_of_a_model_with_a_decoder_is_taken(tmp_path: Path) -> None:
 def test_tensors_of_a_model_that_are_not_served_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny("layout", LayoutLMModel)
-    (note,) = huggingface.from_folder(Path("layout"), (), None).notes
+    (note,) = huggingface.from_folder(Path("layout")).notes
     assert note == (
         "the model also takes bbox, which the entry does not; declare every input with --input NAME:TYPE:DIMS"
     )
     for model in (BertModel, RobertaModel, BertForSequenceClassification):
         tiny(model.__name__, model)
-        assert huggingface.from_folder(Path(model.__name__), (), None).notes == ()
+        assert huggingface.from_folder(Path(model.__name__)).notes == ()
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
@@ -382,12 +403,150 @@ def test_tied_weights_are_in_safetensors_once(
     assert (tmp_path / "models" / "other" / "1" / "model.pt2").is_file()
 
 
-def test_a_text_model_without_a_largest_length_needs_a_fixed_one(
-    refused: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_text_model_without_a_largest_length_has_its_tokenizers_or_a_usual_one(
+    tmp_path: Path, refused: Any
 ) -> None:
+    T5EncoderModel(T5Config(vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=1)).save_pretrained("t5")
+    subject = huggingface.from_folder(Path("t5"))
+    assert subject.most_tokens == 512
+    assert "512 tokens are the most, because nothing in the folder says more" in subject.notes[0]
+    assert huggingface.from_folder(Path("t5"), (), Lengths(most=40)).most_tokens == 40
+    Path("t5/tokenizer_config.json").write_text(json.dumps({"model_max_length": 64}))
+    assert huggingface.from_folder(Path("t5")).most_tokens == 64
+    Path("t5/tokenizer_config.json").write_text(json.dumps({"model_max_length": 10**30}))
+    assert huggingface.from_folder(Path("t5")).most_tokens == 512
     tiny("bert")
-    monkeypatch.setattr(huggingface, "_positions", lambda *_: 0)
-    assert "the model has no largest sequence length" in refused("bert")
+    assert "--max-sequence-length is 17, the model has 16" in refused("bert", "--max-sequence-length", "17")
+    both = ("--max-sequence-length", "8", "--sequence-length", "8")
+    assert "contradict one another" in refused("bert", *both, status=2)
+
+
+def clip(folder: str) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 12}
+    text, vision = (
+        {"vocab_size": 20, "projection_dim": 4, **tokens, **sizes},
+        {"image_size": 16, "patch_size": 8, **sizes},
+    )
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=4)).save_pretrained(folder)
+
+
+def test_parts_of_a_configuration_say_what_a_model_of_two_towers_takes(refused: Any) -> None:
+    clip("clip")
+    subject = huggingface.from_folder(Path("clip"))
+    assert {given.name: given.dims for given in subject.inputs} == {
+        "input_ids": (-1, -1), "attention_mask": (-1, -1), "pixel_values": (-1, 3, 16, 16)
+    }  # fmt: skip
+    assert subject.most_tokens == 12
+    assert list(subject.module(**subject.examples(2, 0))) == ["text_embeds", "image_embeds"]
+    assert subject.notes[0].endswith("no row for each row: logits_per_image, logits_per_text")
+    chosen = huggingface.from_folder(Path("clip"), outputs=("image_embeds",))
+    assert list(chosen.module(**chosen.examples(2, 0))) == ["image_embeds"]
+    assert chosen.notes == ()
+    assert "the model has no output logits; it has logits_per_image" in refused("clip", "--outputs", "logits")
+    said = refused("clip", "--outputs", "logits_per_text")
+    assert "logits_per_text has no row for each row of the inputs, but shape [3, 3] for 3" in said
+
+
+def test_a_tower_is_imported_by_its_architecture(refused: Any) -> None:
+    clip("clip")
+    texts = huggingface.from_folder(Path("clip"), architecture="CLIPTextModelWithProjection")
+    assert [given.name for given in texts.inputs] == ["input_ids", "attention_mask"]
+    assert "text_embeds" in texts.module(**texts.examples(2, 0))
+    assert "transformers has no Tower, and CLIPModel has no parts of that" in refused(
+        "clip", "--architecture", "Tower"
+    )
+    assert "--architecture is for Hugging Face models" in refused(
+        f"{HERE}:linear", *X, "--architecture", "Tower", status=2
+    )
+    sizes = {"d_model": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 10}
+    frames = {
+        "max_source_positions": 6,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "vocab_size": 20,
+        "pad_token_id": 0,
+    }
+    WhisperForConditionalGeneration(WhisperConfig(**sizes, **frames)).save_pretrained("whisper")
+    assert refused("whisper").endswith("imported with --architecture WhisperEncoder")
+    (given,) = huggingface.from_folder(Path("whisper"), architecture="WhisperEncoder").inputs
+    assert (given.name, given.dims) == ("input_features", (-1, 10, 12))
+
+
+def test_spectrograms_waveforms_and_series_have_the_sizes_of_the_folder(refused: Any) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    ASTModel(ASTConfig(max_length=32, num_mel_bins=16, **sizes)).save_pretrained("ast")
+    waves = {"conv_dim": [8], "conv_stride": [5], "conv_kernel": [10], "num_conv_pos_embeddings": 4}
+    Wav2Vec2Model(Wav2Vec2Config(num_conv_pos_embedding_groups=2, **waves, **sizes)).save_pretrained("wave")
+    Path("wave/preprocessor_config.json").write_text(json.dumps({"sampling_rate": 100}))
+    series = {"num_input_channels": 3, "context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8}
+    PatchTSTModel(PatchTSTConfig(num_hidden_layers=1, num_attention_heads=2, **series)).save_pretrained("series")
+    found = {name: huggingface.from_folder(Path(name)) for name in ("ast", "wave", "series")}
+    assert {name: subject.inputs[0].dims for name, subject in found.items()} == {
+        "ast": (-1, 32, 16), "wave": (-1, 1000), "series": (-1, 16, 3)
+    }  # fmt: skip
+    assert "waveforms have 1000 samples, which are 10 s at 100 Hz" in found["wave"].notes[0]
+    assert huggingface.from_folder(Path("wave"), (), Lengths(fixed=400)).inputs[0].dims == (-1, 400)
+
+
+def test_experts_are_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
+    config = MixtralConfig(
+        vocab_size=20, num_hidden_layers=1, num_local_experts=3, max_position_embeddings=8, **sizes
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "experts")
+    flags = ("--repository", str(tmp_path / "models"), "--cache", str(tmp_path / "cache"), "--max-batch", "2")
+    assert "largest difference from eager PyTorch" in imported(capsys, str(tmp_path / "experts"), *flags)
+
+
+def test_a_model_that_loops_over_tokens_is_imported_at_one_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    MambaModel(MambaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, state_size=2)).save_pretrained(
+        "mamba"
+    )
+    said = imported(capsys, "mamba", "--max-sequence-length", "3", "--max-batch", "2")
+    assert "exported for sequences of 3 tokens only, because it has a loop over them" in said
+
+
+class IllConditioned(nn.Module):
+    """Eager PyTorch loses digits, which its exported program has; with `error`, that is wrong as well."""
+
+    def __init__(self, error: float) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.error if torch.compiler.is_exporting() else (x + 1e4) - 1e4
+
+
+def ill_conditioned() -> nn.Module:
+    return IllConditioned(0.0)
+
+
+def ill_conditioned_and_wrong() -> nn.Module:
+    return IllConditioned(0.03)
+
+
+def test_rounding_is_told_from_error_by_float64(
+    refused: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(f"{HERE}:ill_conditioned_and_wrong", *X)
+    assert "differs from eager PyTorch's by 0.0" in said
+    assert "from float64 it differs by 0.0" in said
+    assert said.endswith("the limit is 1e-04 (--tolerance). Nothing was written")
+    assert "so that is rounding" in imported(capsys, f"{HERE}:ill_conditioned", *X)
+    name = ("--name", "tolerated")
+    said = imported(capsys, f"{HERE}:ill_conditioned_and_wrong", *X, *name, "--tolerance", "0.1")
+    assert "largest difference from eager PyTorch" in said
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_called_so(refused: Any) -> None:
+    torch.jit.save(torch.jit.trace(linear(), torch.zeros(1, 4)), "script.pt")
+    assert "script.pt is a TorchScript file, which is not supported" in refused("script.pt", status=2)
+    assert "script.pt is a TorchScript file, not a state_dict" in refused("script.pt", *LINEAR)
 
 
 def test_pickled_weights_of_tensors_alone_are_taken(
@@ -403,11 +562,11 @@ def test_pickled_weights_of_tensors_alone_are_taken(
 def test_text_models_are_exported_with_a_dynamic_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny("bert")
-    subject = huggingface.from_folder(Path("bert"), (), None)
+    subject = huggingface.from_folder(Path("bert"))
     program = export(subject, 8)
     names = program.graph_signature.user_inputs
     shapes = {str(tuple(n.meta["val"].shape)) for n in program.graph.nodes if n.name in names}
     assert len(names) == 3
     assert len(shapes) == 1, "the inputs have one batch and one length"
-    assert sorted((int(r.lower), int(r.upper)) for r in program.range_constraints.values()) == [(1, 8), (2, 16)]
+    assert sorted((int(r.lower), int(r.upper)) for r in program.range_constraints.values()) == [(1, 8), (1, 16)]
     assert [answer.shape for answer in subject.answer(subject.examples(3, 1))] == [(3, 16, 8), (3, 8)]
