@@ -84,22 +84,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def jobs(nets: Sequence[str], shares: Sequence[float], contestants: Sequence[str] | None) -> Iterator[Key]:
-    """What to measure, in order: the whole of memory, then torch's ways and searchers, baselines, other shares."""
-    groups = [(1.0, ("best",)), (0.6, (*TORCH, *SEARCHERS)), (0.6, BASELINES)]
-    groups += [(share, EVERYWHERE) for share in shares if share != 0.6]
+    """What to measure, in order: the whole of memory and 60 %; best elsewhere; baselines; the others elsewhere."""
     if contestants:
         groups = [(1.0, ("best",)), *((share, tuple(contestants)) for share in shares)]
+    else:
+        others = [share for share in shares if share != 0.6]
+        groups = [(1.0, ("best",)), (0.6, (*TORCH, *SEARCHERS))] if 0.6 in shares else [(1.0, ("best",))]
+        groups += [(share, EVERYWHERE[:1]) for share in others]
+        groups += [(0.6, (name,)) for name in BASELINES] if 0.6 in shares else []
+        groups += [(share, EVERYWHERE[1:]) for share in others]
     for share, names in groups:
-        if share == 1.0 or share in shares:
-            for net in nets:
+        for net in nets:
+            if share == 1.0 or len(names) > 1:
                 yield net, 1.0, RESIDENT
-                yield from ((net, share, name) for name in names)
+            yield from ((net, share, name) for name in names)
 
 
-def measured(net: str, share: float, contestant: str, cells: Cells, arguments: argparse.Namespace) -> dict[str, Any]:
+def measured(
+    net: str, share: float, contestant: str, cells: Cells, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Run one cell. For torch's compiler, the most of its settings at which it is not killed."""
     if contestant == "activation_budget":
-        for setting in (share, share / 2):
+        for setting in (share, share / 2, 0.0):
             cell = _measured(net, share, contestant, cells, arguments, ["--setting", str(setting)])
             if "step_s" in cell:
                 return {**cell, "setting": setting}
@@ -157,10 +163,16 @@ def tables_of(cells: Cells, share: float) -> Iterator[str]:
     nets = known_nets(cells)
     found = [c for c in contestants() if any(f"{net} {share:g} {c}" in cells for net in nets)]
     for title, cell_of in (
-        ("Throughput over eager without a limit; in the last column, the geometric mean of the nets it trains", _speed),
+        (
+            "Throughput over eager without a limit; in the last column, the geometric mean of the nets it trains",
+            _speed,
+        ),
         ("Peak above base, over the budget", lambda cell: f"{cell['peak_over_budget']:.2f}"),
         ("Bytes that a step copies to and from the file, MiB", _swapped),
-        ("Predicted over measured time of a step", _predicted),
+        (
+            "Predicted over measured time of a step: by the first plan / by the plan after its first steps",
+            _predicted,
+        ),
     ):
         rows = []
         for name in found:
@@ -174,7 +186,9 @@ def tables_of(cells: Cells, share: float) -> Iterator[str]:
         yield f"{title}:\n"
         yield markdown_table(header, rows)
     yield "The losses of all steps have the bits of eager's:\n"
-    yield markdown_table(["", *nets], [[NAMES.get(n, n), *(_same(cells, net, share, n) for net in nets)] for n in found])
+    yield markdown_table(
+        ["", *nets], [[NAMES.get(n, n), *(_same(cells, net, share, n) for net in nets)] for n in found]
+    )
 
 
 def papers(cells: Cells) -> Iterator[str]:
@@ -242,7 +256,9 @@ def _swapped(cell: Mapping[str, Any]) -> str:
 
 
 def _predicted(cell: Mapping[str, Any]) -> str:
-    return f"{cell['predicted_s'] / cell['step_s']:.2f}" if "predicted_s" in cell else "-"
+    if "predicted_s" not in cell:
+        return "-"
+    return f"{cell['first_predicted_s'] / cell['step_s']:.2f} / {cell['predicted_s'] / cell['step_s']:.2f}"
 
 
 def _same(cells: Cells, net: str, share: float, name: str) -> str:
@@ -260,7 +276,7 @@ what the process takes, but for tensors, after a first step without the limit; p
 momentum. {steps} steps are measured after two others, by their median. Plans are searched for {seconds:g} s and store in
 a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache. Eager without a limit is measured again
 before each group of cells, with the same settings of the C library's heap. `activation_memory_budget` was tried with the
-share and with half of it, on the backend `aot_eager_decomp_partition`.
+share, half of it and 0, on the backend `aot_eager_decomp_partition`.
 """
 HOME = """Theirs: at most 1 %, 0.5 % on average, on an RTX 2080Ti. Ours, executed on a shared CPU; the spread is the slowest
 step minus the fastest, over the median.

@@ -201,9 +201,7 @@ class UNet(Blocks):
         self.down = nn.ModuleList(
             nn.Sequential(_conv(i, o, 3), _conv(o, o, 3)) for i, o in zip([3, *widths], widths, strict=False)
         )
-        self.up = nn.ModuleList(
-            nn.Sequential(_conv(3 * o, o, 3), _conv(o, o, 3)) for o in reversed(widths[:-1])
-        )
+        self.up = nn.ModuleList(nn.Sequential(_conv(3 * o, o, 3), _conv(o, o, 3)) for o in reversed(widths[:-1]))
         self.head = nn.Conv2d(width, 10, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,11 +229,11 @@ def _tokens(batch: int, length: int, words: int, targets: tuple[int, ...]) -> Se
 
 
 NETS = {
-    "wide_resnet": Net(lambda: WideResNet(2, 2), lambda: _images(224, 32)),
-    "inception": Net(lambda: Inception(24, 6), lambda: _images(36, 64)),
-    "lstm": Net(lambda: Lstm(192, 2, 24, 1000), lambda: _tokens(1024, 24, 1000, (1024,))),
-    "gpt": Net(lambda: Gpt(192, 6, 128, 1000), lambda: _tokens(40, 128, 1000, (5120,))),
-    "unet": Net(lambda: UNet(12, 4), lambda: _images(12, 192, (192, 192))),
+    "wide_resnet": Net(lambda: WideResNet(2, 2), lambda: _images(152, 32)),
+    "inception": Net(lambda: Inception(24, 6), lambda: _images(24, 64)),
+    "lstm": Net(lambda: Lstm(192, 2, 24, 1000), lambda: _tokens(672, 24, 1000, (672,))),
+    "gpt": Net(lambda: Gpt(192, 6, 128, 1000), lambda: _tokens(26, 128, 1000, (3328,))),
+    "unet": Net(lambda: UNet(12, 4), lambda: _images(8, 192, (192, 192))),
 }
 TINY = {
     "wide_resnet": Net(lambda: WideResNet(2, 1), lambda: _images(64, 32)),
