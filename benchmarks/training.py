@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -270,22 +269,22 @@ def _same(cells: Cells, net: str, share: float, name: str) -> str:
     return "yes" if all(a == b for a, b in pairs) else f"within {max(abs(a / b - 1) for a, b in pairs):.0e}"
 
 
-ABOUT = """**Executed.** Each cell is a process with one thread in a memory cgroup of its base and a share of the step's
-peak, without swap. *Peak* is the most that the captured step needs if nothing leaves memory, by the graph. *Base* is
-what the process takes, but for tensors, after a first step without the limit; page cache does not count. SGD with
-momentum. {steps} steps are measured after two others, by their median. Plans are searched for {seconds:g} s and store in
-a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache. Eager without a limit is measured again
-before each group of cells, with the same settings of the C library's heap. `activation_memory_budget` was tried with the
-share, half of it and 0, on the backend `aot_eager_decomp_partition`.
+ABOUT = """**Executed.** Each cell is a process with one thread in a memory cgroup of its base, a share of the step's
+peak, and 16 MiB, without swap. *Peak* is the most that the captured step needs if nothing leaves memory, by the graph.
+*Base* is what the process takes, but for tensors, after a first step without the limit; page cache does not count. SGD
+with momentum. {steps} steps are measured after two others, by their median. Plans are searched for {seconds:g} s and
+store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache. Eager without a limit is
+measured before each group of cells, with the same settings of the C library's heap.
+`activation_memory_budget` was tried with the share, half of it and 0, on the backend `aot_eager_decomp_partition`.
 """
-HOME = """Theirs: at most 1 %, 0.5 % on average, on an RTX 2080Ti. Ours, executed on a shared CPU; the spread is the slowest
-step minus the fastest, over the median.
+HOME = """Theirs: at most 1 %, 0.5 % on average, on an RTX 2080Ti. Ours, executed on a shared CPU, by the plan of
+`particle_swarm`; the spread is the slowest step minus the fastest, over the median.
 """
-TENSILE = """MSR is the share of eager's measured peak that is saved, EOR the step's time over eager's, CBR their ratio. Theirs
-for TENSILE on an RTX A6000: MSR 0.267 to 0.515, EOR 1.17 to 1.65, CBR 0.16 to 0.44 (Table I, five convolutional networks).
-All have the same budget here; TENSILE itself saves as much as it can.
+TENSILE = """MSR is the share of eager's measured peak that is saved, EOR the step's time over eager's, CBR their ratio.
+Theirs for TENSILE on an RTX A6000: MSR 0.267 to 0.515, EOR 1.17 to 1.65, CBR 0.16 to 0.44 (Table I, five convolutional
+networks). All have the same budget here; TENSILE itself saves as much as it can.
 """
-BEAUMONT = """Theirs is simulated from profiles on a V100 with a link of 12 GB/s and less. Here both plans are executed.
+BEAUMONT = """Theirs is simulated from profiles on a V100, with links of 12.5 GB/s and faster. Here both are executed.
 """
 
 

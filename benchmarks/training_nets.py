@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -52,7 +53,7 @@ class WideResNet(Blocks):
         super().__init__()
         channels = [16, 16 * width, 32 * width, 64 * width]
         blocks: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False)]
-        for before, after in zip(channels, channels[1:], strict=False):
+        for before, after in pairwise(channels):
             stride = 1 if before == 16 else 2
             blocks += [Residual(before if n == 0 else after, after, stride if n == 0 else 1) for n in range(depth)]
         self.blocks = nn.ModuleList(blocks)
@@ -104,19 +105,19 @@ class Inception(Blocks):
 
 
 class Cells(nn.Module):
-    """Some time steps of an LSTM layer; its state is hidden and cell side by side."""
+    """Some time steps of an LSTM layer: of an input [time, batch, width] and its state, hidden and cell side by side."""
 
     def __init__(self, layer: "LstmLayer", start: int, end: int) -> None:
         super().__init__()
         self._layer = [layer]  # in a list, so that its parameters are registered once
         self._range = range(start, end)
 
-    def forward(self, x_TBH: Tensor, state: Tensor) -> Tensor:
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
         layer = self._layer[0]
         outputs = []
         for t in self._range:
             hidden, cell = state.chunk(2, 1)
-            i, f, g, o = layer.gates(torch.cat([x_TBH[t], hidden], 1)).chunk(4, 1)
+            i, f, g, o = layer.gates(torch.cat([x[t], hidden], 1)).chunk(4, 1)
             cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
             state = torch.cat([o.sigmoid() * cell.tanh(), cell], 1)
             outputs.append(state)
@@ -156,7 +157,7 @@ class Lstm(Blocks):
 
 
 class Attention(nn.Module):
-    """A block of a GPT: attention to earlier tokens, written out, and a network of two layers."""
+    """A block of a GPT on [batch, time, width]: attention to earlier tokens, written out, and a network of two layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -165,15 +166,15 @@ class Attention(nn.Module):
         self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        batch, length, width = x_BTC.shape
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
         shape = batch, length, self.heads, width // self.heads
-        q, k, v = (y.reshape(shape).transpose(1, 2) for y in self.into(self.norm1(x_BTC)).chunk(3, -1))
+        q, k, v = (y.reshape(shape).transpose(1, 2) for y in self.into(self.norm1(x)).chunk(3, -1))
         scores = (q @ k.transpose(2, 3)) * (width // self.heads) ** -0.5
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         seen = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
-        x_BTC = x_BTC + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        result: Tensor = x_BTC + self.mlp(self.norm2(x_BTC))
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        result: Tensor = x + self.mlp(self.norm2(x))
         return result
 
 

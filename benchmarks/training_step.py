@@ -61,7 +61,7 @@ class Cgroup:
 
 
 class SavedToFile:
-    """Saved activations go to a file and come back in the backward pass (`torch.autograd.graph.saved_tensors_hooks`)."""
+    """Saved activations go to a file, and come back in the backward pass (`saved_tensors_hooks`)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {p.untyped_storage()._cdata for p in model.parameters()}

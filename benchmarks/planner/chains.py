@@ -67,7 +67,7 @@ def problems(name: str, bandwidth: float, cache: Path | None) -> list[Problem]:
 
 
 def over_bound(name: str, seconds: float, cache: Path | None) -> str:
-    """Figure 2: the makespan over the lower bound, and what was planned is only the serial schedule in brackets."""
+    """Figure 2: the makespan over the lower bound."""
     rows = []
     for share, problem in zip(SHARES, problems(name, BANDWIDTHS[0], cache), strict=True):
         plans = [planned(problem, searcher, seconds) for searcher in OFFLOADING]
@@ -116,10 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-ABOUT = """**Simulated**, on `v100_pcie3` (unscaled roofline), as theirs is from profiles on a V100 behind 12.5 GB/s. One
-step at batch 32, weights in memory, SGD's updates among the ops. Each direction of the link has a channel of its own here;
-theirs is one for both. Bounds are ours, for any plan (also one that recomputes), not their LB. `{seconds:g}` s per search; a
-searcher whose rule does not fit falls back on the serial schedule, which moves everything over every gap.
+ABOUT = """**Simulated**, on `v100_pcie3` (unscaled roofline), as theirs is from profiles on a V100 behind 12.5 GB/s.
+One step at batch 32, weights in memory but for `best`, SGD's updates among the ops. Each direction of the link has a
+channel of its own here; theirs is one for both. Bounds are ours, for any plan, not their LB. {seconds:g} s per search. A
+searcher whose rule does not fit falls back on the serial schedule, which moves everything over every gap; `-` where
+no schedule fits.
 """
 
 
