@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -166,7 +166,7 @@ def tables_of(cells: Cells, share: float) -> Iterator[str]:
             "Throughput over eager without a limit; in the last column, the geometric mean of the nets it trains",
             _speed,
         ),
-        ("Peak above base, over the budget", lambda cell: f"{cell['peak_over_budget']:.2f}"),
+        ("Peak above base, over the budget", _peak),
         ("Bytes that a step copies to and from the file, MiB", _swapped),
         (
             "Predicted over measured time of a step: by the first plan / by the plan after its first steps",
@@ -176,10 +176,10 @@ def tables_of(cells: Cells, share: float) -> Iterator[str]:
         rows = []
         for name in found:
             of_net = [cells.get(f"{net} {share:g} {name}") for net in nets]
-            row = ["not recorded" if c is None else cell_of(c) if "step_s" in c else c["failed"] for c in of_net]
+            row = [_shown(cell, cell_of) for cell in of_net]
             if cell_of is _speed:
                 row.append(geometric([c["eager_s"] / c["step_s"] for c in of_net if c and "step_s" in c]))
-            if cell_of in (_speed, _swapped) or any(value not in ("-", "not recorded") for value in row):
+            if cell_of is _speed or any(value != "-" for value in row):
                 rows.append([NAMES.get(name, name), *row])
         header = ["", *nets, *(["mean"] if cell_of is _speed else [])]
         yield f"{title}:\n"
@@ -246,8 +246,21 @@ def geometric(ratios: Sequence[float]) -> str:
     return f"{statistics.geometric_mean(ratios):.2f} of {len(ratios)}" if ratios else "-"
 
 
+def _shown(cell: Mapping[str, Any] | None, cell_of: Callable[[Mapping[str, Any]], str]) -> str:
+    """Return a cell of a table; why there is no figure is said once, where the throughput is."""
+    if cell is not None and "step_s" in cell:
+        return cell_of(cell)
+    if cell_of is not _speed:
+        return "-"
+    return "not recorded" if cell is None else cell["failed"].partition(": ")[0].rpartition(".")[2]
+
+
 def _speed(cell: Mapping[str, Any]) -> str:
     return f"{cell['eager_s'] / cell['step_s']:.2f}" + (f" (at {cell['setting']:g})" if "setting" in cell else "")
+
+
+def _peak(cell: Mapping[str, Any]) -> str:
+    return f"{cell['peak_over_budget']:.2f}"
 
 
 def _swapped(cell: Mapping[str, Any]) -> str:

@@ -105,7 +105,7 @@ class Inception(Blocks):
 
 
 class Cells(nn.Module):
-    """Some time steps of an LSTM layer: of an input [time, batch, width] and its state, hidden and cell side by side."""
+    """Some time steps of an LSTM layer on [time, batch, width]; its state is hidden and cell side by side."""
 
     def __init__(self, layer: "LstmLayer", start: int, end: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Lstm(Blocks):
 
 
 class Attention(nn.Module):
-    """A block of a GPT on [batch, time, width]: attention to earlier tokens, written out, and a network of two layers."""
+    """A block of a GPT on [batch, time, width]: attention to earlier tokens, and two layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -118,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 ABOUT = """**Simulated**, on `v100_pcie3` (unscaled roofline), as theirs is from profiles on a V100 behind 12.5 GB/s.
 One step at batch 32, weights in memory but for `best`, SGD's updates among the ops. Each direction of the link has a
-channel of its own here; theirs is one for both. Bounds are ours, for any plan, not their LB. {seconds:g} s per search. A
-searcher whose rule does not fit falls back on the serial schedule, which moves everything over every gap; `-` where
+channel of its own here; theirs is one for both. Bounds are ours, for any plan, not their LB. {seconds:g} s per search.
+A searcher whose rule does not fit falls back on the serial schedule, which moves everything over every gap; `-` where
 no schedule fits.
 """
 
