@@ -78,7 +78,7 @@ class SavedToFile:
             return tensor
         start, self._end = self._end, self._end + tensor.nbytes
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        os.pwrite(self._file.fileno(), flat, start)
+        os.pwrite(self._file.fileno(), flat.data, start)
         return start, tensor.dtype, tensor.shape
 
     def _unpack(self, packed: Any) -> Tensor:
@@ -86,7 +86,7 @@ class SavedToFile:
             return packed
         start, dtype, shape = packed
         tensor: Tensor = torch.empty(shape, dtype=dtype)
-        os.preadv(self._file.fileno(), [tensor.view(-1).view(torch.uint8).numpy()], start)
+        os.preadv(self._file.fileno(), [tensor.view(-1).view(torch.uint8).numpy().data], start)
         return tensor
 
 
