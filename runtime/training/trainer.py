@@ -46,8 +46,8 @@ MEASURED_FIRST: Final = 4
 """So many steps of a plan are measured op by op, then one in `MEASURED_EVERY`."""
 MEASURED_EVERY: Final = 50
 KEPT_BYTES: Final = 256 << 10
-"""Of freed memory, where it is to be had by others. Tensors that are smaller leave holes in the heap: with 1 MiB, an LSTM
-whose states take 768 KiB took half as much again as its budget."""
+"""Of freed memory, where it is to be had by others. Smaller tensors leave holes in the heap: with 1 MiB, an LSTM whose
+states take 750 KiB took twice its budget."""
 
 
 class TrainingLost(DeviceError):
