@@ -1,0 +1,128 @@
+"""Training of deep networks in less and less memory, as chains of layers: Beaumont et al.'s Figures 2 and 3, in kind.
+
+    python -m benchmarks.planner.chains --record
+
+Simulated, on a V100's roofline: offloading by several searchers over the lower bound, and offloading against optimal
+checkpointing as the link gets faster.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import structs
+from rich.console import Console
+from rich.progress import track
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from benchmarks.planner.cache import DEFAULT_CACHE, cached
+from benchmarks.planner.inception import inception_v4
+from benchmarks.planner.profiles import v100_pcie3
+from benchmarks.planner.training import Classified, Training, _labelled, capture_training, peak_bytes
+from benchmarks.record import markdown_table, record
+from cohabit.loadgen.zoo.vision import ImageClassifier
+from cohabit.planner.errors import CohabitError
+from cohabit.planner.memory import Memory
+from cohabit.planner.plan import Plan
+from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.profile import Link
+from cohabit.planner.search.driver import search
+
+
+def _resnet(kind: str, depths: Sequence[int]) -> Training:
+    widths = [64 << n for n in range(4)] if kind == "basic" else [256 << n for n in range(4)]
+    config = ResNetConfig(hidden_sizes=widths, depths=list(depths), layer_type=kind, num_labels=1000)
+    return Training(lambda: Classified(ImageClassifier(ResNetForImageClassification(config))), _labelled(224), 32)
+
+
+NETWORKS: Mapping[str, Training] = {
+    "resnet18": _resnet("basic", [2, 2, 2, 2]),
+    "resnet50": _resnet("bottleneck", [3, 4, 6, 3]),
+    "resnet152": _resnet("bottleneck", [3, 8, 36, 3]),
+    "inception_v4": Training(lambda: Classified(inception_v4()), _labelled(299), 32),
+}
+SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
+"""Of the memory that a step needs if nothing leaves it."""
+OFFLOADING = ("dynprog", "greedy", "autoswap", "tflms", "vdnn_conv", "vdnn_all", "best")
+CHECKPOINTING = "chain_checkpointing"
+BANDWIDTHS = (12e9, 24e9, 36e9)
+
+
+def planned(problem: Problem, searcher: str, seconds: float) -> Plan | None:
+    try:
+        return search(problem, searcher, limit=Limit(seconds=seconds))
+    except CohabitError:
+        return None
+
+
+def problems(name: str, bandwidth: float, cache: Path | None) -> list[Problem]:
+    """A problem per share: the makespan of one step, with weights in memory and all bytes counted."""
+    training = NETWORKS[name]
+    graph, work = cached(f"chain-{name}-b{training.batch}", cache, lambda: capture_training(name, training))
+    link = Link(10e-6, bandwidth)
+    profile = structs.replace(v100_pcie3(graph, work), swap_in=link, swap_out=link)
+    needed = peak_bytes(graph)
+    return [Problem(graph, profile, Memory(int(share * needed), counted=True)) for share in SHARES]
+
+
+def over_bound(name: str, seconds: float, cache: Path | None) -> str:
+    """Figure 2: the makespan over the lower bound."""
+    rows = []
+    for share, problem in zip(SHARES, problems(name, BANDWIDTHS[0], cache), strict=True):
+        plans = [planned(problem, searcher, seconds) for searcher in OFFLOADING]
+        cells = [
+            "-" if p is None or p.provenance is None else f"{p.provenance.latency_s / problem.bound_s:.3f}"
+            for p in plans
+        ]
+        rows.append([f"{name}, {share:.0%}", *cells])
+    return markdown_table(["network, share of its peak", *OFFLOADING], rows)
+
+
+def against_checkpointing(name: str, seconds: float, cache: Path | None) -> str:
+    """Figure 3: images per second."""
+    batch = NETWORKS[name].batch
+    by_link = [problems(name, bandwidth, cache) for bandwidth in BANDWIDTHS]
+    rows = []
+    for n, share in enumerate(SHARES):
+        plans = [planned(by_link[0][n], CHECKPOINTING, seconds)]
+        plans += [planned(of_link[n], "dynprog", seconds) for of_link in by_link]
+        plans += [planned(of_link[n], "best", seconds) for of_link in by_link[:1]]
+        cells = [
+            "-" if p is None or p.provenance is None else f"{batch / p.provenance.latency_s:.0f}" for p in plans
+        ]
+        rows.append([f"{name}, {share:.0%}", f"{batch / by_link[0][n].profile.compute_s:.0f}", *cells])
+    links = [f"dynprog, {bandwidth / 1e9:g} GB/s" for bandwidth in BANDWIDTHS]
+    return markdown_table(
+        ["network, share of its peak", "all in memory", CHECKPOINTING, *links, "best, 12 GB/s"], rows
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.chains", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3.0, help="search time per plan (default: %(default)s)")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
+    parser.add_argument("--record", action="store_true", help="write docs/results/planner-chains.md")
+    options = parser.parse_args(argv)
+    sections = [ABOUT.format(seconds=options.seconds), "## Makespan over the lower bound (Figure 2)\n"]
+    for title, table in (("", over_bound), ("## Images per second (Figure 3)\n", against_checkpointing)):
+        sections += [title] * bool(title)
+        sections += [table(name, options.seconds, options.cache) for name in track(options.networks, "planning")]
+    Console().print("\n".join(sections), markup=False)
+    if options.record:
+        title = "Offloading and checkpointing of chains: Beaumont et al., Figures 2 and 3"
+        record("planner-chains", title, "benchmarks.planner.chains", sections)
+    return 0
+
+
+ABOUT = """**Simulated**, on `v100_pcie3` (unscaled roofline), as theirs is from profiles on a V100 behind 12.5 GB/s.
+One step at batch 32, weights in memory but for `best`, SGD's updates among the ops. Each direction of the link has a
+channel of its own here; theirs is one for both. Bounds are ours, for any plan, not their LB. {seconds:g} s per search.
+A searcher whose rule does not fit falls back on the serial schedule, which moves everything over every gap; `-` where
+no schedule fits.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

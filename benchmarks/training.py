@@ -1,0 +1,309 @@
+"""Five nets trained in memory cgroups of 80, 60 and 40 % of what a step needs: torch's own ways, searchers, baselines.
+
+Each contestant is a process of its own in a cgroup of its base, which is everything but tensors, and a share of the
+step's peak, without swap. Plans store in a file. Cells are kept in the working folder as they come, and not measured
+again. Needs root and cgroups of version 1.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, end_of, is_possible, running
+from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.training_nets import NETS
+from benchmarks.training_step import TORCH
+from cohabit.planner.search.registry import BASELINES
+
+NAMES = {
+    "eager": "eager",
+    "checkpoint": "torch.utils.checkpoint per block",
+    "activation_budget": "activation_memory_budget",
+    "saved_to_file": "saved_tensors_hooks to a file",
+    "best": "best",
+    "genetic": "genetic (SwapAdvisor)",
+    "particle_swarm": "particle_swarm (HOME)",
+    "dynprog": "dynprog (Beaumont et al.)",
+    "interval": "interval (TENSILE)",
+}
+SEARCHERS = ("best", "dynprog", "interval", "genetic", "particle_swarm")
+EVERYWHERE = ("best", "dynprog", "checkpoint", "activation_budget")
+"""Contestants at 80 and 40 %, too, by default."""
+RESIDENT = "resident"
+"""Eager without a limit, which comes before each group of cells that are compared with it."""
+PATIENCE_S = 240.0
+
+Key = tuple[str, float, str]
+Cells = dict[str, dict[str, Any]]
+Rows = Sequence[Sequence[str]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of("benchmarks.training", __doc__)
+    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.6, 0.8, 0.4])
+    parser.add_argument("--contestants", nargs="+", help="at every share; by default, all at 0.6 and few elsewhere")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each search (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="measured, after two others (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no cell after so many")
+    parser.add_argument("--tiny", action="store_true", help="nets of tens of MB, to try this with")
+    arguments = parser.parse_args(argv)
+    console = Console()
+    if not is_possible(console):
+        return EXIT_UNAVAILABLE
+    path = arguments.folder / ("training-tiny.json" if arguments.tiny else "training.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cells: Cells = json.loads(path.read_text()) if path.exists() else {}
+    end_s = time.monotonic() + 60 * arguments.minutes
+    for net, share, contestant in jobs(arguments.nets, arguments.shares, arguments.contestants):
+        key = f"{net} {share:g} {contestant}"
+        if contestant != RESIDENT and key in cells:
+            continue
+        if time.monotonic() > end_s:
+            break
+        cell = measured(net, share, contestant, cells, arguments)
+        if contestant != RESIDENT and f"{net} {RESIDENT}" in cells:
+            cell["eager_s"] = cells[f"{net} {RESIDENT}"]["step_s"]
+        cells[f"{net} {RESIDENT}" if contestant == RESIDENT else key] = cell
+        path.write_text(json.dumps(cells, indent=1))
+        console.print(key, {k: v for k, v in cell.items() if k not in ("losses", "seconds")})
+    sections = list(report(cells, arguments))
+    console.print("\n".join(sections), markup=False)
+    if arguments.record:
+        record("training", "A training step in too little memory, executed", "benchmarks.training", sections)
+    return 0
+
+
+def jobs(nets: Sequence[str], shares: Sequence[float], contestants: Sequence[str] | None) -> Iterator[Key]:
+    """What to measure, in order: the whole of memory and 60 %; best elsewhere; baselines; the others elsewhere."""
+    if contestants:
+        groups = [(1.0, ("best",)), *((share, tuple(contestants)) for share in shares)]
+    else:
+        others = [share for share in shares if share != 0.6]
+        groups = [(1.0, ("best",)), (0.6, (*TORCH, *SEARCHERS))] if 0.6 in shares else [(1.0, ("best",))]
+        groups += [(share, EVERYWHERE[:1]) for share in others]
+        groups += [(0.6, (name,)) for name in BASELINES] if 0.6 in shares else []
+        groups += [(share, EVERYWHERE[1:]) for share in others]
+    for share, names in groups:
+        for net in nets:
+            if share == 1.0 or len(names) > 1:
+                yield net, 1.0, RESIDENT
+            yield from ((net, share, name) for name in names)
+
+
+def measured(
+    net: str, share: float, contestant: str, cells: Cells, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Run one cell. For torch's compiler, the most of its settings at which it is not killed."""
+    if contestant == "activation_budget":
+        for setting in (share, share / 2, 0.0):
+            cell = _measured(net, share, contestant, cells, arguments, ["--setting", str(setting)])
+            if "step_s" in cell:
+                return {**cell, "setting": setting}
+        return cell
+    if contestant == RESIDENT:
+        return _measured(net, 1.0, "eager", cells, arguments, ["--unlimited"])
+    return _measured(net, share, contestant, cells, arguments, ["--unlimited"] if share == 1.0 else [])
+
+
+def _measured(
+    net: str, share: float, contestant: str, cells: Cells, arguments: argparse.Namespace, flags: Sequence[str]
+) -> dict[str, Any]:
+    peak_bytes = cells.get(f"{net} 1 best", {}).get("peak_bytes", 1 << 30)
+    command = [sys.executable, "-m", "benchmarks.training_step", net, contestant, "--share", str(share), *flags]
+    command += ["--peak", str(peak_bytes), "--seconds", str(arguments.seconds), "--steps", str(arguments.steps)]
+    command += ["--tiny"] if arguments.tiny else []
+    with running(command, None) as (process, _, log):
+        try:
+            output, _ = process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            return {"failed": f"not within {PATIENCE_S:g} s"}
+        cell: dict[str, Any] = {}
+        for line in output.splitlines():
+            if line.startswith("{"):
+                cell |= json.loads(line)
+        return cell if "step_s" in cell else {**cell, "failed": end_of(process, log)}
+
+
+def report(cells: Cells, arguments: argparse.Namespace) -> Iterator[str]:
+    """The result file's sections: a table per share, then the papers' tables in kind, from the same cells."""
+    yield ABOUT.format(seconds=arguments.seconds, steps=arguments.steps)
+    yield markdown_table(
+        ["net", "peak of a step, MiB", "state, MiB", "ops", "eager step, s", "eager's own peak, MiB"],
+        [
+            [
+                net,
+                f"{cells[f'{net} 1 best']['peak_bytes'] / MIB:.0f}",
+                f"{cells[f'{net} {RESIDENT}']['held'] / MIB:.0f}",
+                str(cells[f"{net} 1 best"].get("ops", "-")),
+                f"{cells[f'{net} {RESIDENT}']['step_s']:.2f}",
+                f"{peak_mib(cells[f'{net} {RESIDENT}']):.0f}",
+            ]
+            for net in known_nets(cells)
+        ],
+    )
+    for share in sorted({float(key.split()[1]) for key in cells if RESIDENT not in key}, reverse=True):
+        yield f"## {100 * share:g} % of the step's peak\n"
+        yield from tables_of(cells, share)
+    yield from papers(cells)
+
+
+def tables_of(cells: Cells, share: float) -> Iterator[str]:
+    nets = known_nets(cells)
+    found = [c for c in contestants() if any(f"{net} {share:g} {c}" in cells for net in nets)]
+    for title, cell_of in (
+        (
+            "Throughput over eager without a limit; in the last column, the geometric mean of the nets it trains",
+            _speed,
+        ),
+        ("Peak above base, over the budget", _peak),
+        ("Bytes that a step copies to and from the file, MiB", _swapped),
+        (
+            "Predicted over measured time of a step: by the first plan / by the plan after its first steps",
+            _predicted,
+        ),
+    ):
+        rows = []
+        for name in found:
+            of_net = [cells.get(f"{net} {share:g} {name}") for net in nets]
+            row = [_shown(cell, cell_of) for cell in of_net]
+            if cell_of is _speed:
+                row.append(geometric([c["eager_s"] / c["step_s"] for c in of_net if c and "step_s" in c]))
+            if cell_of is _speed or any(value != "-" for value in row):
+                rows.append([NAMES.get(name, name), *row])
+        header = ["", *nets, *(["mean"] if cell_of is _speed else [])]
+        yield f"{title}:\n"
+        yield markdown_table(header, rows)
+    yield "The losses of all steps have the bits of eager's:\n"
+    yield markdown_table(
+        ["", *nets], [[NAMES.get(n, n), *(_same(cells, net, share, n) for net in nets)] for n in found]
+    )
+
+
+def papers(cells: Cells) -> Iterator[str]:
+    """The papers' tables in kind."""
+    nets = known_nets(cells)
+    yield "## HOME, Figure 9: the cost model against executed steps\n"
+    yield HOME
+    rows = []
+    for net in nets:
+        cell = cells.get(f"{net} 0.6 particle_swarm", {})
+        if "step_s" in cell:
+            error, noise = abs(cell["predicted_s"] / cell["step_s"] - 1), spread(cell["seconds"])
+            figures = f"{cell['predicted_s']:.3f}", f"{cell['step_s']:.3f}", f"{100 * error:.1f} %"
+            rows.append([net, *figures, f"{100 * noise:.1f} %"])
+    yield markdown_table(["net at 60 %", "predicted, s", "measured, s", "error", "spread of the steps"], rows)
+    yield "## TENSILE, Tables I and III: memory saving, overhead, and their ratio\n"
+    yield TENSILE
+    rows = []
+    for net in nets:
+        for name in ("interval", "best", "vdnn_conv", "capuchin"):
+            cell = cells.get(f"{net} 0.6 {name}", {})
+            if "step_s" in cell:
+                saved = 1 - peak_mib(cell) / peak_mib(cells[f"{net} {RESIDENT}"])
+                cost = cell["step_s"] / cell["eager_s"]
+                rows.append([net, NAMES.get(name, name), f"{saved:.3f}", f"{cost:.3f}", f"{saved / cost:.3f}"])
+    yield markdown_table(["net", "", "MSR", "EOR", "CBR"], rows)
+    yield "## Beaumont et al., Figure 3: offloading against optimal checkpointing of a chain\n"
+    yield BEAUMONT
+    rows = []
+    for net in nets:
+        one, other = (cells.get(f"{net} 0.6 {name}", {}) for name in ("dynprog", "chain_checkpointing"))
+        if one and other:
+            rows.append([net, *(f"{c['step_s']:.3f}" if "step_s" in c else c["failed"] for c in (one, other))])
+    yield markdown_table(["net at 60 %", "dynprog, s", "chain_checkpointing, s"], rows)
+
+
+def contestants() -> Sequence[str]:
+    return [*TORCH, *SEARCHERS, *BASELINES]
+
+
+def known_nets(cells: Cells) -> list[str]:
+    return [net for net in NETS if f"{net} 1 best" in cells and f"{net} {RESIDENT}" in cells]
+
+
+def peak_mib(cell: Mapping[str, Any]) -> float:
+    """The most that was taken above base."""
+    return float(cell["peak_over_budget"] * cell["budget_mib"])
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Largest minus smallest, over the median."""
+    return (max(seconds) - min(seconds)) / statistics.median(seconds)
+
+
+def geometric(ratios: Sequence[float]) -> str:
+    return f"{statistics.geometric_mean(ratios):.2f} of {len(ratios)}" if ratios else "-"
+
+
+def _shown(cell: Mapping[str, Any] | None, cell_of: Callable[[Mapping[str, Any]], str]) -> str:
+    """Return a cell of a table; why there is no figure is said once, where the throughput is."""
+    if cell is not None and "step_s" in cell:
+        return cell_of(cell)
+    if cell_of is not _speed:
+        return "-"
+    return "not recorded" if cell is None else cell["failed"].partition(": ")[0].rpartition(".")[2]
+
+
+def _speed(cell: Mapping[str, Any]) -> str:
+    return f"{cell['eager_s'] / cell['step_s']:.2f}" + (f" (at {cell['setting']:g})" if "setting" in cell else "")
+
+
+def _peak(cell: Mapping[str, Any]) -> str:
+    return f"{cell['peak_over_budget']:.2f}"
+
+
+def _swapped(cell: Mapping[str, Any]) -> str:
+    return f"{cell['swapped_bytes'] / MIB:.0f}" if "swapped_bytes" in cell else "-"
+
+
+def _predicted(cell: Mapping[str, Any]) -> str:
+    if "predicted_s" not in cell:
+        return "-"
+    return f"{cell['first_predicted_s'] / cell['step_s']:.2f} / {cell['predicted_s'] / cell['step_s']:.2f}"
+
+
+def _same(cells: Cells, net: str, share: float, name: str) -> str:
+    """Whether losses are eager's, and the largest relative difference where they are not."""
+    cell, eager = cells.get(f"{net} {share:g} {name}", {}), cells[f"{net} {RESIDENT}"]
+    if "losses" not in cell:
+        return "-"
+    pairs = list(zip(cell["losses"], eager["losses"], strict=False))
+    return "yes" if all(a == b for a, b in pairs) else f"within {max(abs(a / b - 1) for a, b in pairs):.0e}"
+
+
+ABOUT = """**Executed.** Each cell is a process with one thread in a memory cgroup of its base, a share of the step's
+peak, and 16 MiB, without swap. *Peak* is the most that the captured step needs if nothing leaves memory, by the graph.
+*Base* is what the process takes, but for tensors, after a first step without the limit; page cache does not count. SGD
+with momentum. {steps} steps are measured after two others, by their median. Plans are searched for {seconds:g} s and
+store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache. Eager without a limit is
+measured before each group of several contestants, with the same settings of the C library's heap; other
+shares of `best` alone, and baselines, are compared with the latest, up to 20 minutes before.
+A searcher whose rule does not fit
+falls back on the serial schedule, which moves everything over every gap: those that copy the most MiB in a net did.
+`activation_memory_budget` was tried with the share, half of it and 0, on the backend `aot_eager_decomp_partition`.
+"""
+HOME = """Theirs: at most 1 %, 0.5 % on average, on an RTX 2080Ti. Ours, executed on a shared CPU, by the plan of
+`particle_swarm` in force at the end; the spread is the slowest step minus the fastest, over the median. Where it is
+above 100 %, the trainer has planned anew: the search is in one of the three steps.
+"""
+TENSILE = """MSR is the share of eager's measured peak that is saved, EOR the step's time over eager's, CBR their ratio.
+Theirs for TENSILE on an RTX A6000: MSR 0.267 to 0.515, EOR 1.17 to 1.65, CBR 0.16 to 0.44 (Table I, five convolutional
+networks). All have the same budget here; TENSILE itself saves as much as it can.
+"""
+BEAUMONT = """Theirs is simulated from profiles on a V100, with links of 12.5 GB/s and faster. Here both are executed.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

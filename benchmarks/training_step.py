@@ -1,0 +1,213 @@
+"""One contestant of `benchmarks.training`, in a process of its own: trains a net for some steps in a memory cgroup.
+
+It prepares, takes a step without a limit (which compiles, and starts threads), sets its cgroup's limit to what it then
+uses but for tensors, plus the budget, and goes on. It prints a JSON line when it is prepared, and one at the end.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.edge.cgroup import MIB
+from benchmarks.training_nets import NETS, TINY, Blocks, loss
+from cohabit.runtime.heap import keep_freed_memory, release_free_memory
+from cohabit.runtime.training.trainer import KEPT_BYTES, Trainer
+
+TORCH = ("eager", "checkpoint", "activation_budget", "saved_to_file")
+LEAST_SAVED_BYTES = 64 << 10
+"""Smaller tensors are not worth a read."""
+
+ALLOWANCE_BYTES = 16 << 20
+"""Of each limit, above base and budget: for what no plan counts, such as the search that goes on in between."""
+
+Step = Callable[[], Tensor]
+
+
+class Cgroup:
+    """The memory cgroup (version 1) that this process is in."""
+
+    def __init__(self) -> None:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        (path,) = (line.split(":", 2)[2] for line in lines if line.split(":")[1] == "memory")
+        self._folder = Path("/sys/fs/cgroup/memory") / path.lstrip("/")
+
+    def used_bytes(self) -> int:
+        """Anonymous memory, mapped pages and the kernel's own; not pages that can be read again."""
+        stat = dict(line.split() for line in self._read("memory.stat").splitlines())
+        return int(self._read("memory.usage_in_bytes")) - int(stat["cache"]) + int(stat["mapped_file"])
+
+    def limit(self, nbytes: int) -> None:
+        (self._folder / "memory.limit_in_bytes").write_text(str(nbytes))
+        (self._folder / "memory.max_usage_in_bytes").write_text("0")
+
+    def peak_bytes(self) -> int:
+        """The most since the limit was set, page cache included."""
+        return int(self._read("memory.max_usage_in_bytes"))
+
+    def _read(self, name: str) -> str:
+        return (self._folder / name).read_text()
+
+
+class SavedToFile:
+    """Saved activations go to a file, and come back in the backward pass (`saved_tensors_hooks`)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 # it is closed with the process
+        self._end = 0
+
+    def __call__(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        self._end = 0
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            return loss(model, *batch)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage()._cdata in self._weights or tensor.nbytes < LEAST_SAVED_BYTES:
+            return tensor
+        start, self._end = self._end, self._end + tensor.nbytes
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        os.pwrite(self._file.fileno(), flat.data, start)
+        return start, tensor.dtype, tensor.shape
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        start, dtype, shape = packed
+        tensor: Tensor = torch.empty(shape, dtype=dtype)
+        os.preadv(self._file.fileno(), [tensor.view(-1).view(torch.uint8).numpy().data], start)
+        return tensor
+
+
+def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, batch: Sequence[Tensor]) -> Tensor:
+    value: Tensor = loss(model, *batch)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.detach()
+
+
+def torch_step(
+    contestant: str, setting: float, model: Blocks, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]
+) -> Step:
+    """Return a step of one of torch's own ways. `setting` is the share of activations for `activation_budget`."""
+    model.is_checkpointed = contestant == "checkpoint"
+    if contestant == "saved_to_file":
+        return partial(eager_step, model, optimizer, SavedToFile(model), batch)
+    if contestant == "activation_budget":
+        import torch._functorch.config as config
+
+        config.activation_memory_budget = setting
+        compiled = torch.compile(loss, backend="aot_eager_decomp_partition")
+        return partial(eager_step, model, optimizer, compiled, batch)
+    return partial(eager_step, model, optimizer, loss, batch)
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def run(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory(KEPT_BYTES)  # as the trainer does that stores in a file
+    cgroup = Cgroup()
+    net = (TINY if arguments.tiny else NETS)[arguments.net]
+    torch.manual_seed(0)
+    model, batch = net.model(), net.batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    trainer, started_s = None, time.perf_counter()
+    if arguments.contestant in TORCH:
+        step = torch_step(arguments.contestant, arguments.setting, model, optimizer, batch)
+    else:
+        trainer = Trainer(
+            model,
+            optimizer,
+            loss,
+            batch,
+            f"{100 * arguments.share:g}%",
+            searcher=arguments.contestant.removeprefix("ours_"),
+            search_seconds=arguments.seconds,
+            store="file",
+        )
+        step = partial(trainer.step, *batch)
+    prepared_s = time.perf_counter() - started_s
+    first = None if trainer is None else trainer.prediction
+    losses = [step().item()]
+    gc.collect()
+    release_free_memory()
+    if trainer is None:
+        state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        held = tensor_bytes(chain(model.parameters(), model.buffers(), state, batch))
+    else:
+        held = tensor_bytes(batch) + sum(t.nbytes for t in trainer._state.tensors.values() if t.is_here)
+    base = cgroup.used_bytes() - held
+    peak_bytes = trainer.peak_bytes if trainer is not None else arguments.peak
+    budget = int(arguments.share * peak_bytes)
+    if not arguments.unlimited:
+        cgroup.limit(base + budget + ALLOWANCE_BYTES)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS") - held
+    print(json.dumps({"base": base, "held": held, "prepared_s": prepared_s, "peak_bytes": peak_bytes}), flush=True)
+    seconds = []
+    for _ in range(arguments.warm_up + arguments.steps):
+        began_s = time.perf_counter()
+        losses.append(step().item())
+        seconds.append(time.perf_counter() - began_s)
+    found: dict[str, Any] = {
+        "seconds": seconds[arguments.warm_up :],
+        "step_s": statistics.median(seconds[arguments.warm_up :]),
+        "losses": losses,
+        "peak_over_budget": (_status("VmHWM") - before) / budget,
+        "cgroup_mib": (cgroup.peak_bytes() - base) / MIB,
+        "budget_mib": budget / MIB,
+    }
+    if trainer is not None:
+        promise, links = trainer.prediction, (trainer.profile.swap_in, trainer.profile.swap_out)
+        found |= {
+            "swapped_bytes": trainer.swapped_bytes,
+            "first_predicted_s": first.period_s if first is not None else None,
+            "predicted_s": promise.period_s,
+            "bound_s": promise.bound_s,
+            "resident_s": promise.resident_s,
+            "searcher": promise.searcher,
+            "ops": len(trainer.graph.ops),
+            "link_bytes_per_s": [link.bandwidth_bytes_per_s for link in links],
+        }
+    print(json.dumps(found), flush=True)
+
+
+def _status(name: str) -> int:
+    """Return a figure of this process's memory, in bytes."""
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name + ":"))
+    return int(line.split()[1]) << 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("net")
+    parser.add_argument("contestant")
+    parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--setting", type=float, default=1.0)
+    parser.add_argument("--peak", type=int, default=1 << 30)
+    parser.add_argument("--unlimited", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
+    run(parser.parse_args())
+    os._exit(0)  # nothing is to be written back
+
+
+if __name__ == "__main__":
+    main()
