@@ -5,7 +5,7 @@
 set -eu
 
 # On the workstation. Weights are not packed for its processor, and op times are scaled to the board's: see
-# server/commands/planning/boards.json for the boards, and for which of their figures are estimates.
+# server/commands/planning/board_profiles.json for the boards, and for which of their figures are estimates.
 cohabit export-bundle models --memory 64MiB --batch-sizes 1 --profile pi5-sd --no-pack-weights -o bundle
 
 # On the board, after copying the folder. One process takes less memory than two; parameters stream from the bundle's
