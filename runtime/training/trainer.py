@@ -13,7 +13,7 @@ from torch import nn
 from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, parse_share, parse_size
 from cohabit.planner.plan import Compute, Plan, Provenance
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -79,9 +79,9 @@ class Trainer:
     ) -> None:
         """Capture, measure and plan a step. `loss(model, *batch)` returns a 0-d tensor.
 
-        `memory` is a number of bytes, or a share of the most that a step needs, such as "60%". `store` says where
-        tensors go that leave memory: to RAM, or to a file without a name in `folder`. With a file, the whole process
-        gives freed memory back to the system at once: otherwise it takes more than the plan says.
+        `memory` is a number of bytes, a size such as "2GiB", or a share of the most that a step needs, such as "60%".
+        `store` says where tensors go that leave memory: to RAM, or to a file without a name in `folder`. With a file,
+        the whole process gives freed memory back to the system at once: otherwise it takes more than the plan says.
 
         Raises UnsupportedModel where the step cannot be captured, and InfeasibleBudget, which names the least memory,
         where it does not fit.
@@ -159,11 +159,10 @@ class Trainer:
         try:
             result = self._executor.run(self._program, [*batch, *rates], follow=self._note if is_measured else None)
         except BaseException as error:  # also an interrupt: some parameters may be updated and others not
-            reason = str(error) or type(error).__name__
-            self._lost = f"step {self.steps + 1} failed: {reason}; make a new trainer and resume from a checkpoint"
+            lost = self._lose(self.steps + 1, error)
             if not isinstance(error, DeviceError):
                 raise
-            raise TrainingLost(self._lost) from error
+            raise lost from error
         self.steps += 1
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # or schedulers warn that no step was taken
         return result.outputs[0]
@@ -173,10 +172,8 @@ class Trainer:
 
         The tensors are the user's until the next step, which takes what they then hold. Raises TrainingLost.
         """
-        if self._lost is not None:
-            raise TrainingLost(self._lost)
+        self._finish()
         if not self._is_synced:
-            self._executor.settle()
             for name, tensor in self._state.tensors.items():
                 if not tensor.is_here:
                     tensor.load(self._buffers[name])
@@ -185,9 +182,7 @@ class Trainer:
 
     def save_checkpoint(self, path: Path) -> None:
         """Write all state to a `safetensors` file, whole or not at all. Raises OSError and TrainingLost."""
-        if self._lost is not None:
-            raise TrainingLost(self._lost)
-        self._executor.settle()
+        self._finish()
         write_checkpoint(path, self.steps, self._state, self._buffers)
 
     def resume(self, path: Path) -> None:
@@ -251,6 +246,20 @@ class Trainer:
         self._executor.load(program)
         return program
 
+    def _finish(self) -> None:
+        """Wait for the copies of the last step, which go on after it has returned. Raises TrainingLost."""
+        if self._lost is not None:
+            raise TrainingLost(self._lost)
+        try:
+            self._executor.finish(self._program)
+        except DeviceError as error:
+            raise self._lose(self.steps, error) from error
+
+    def _lose(self, step: int, error: BaseException) -> TrainingLost:
+        reason = str(error) or type(error).__name__
+        self._lost = f"step {step} failed: {reason}; make a new trainer and resume from a checkpoint"
+        return TrainingLost(self._lost)
+
     def _leave(self) -> None:
         """Have everything leave memory for its buffer, with what the user may have changed."""
         for name, tensor in self._state.tensors.items():
@@ -284,7 +293,7 @@ class Trainer:
         found = self._search()
         assert found.provenance is not None
         if found.provenance.period_s < timeline.period_s:
-            self._executor.settle()
+            self._finish()
             self._leave()
             self.plan = found
             self._program = self._bound()
@@ -303,17 +312,17 @@ def measured_seconds(recording: Recording) -> dict[int, float]:
 
 
 def memory_bytes(memory: int | str, peak_bytes: int) -> int:
-    """Return the bytes that `memory` means: a number of bytes, or a share of `peak_bytes` such as "60%".
+    """Return the bytes that `memory` means: a number of bytes, a size such as "2GiB", or a share of `peak_bytes`.
 
     Raises ValueError.
     """
     if isinstance(memory, int):
         return memory
-    share = float(memory.removesuffix("%")) / 100 if memory.endswith("%") else 0.0
+    share = parse_share(memory)
+    if share is None:
+        return parse_size(memory)
     if not 0 < share <= 1:
-        raise ValueError(
-            f"memory {memory!r} is not a number of bytes, nor a share of the step's peak such as '60%'"
-        )
+        raise ValueError(f"'{memory}' is out of range; a share of the step's peak lies above 0% and up to 100%")
     return int(share * peak_bytes)
 
 
