@@ -67,6 +67,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
     "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
+    "server.commands.train": ({"server", "planner", "runtime.training"}, {"rich"}),
     "loadgen": (
         {"loadgen"},
         {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}

@@ -202,10 +202,11 @@ class Trainer:
             self._lost = f"{error}; make a new trainer"
             raise
         self._executor.load(self._program)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined] # as after a step
 
-    def close(self) -> None:
-        """Sync, unless the training is lost, and release everything else."""
-        if self._lost is None:
+    def close(self, *, sync: bool = True) -> None:
+        """Sync, unless the training is lost, and release everything else. Without `sync` nothing comes into memory."""
+        if sync and self._lost is None:
             self.sync()
         self._executor.close()
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -571,16 +572,40 @@ while True:
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_checkpoint_that_training_goes_on_from(tmp_path: Path) -> None:
-    path, rng = tmp_path / "last.safetensors", random.Random(0)
-    seen: dict[str, str] = {}
-    for _ in range(3):
+def steps_of_killed_processes(path: Path, kills: int, rng: random.Random) -> dict[int, float]:
+    """Losses by step, of processes that train one after another and are killed at random moments."""
+    losses: dict[int, float] = {}
+    for _ in range(kills):
         command = [sys.executable, "-c", _KILLED, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            lines = [process.stdout.readline().split() for _ in range(rng.randint(4, 9))]
+            lines = [process.stdout.readline().split() for _ in range(rng.randint(2, 6))]
+            time.sleep(rng.uniform(0, 0.05))  # into any moment of a step or a checkpoint
             process.send_signal(signal.SIGKILL)
             lines += [line.split() for line in process.stdout.read().splitlines() if len(line.split()) == 2]
-        for steps, loss in lines:
-            assert seen.setdefault(steps, loss) == loss, f"step {steps} was repeated with another loss"
-    assert len(seen) > 9
+        for step, loss in lines:
+            known = losses.setdefault(int(step), float(loss))
+            assert known == float(loss), f"step {step} was repeated with another loss"
+    return losses
+
+
+def assert_losses_of_one_process(losses: dict[int, float]) -> None:
+    model = net()
+    torch.manual_seed(2)
+    with trainer_of(model, sgd(model)) as trainer:
+        expected = [trainer.step(*batches()[n % STEPS]).item() for n in range(max(losses))]
+    assert [losses[n + 1] for n in range(max(losses))] == expected
+
+
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_training_goes_on_from(tmp_path: Path) -> None:
+    losses = steps_of_killed_processes(tmp_path / "last.safetensors", 3, random.Random(0))
+    assert len(losses) > 4
+    assert_losses_of_one_process(losses)
+
+
+@pytest.mark.slow
+def test_fifty_kills_leave_the_losses_of_one_process(tmp_path: Path) -> None:
+    losses = steps_of_killed_processes(tmp_path / "last.safetensors", 50, random.Random(1))
+    print(f"50 kills, {len(losses)} steps")
+    assert_losses_of_one_process(losses)
+    assert list(tmp_path.glob("*.safetensors")) == [tmp_path / "last.safetensors"]
