@@ -81,6 +81,10 @@ def test_a_plan_is_made_and_shown() -> None:
     assert "chain, batch 1, in 16.0 MiB" in shown.stdout
 
 
+def test_a_model_is_trained_in_little_memory() -> None:
+    assert "the same as PyTorch's" in output_of("train_in_little_memory.py")
+
+
 LENGTH = 12
 
 

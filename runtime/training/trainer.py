@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from cohabit.runtime.binding.build import bind, draft
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
-from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.errors import DeviceError, UnsupportedModel
 from cohabit.runtime.heap import keep_freed_memory
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
@@ -45,6 +45,8 @@ SMOOTHING: Final = 0.3
 MEASURED_FIRST: Final = 4
 """So many steps of a plan are measured op by op, then one in `MEASURED_EVERY`."""
 MEASURED_EVERY: Final = 50
+_NOTES: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""What schedulers note in a parameter group for themselves."""
 KEPT_BYTES: Final = 1 << 20
 """Of freed memory, where it is to be had by others."""
 
@@ -92,7 +94,8 @@ class Trainer:
         self._searcher, self._search_seconds, self._on_progress = searcher, search_seconds, on_progress
         self._store = StateStore(store, folder or Path(tempfile.gettempdir()))
         self._state = TrainingState(model, optimizer)
-        self._forms = [(t.shape, t.dtype) for t in example_batch]
+        self._forms = forms_of(example_batch)
+        self._constants = constants_of(optimizer)
         options = StepOptions(clip_norm, micro_batches, autocast)
         with self._state.undone_on_failure(optimizer):
             self._lowered, seconds = self._measured(model, loss, example_batch, options)
@@ -142,13 +145,22 @@ class Trainer:
         """Take one step; return the loss before its update, a 0-d tensor.
 
         Raises ValueError for a batch of other shapes or dtypes than the example's, UnsupportedModel where the user has
-        given a tensor another form since a `sync`, and TrainingLost.
+        given a tensor another form since a `sync`, or changed the optimizer's settings other than the learning rate,
+        and TrainingLost.
         """
         if self._lost is not None:
             raise TrainingLost(self._lost)
-        forms = [(t.shape, t.dtype) for t in batch]
+        forms = forms_of(batch)
         if forms != self._forms:
             raise ValueError(f"the batch has {_written(forms)}; the step was captured for {_written(self._forms)}")
+        for n, (known, found) in enumerate(zip(self._constants, constants_of(self._optimizer), strict=True)):
+            if found != known:
+                key = next(key for key in {**known, **found} if known.get(key) != found.get(key))
+                raise UnsupportedModel(
+                    f"{key} of parameter group {n} is now {found.get(key)}, the step was captured with"
+                    f" {known.get(key)}: only the learning rate may change. Make a new trainer, or with OneCycleLR and"
+                    " CyclicLR give cycle_momentum=False"
+                )
         self._learn()
         if self._is_synced:
             self._state.regain(self._optimizer)
@@ -325,6 +337,24 @@ def memory_bytes(memory: int | str, peak_bytes: int) -> int:
     if not 0 < share <= 1:
         raise ValueError(f"'{memory}' is out of range; a share of the step's peak lies above 0% and up to 100%")
     return int(share * peak_bytes)
+
+
+def forms_of(batch: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return the shapes and dtypes of a batch. Raises ValueError for what is no tensor."""
+    for value in batch:
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"a batch has tensors only, and this one a {type(value).__name__}")
+    return [(t.shape, t.dtype) for t in batch]
+
+
+def constants_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group that are part of the captured step. Raises UnsupportedModel."""
+    for n, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor):
+                raise UnsupportedModel(f"{key} of parameter group {n} is a tensor; give it as a number")
+    changing = ("params", "lr", *_NOTES)
+    return [{k: v for k, v in group.items() if k not in changing} for group in optimizer.param_groups]
 
 
 def _written(forms: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
