@@ -35,7 +35,7 @@ def eager() -> list[float]:
     for batch in batches:
         optimizer.zero_grad()
         value = loss(model, *batch)
-        value.backward()
+        torch.autograd.backward(value)
         optimizer.step()
         losses.append(value.item())
     return losses

@@ -5,7 +5,8 @@ place stay as they are and become `Op.mutates` on state. Learning rates, which s
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +83,7 @@ def capture(
         inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in (*batch, *rates)]
     step = _Step(model, optimizer, loss, state, options)
     try:
-        # oneDNN's layer of an LSTM keeps what its backward needs only while gradients are recorded, which a plan's ops do not.
-        with torch.backends.mkldnn.flags(enabled=False, allow_tf32=False):
+        with _without_onednn_layers():
             traced = make_fx(step, _DECOMPOSITIONS, tracing_mode="fake")(weights, *inputs)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         reason = str(error).partition("\n")[0]
@@ -233,17 +233,26 @@ def _require_loss(loss: Any) -> None:
 
 
 def _add_gradients(loss: torch.Tensor, trained: Mapping[str, torch.Tensor]) -> None:
-    gradients: Sequence[torch.Tensor | None]
     gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
-        if gradient is None:
-            continue
-        if gradient.layout is not torch.strided:
+        if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedModel(
                 f"the gradient of {name} is sparse, which has no size before the step; make its embedding with"
                 " sparse=False"
             )
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@contextmanager
+def _without_onednn_layers() -> Iterator[None]:
+    """Trace an LSTM op by op: oneDNN's layer keeps what its backward needs only while torch records gradients."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _remove_marks(graph: fx.Graph) -> str:

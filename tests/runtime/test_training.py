@@ -591,7 +591,7 @@ def test_only_the_learning_rate_may_change() -> None:
     with trainer_of(model, optimizer) as trainer:
         trainer.step(*batches(1)[0])
         optimizer.param_groups[0]["momentum"] = 0.8
-        with pytest.raises(UnsupportedModel, match="momentum of parameter group 0 is now 0.8, .* with 0.9"):
+        with pytest.raises(UnsupportedModel, match=r"momentum of parameter group 0 is now 0\.8, .* with 0\.9"):
             trainer.step(*batches(1)[0])
         optimizer.param_groups[0]["momentum"] = 0.9
         trainer.step(*batches(1)[0])
