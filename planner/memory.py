@@ -1,6 +1,17 @@
-"""Device memory for one inference of one model: the one type for a budget."""
+"""Device memory for one inference of one model: the one type for a budget, and how people write sizes."""
+
+import re
 
 import msgspec
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}iB": 1 << (10 * power) for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}B": int(1000**power) for power, prefix in enumerate("KMGT", 1)},
+}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)", re.ASCII)
+_LARGEST_BYTES = 1 << 60
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,3 +27,20 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def nbytes(self) -> int:
         return self.workspace_bytes + self.partition_bytes
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `text` means: 64MiB, 8GiB, 82MB or 1000. Raises ValueError."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"'{text}' is not a size; write it like 64MiB, 8GiB or 82MB")
+    nbytes = round(float(match[1]) * _UNITS[match[2]])
+    if not 1 <= nbytes <= _LARGEST_BYTES:
+        raise ValueError(f"'{text}' is out of range; it must be between 1 byte and {_LARGEST_BYTES >> 40} TiB")
+    return nbytes
+
+
+def parse_share(text: str) -> float | None:
+    """Return 0.25 for 25%, and None for what is no percentage."""
+    match = _NUMBER.fullmatch(text.strip())
+    return float(match[1]) / 100 if match is not None and match[2] == "%" else None

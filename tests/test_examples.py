@@ -85,6 +85,10 @@ def test_a_module_runs_in_half_of_its_weights() -> None:
     assert "in 50% of the weights' memory, largest difference" in output_of("module_in_budget.py")
 
 
+def test_a_model_is_trained_in_little_memory() -> None:
+    assert "the same as PyTorch's" in output_of("train_in_little_memory.py")
+
+
 LENGTH = 12
 
 

@@ -41,7 +41,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runtime.tiling": ({"runtime", "planner.tiling", "planner.errors"}, {"numpy", "torch"}),
     "server": ({"server", "planner.errors"}, {"msgspec", "rich", "uvloop"}),
     "server.engine_process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),
-    "server.config": ({"server", "planner.errors"}, {"msgspec"}),
+    "server.config": ({"server", "planner.errors", "planner.memory"}, {"msgspec"}),
     "server.ipc": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
     "server.protocol": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
     "server.scheduling": ({"server", "planner.shapes"}, {"msgspec"}),
@@ -68,6 +68,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
     "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
+    "server.commands.train": ({"server", "planner", "runtime.training"}, {"rich"}),
     "loadgen": (
         {"loadgen"},
         {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}

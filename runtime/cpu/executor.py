@@ -132,6 +132,13 @@ class CpuExecutor:
         """Wait until the swap-in lane is idle."""
         self._swap_in.done.wait(self._swap_in.submitted)
 
+    def finish(self, program: Program) -> None:
+        """Wait for the copies of a program's last run. Raises DeviceError if one of them failed."""
+        self.settle()
+        if program.name in self._restored:
+            restored = self._restored[program.name]
+            self._raise_if_failed(program, restored.run, restored)
+
     def run(
         self,
         program: Program,
@@ -149,6 +156,8 @@ class CpuExecutor:
         torch.get_num_threads()  # OpenMP's setting is each thread's own, and torch passes its own on when asked
         if program.name in self._stale:
             self.load(program, follow=follow)
+        if program.offloaded and program.saves_unread_residents:
+            self.settle()
         recording = Recording(program) if traced or follow is not None else None
         run = self._new_run(recording)
         frame = program.new_frame()
@@ -203,9 +212,12 @@ class CpuExecutor:
             self._restored[program.name] = _Restored(run, tickets)
 
     def _settle_offloaded(self, program: Program, run: LaneRun) -> None:
-        """Wait until no lane uses offloaded tensors any more, and drop activations, also after a failure."""
+        """Wait until no lane uses offloaded activations any more, and drop them, also after a failure.
+
+        Residents may still be on their way back: the next run waits for them op by op.
+        """
         self._swap_out.done.wait(run.swap_out_ticket(len(program.swap_outs)))
-        self._swap_in.done.wait(run.swap_in_ticket(program.last_return))
+        self._swap_in.done.wait(run.swap_in_ticket(program.last_return_awaited))
         for tensor in program.offloaded:
             tensor.forget()
 

@@ -88,12 +88,14 @@ class OffloadedTensor:
             self._storage.resize_(0)
 
     def start(self, frame: Frame) -> None:
-        """Begin a run, with what is in memory at its start. Compute lane; no copy may be in progress."""
+        """Begin a run, with what is in memory at its start. Compute lane.
+
+        A copy may be in progress that brings back a resident weight. It begins that weight's first interval.
+        """
         if not self.spill.at_start:  # what the run before has left in memory is not counted in this one
             self.reset()
-            return
-        self._interval, self._users_left = 0, self._users[0]
-        if self.spill.slot is not None:  # an input, whose bytes are the caller's
+        elif self.spill.slot is not None:  # an input, whose bytes are the caller's
+            self._interval, self._users_left = 0, self._users[0]
             frame[self.spill.slot] = frame[self.spill.slot].clone()
             self._take(frame)
 
@@ -161,6 +163,8 @@ class OffloadedTensor:
         assert self._storage is not None
         self._storage.resize_(self._nbytes)
         self._interval += 1
+        if self.spill.is_weight and self.spill.at_start and self._interval == len(self._users) - 1:
+            self._interval = 0  # the last interval of a resident lasts into the next run, whose first one it is
         self._users_left = self._users[self._interval]
 
     def forget(self, frame: Frame | None = None) -> None:

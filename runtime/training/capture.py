@@ -5,7 +5,8 @@ place stay as they are and become `Op.mutates` on state. Learning rates, which s
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils import _pytree as pytree
 
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.errors import UnsupportedModel
@@ -81,7 +83,8 @@ def capture(
         inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in (*batch, *rates)]
     step = _Step(model, optimizer, loss, state, options)
     try:
-        traced = make_fx(step, _DECOMPOSITIONS, tracing_mode="fake")(weights, *inputs)
+        with _without_onednn_layers():
+            traced = make_fx(step, _DECOMPOSITIONS, tracing_mode="fake")(weights, *inputs)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         reason = str(error).partition("\n")[0]
         raise UnsupportedModel(
@@ -130,6 +133,12 @@ class StepTracer(OpTracer):
             self._issue(node, None)
 
     def _op(self, node: fx.Node, inputs: Any, outputs: Sequence[torch.Tensor], mutated: Sequence[Storage]) -> int:
+        for leaf in pytree.tree_leaves(inputs):
+            if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in self.storages:
+                raise UnsupportedModel(
+                    f"{node.name} reads a tensor {leaf.dtype} {list(leaf.shape)} that is neither a parameter, nor a"
+                    " buffer, nor of the batch: register it as a buffer, or pass it with the batch"
+                )
         index = super()._op(node, inputs, outputs, mutated)
         assert callable(node.target)
         self.calls.append(OpCall(node.target, *inputs))
@@ -167,8 +176,9 @@ class _Step:
         for part in zip(*(torch.tensor_split(t, count) for t in batch), strict=True):
             with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
                 loss = functional_call(self._holder, module, part)
+            _require_loss(loss)
             loss = loss if count == 1 else loss / count
-            _add_gradients(loss, list(trained.values()))
+            _add_gradients(loss, trained)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         with torch.no_grad():
@@ -201,14 +211,48 @@ class _Holder(nn.Module):
         self._loss = loss
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        return self._loss(self.model, *batch)
+        before = dict(self.model.named_buffers())
+        loss = self._loss(self.model, *batch)
+        for name, buffer in self.model.named_buffers():
+            if buffer is not before.get(name):
+                raise UnsupportedModel(
+                    f"the step gives buffer {name} another tensor, which would be lost; change the buffer in place:"
+                    f" self.{name}.copy_(...)"
+                )
+        return loss
 
 
-def _add_gradients(loss: torch.Tensor, trained: Sequence[torch.Tensor]) -> None:
-    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    for parameter, gradient in zip(trained, gradients, strict=True):
+def _require_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UnsupportedModel(f"the loss must be one 0-d tensor, as of .mean() or .sum(), and is {found}")
+    if not loss.requires_grad:
+        raise UnsupportedModel(
+            "the loss depends on no parameter that the optimizer has and that requires a gradient"
+        )
+
+
+def _add_gradients(loss: torch.Tensor, trained: Mapping[str, torch.Tensor]) -> None:
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise UnsupportedModel(
+                f"the gradient of {name} is sparse, which has no size before the step; make its embedding with"
+                " sparse=False"
+            )
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@contextmanager
+def _without_onednn_layers() -> Iterator[None]:
+    """Trace an LSTM op by op: oneDNN's layer keeps what its backward needs only while torch records gradients."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _remove_marks(graph: fx.Graph) -> str:

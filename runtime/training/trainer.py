@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, parse_share, parse_size
 from cohabit.planner.plan import Compute, Plan, Provenance
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -23,7 +23,7 @@ from cohabit.runtime.binding.build import bind, draft
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
-from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.errors import DeviceError, UnsupportedModel
 from cohabit.runtime.heap import keep_freed_memory
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
@@ -48,6 +48,8 @@ MEASURED_EVERY: Final = 50
 KEPT_BYTES: Final = 256 << 10
 """Of freed memory, where it is to be had by others. Smaller tensors leave holes in the heap: with 1 MiB, an LSTM whose
 states take 750 KiB took twice its budget."""
+_NOTES: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""What schedulers note in a parameter group for themselves."""
 
 
 class TrainingLost(DeviceError):
@@ -80,9 +82,9 @@ class Trainer:
     ) -> None:
         """Capture, measure and plan a step. `loss(model, *batch)` returns a 0-d tensor.
 
-        `memory` is a number of bytes, or a share of the most that a step needs, such as "60%". `store` says where
-        tensors go that leave memory: to RAM, or to a file without a name in `folder`. With a file, the whole process
-        gives freed memory back to the system at once: otherwise it takes more than the plan says.
+        `memory` is a number of bytes, a size such as "2GiB", or a share of the most that a step needs, such as "60%".
+        `store` says where tensors go that leave memory: to RAM, or to a file without a name in `folder`. With a file,
+        the whole process gives freed memory back to the system at once: otherwise it takes more than the plan says.
 
         Raises UnsupportedModel where the step cannot be captured, and InfeasibleBudget, which names the least memory,
         where it does not fit.
@@ -93,7 +95,8 @@ class Trainer:
         self._searcher, self._search_seconds, self._on_progress = searcher, search_seconds, on_progress
         self._store = StateStore(store, folder or Path(tempfile.gettempdir()))
         self._state = TrainingState(model, optimizer)
-        self._forms = [(t.shape, t.dtype) for t in example_batch]
+        self._forms = forms_of(example_batch)
+        self._constants = constants_of(optimizer)
         options = StepOptions(clip_norm, micro_batches, autocast)
         with self._state.undone_on_failure(optimizer):
             self._lowered, seconds = self._measured(model, loss, example_batch, options)
@@ -143,13 +146,22 @@ class Trainer:
         """Take one step; return the loss before its update, a 0-d tensor.
 
         Raises ValueError for a batch of other shapes or dtypes than the example's, UnsupportedModel where the user has
-        given a tensor another form since a `sync`, and TrainingLost.
+        given a tensor another form since a `sync`, or changed the optimizer's settings other than the learning rate,
+        and TrainingLost.
         """
         if self._lost is not None:
             raise TrainingLost(self._lost)
-        forms = [(t.shape, t.dtype) for t in batch]
+        forms = forms_of(batch)
         if forms != self._forms:
             raise ValueError(f"the batch has {_written(forms)}; the step was captured for {_written(self._forms)}")
+        for n, (known, found) in enumerate(zip(self._constants, constants_of(self._optimizer), strict=True)):
+            if found != known:
+                key = next(key for key in {**known, **found} if known.get(key) != found.get(key))
+                raise UnsupportedModel(
+                    f"{key} of parameter group {n} is now {found.get(key)}, the step was captured with"
+                    f" {known.get(key)}: only the learning rate may change. Make a new trainer, or with OneCycleLR and"
+                    " CyclicLR give cycle_momentum=False"
+                )
         self._learn()
         if self._is_synced:
             self._state.regain(self._optimizer)
@@ -160,11 +172,10 @@ class Trainer:
         try:
             result = self._executor.run(self._program, [*batch, *rates], follow=self._note if is_measured else None)
         except BaseException as error:  # also an interrupt: some parameters may be updated and others not
-            reason = str(error) or type(error).__name__
-            self._lost = f"step {self.steps + 1} failed: {reason}; make a new trainer and resume from a checkpoint"
+            lost = self._lose(self.steps + 1, error)
             if not isinstance(error, DeviceError):
                 raise
-            raise TrainingLost(self._lost) from error
+            raise lost from error
         self.steps += 1
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # or schedulers warn that no step was taken
         return result.outputs[0]
@@ -174,10 +185,8 @@ class Trainer:
 
         The tensors are the user's until the next step, which takes what they then hold. Raises TrainingLost.
         """
-        if self._lost is not None:
-            raise TrainingLost(self._lost)
+        self._finish()
         if not self._is_synced:
-            self._executor.settle()
             for name, tensor in self._state.tensors.items():
                 if not tensor.is_here:
                     tensor.load(self._buffers[name])
@@ -186,9 +195,7 @@ class Trainer:
 
     def save_checkpoint(self, path: Path) -> None:
         """Write all state to a `safetensors` file, whole or not at all. Raises OSError and TrainingLost."""
-        if self._lost is not None:
-            raise TrainingLost(self._lost)
-        self._executor.settle()
+        self._finish()
         write_checkpoint(path, self.steps, self._state, self._buffers)
 
     def resume(self, path: Path) -> None:
@@ -208,10 +215,11 @@ class Trainer:
             self._lost = f"{error}; make a new trainer"
             raise
         self._executor.load(self._program)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined] # as after a step
 
-    def close(self) -> None:
-        """Sync, unless the training is lost, and release everything else."""
-        if self._lost is None:
+    def close(self, *, sync: bool = True) -> None:
+        """Sync, unless the training is lost, and release everything else. Without `sync` nothing comes into memory."""
+        if sync and self._lost is None:
             self.sync()
         self._executor.close()
 
@@ -252,6 +260,20 @@ class Trainer:
         self._executor.load(program)
         return program
 
+    def _finish(self) -> None:
+        """Wait for the copies of the last step, which go on after it has returned. Raises TrainingLost."""
+        if self._lost is not None:
+            raise TrainingLost(self._lost)
+        try:
+            self._executor.finish(self._program)
+        except DeviceError as error:
+            raise self._lose(self.steps, error) from error
+
+    def _lose(self, step: int, error: BaseException) -> TrainingLost:
+        reason = str(error) or type(error).__name__
+        self._lost = f"step {step} failed: {reason}; make a new trainer and resume from a checkpoint"
+        return TrainingLost(self._lost)
+
     def _leave(self) -> None:
         """Have everything leave memory for its buffer, with what the user may have changed."""
         for name, tensor in self._state.tensors.items():
@@ -285,7 +307,7 @@ class Trainer:
         found = self._search()
         assert found.provenance is not None
         if found.provenance.period_s < timeline.period_s:
-            self._executor.settle()
+            self._finish()
             self._leave()
             self.plan = found
             self._program = self._bound()
@@ -304,18 +326,36 @@ def measured_seconds(recording: Recording) -> dict[int, float]:
 
 
 def memory_bytes(memory: int | str, peak_bytes: int) -> int:
-    """Return the bytes that `memory` means: a number of bytes, or a share of `peak_bytes` such as "60%".
+    """Return the bytes that `memory` means: a number of bytes, a size such as "2GiB", or a share of `peak_bytes`.
 
     Raises ValueError.
     """
     if isinstance(memory, int):
         return memory
-    share = float(memory.removesuffix("%")) / 100 if memory.endswith("%") else 0.0
+    share = parse_share(memory)
+    if share is None:
+        return parse_size(memory)
     if not 0 < share <= 1:
-        raise ValueError(
-            f"memory {memory!r} is not a number of bytes, nor a share of the step's peak such as '60%'"
-        )
+        raise ValueError(f"'{memory}' is out of range; a share of the step's peak lies above 0% and up to 100%")
     return int(share * peak_bytes)
+
+
+def forms_of(batch: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return the shapes and dtypes of a batch. Raises ValueError for what is no tensor."""
+    for value in batch:
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"a batch has tensors only, and this one a {type(value).__name__}")
+    return [(t.shape, t.dtype) for t in batch]
+
+
+def constants_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group that are part of the captured step. Raises UnsupportedModel."""
+    for n, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor):
+                raise UnsupportedModel(f"{key} of parameter group {n} is a tensor; give it as a number")
+    changing = ("params", "lr", *_NOTES)
+    return [{k: v for k, v in group.items() if k not in changing} for group in optimizer.param_groups]
 
 
 def _written(forms: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

@@ -2,10 +2,8 @@
 
 import argparse
 import functools
-import inspect
 import math
 import os
-import runpy
 import sys
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +14,7 @@ from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.server.commands.planning.files import write_file
+from cohabit.server.commands.planning.subject import function_of_script
 from cohabit.server.config.sizes import parse_memory
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import integer
@@ -143,17 +142,12 @@ def _graph(program: str, workers: int, copies: Any) -> "TilingGraph":
     """Capture a program. `copies` is the memory per worker for copies, or a share of its part of the inputs."""
     from cohabit.planner.tiling import LazyArray, TilingGraph
 
-    path, _, name = program.rpartition(":")
-    if not Path(path).is_file():
-        raise ConfigError(f"{program}: there is no file {path!r}; write SCRIPT.py:FUNCTION")
-    function = runpy.run_path(path).get(name)
-    if not inspect.isfunction(function):
-        raise ConfigError(f"{program}: {path} defines no function {name!r}")
+    function = function_of_script(program)
     outputs = _called(function)
     arrays = outputs if isinstance(outputs, tuple | list) else (outputs,)
     if not arrays or not all(isinstance(array, LazyArray) for array in arrays):
         raise ConfigError(
-            f"{program}: {name} must return arrays made from `newarray`, and returned {outputs!r:.60}"
+            f"{program}: {function.__name__} must return arrays made from `newarray`, and returned {outputs!r:.60}"
         )
     graph = TilingGraph.of(arrays, workers)
     limit = None if copies is None else copies.of(graph.input_bytes // workers)

@@ -12,8 +12,9 @@ from typing import Literal
 
 import msgspec
 
+from cohabit.planner.memory import parse_size
 from cohabit.server.config.setting import Setting, declared, flag, setting
-from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, parse_size, write_size
+from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, write_size
 from cohabit.server.config.values import (
     batches,
     integer,

@@ -1,18 +1,10 @@
 """Sizes and rates as people write them: 64MiB, 8GiB, 82MB, 25%, 400MB/s."""
 
 import math
-import re
 
 import msgspec
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{prefix}iB": 1 << (10 * power) for power, prefix in enumerate("KMGT", 1)},
-    **{f"{prefix}B": int(1000**power) for power, prefix in enumerate("KMGT", 1)},
-}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)", re.ASCII)
-_LARGEST_BYTES = 1 << 60
+from cohabit.planner.memory import parse_share, parse_size
 
 
 class FixedSize(msgspec.Struct, frozen=True, tag=True):
@@ -34,17 +26,6 @@ class ShareOfWeights(msgspec.Struct, frozen=True, tag=True):
 MemorySize = FixedSize | ShareOfWeights
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes that `text` means. Raises ValueError."""
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"'{text}' is not a size; write it like 64MiB, 8GiB or 82MB")
-    nbytes = round(float(match[1]) * _UNITS[match[2]])
-    if not 1 <= nbytes <= _LARGEST_BYTES:
-        raise ValueError(f"'{text}' is out of range; it must be between 1 byte and {_LARGEST_BYTES >> 40} TiB")
-    return nbytes
-
-
 def write_size(nbytes: int) -> str:
     """Return the inverse of `parse_size`, in the largest binary unit that needs no fraction."""
     power = next(p for p in (4, 3, 2, 1, 0) if nbytes % (1 << 10 * p) == 0)
@@ -53,10 +34,9 @@ def write_size(nbytes: int) -> str:
 
 def parse_memory(text: str) -> MemorySize:
     """Read a size, or a percentage of the weights. Raises ValueError."""
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None or match[2] != "%":
+    share = parse_share(text)
+    if share is None:
         return FixedSize(parse_size(text))
-    share = float(match[1]) / 100
     if not 0 < share <= 100:
         raise ValueError(f"'{text}' is out of range; a share of the weights lies above 0% and up to 10000%")
     return ShareOfWeights(share)

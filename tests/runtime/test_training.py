@@ -5,7 +5,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,16 +21,18 @@ from torch.utils import _pytree as pytree
 
 from cohabit.planner.errors import FormatError, InfeasibleBudget
 from cohabit.planner.memory import Memory
-from cohabit.planner.plan import Compute, Plan, Provenance, SwapIn, SwapOut
+from cohabit.planner.plan import Compute, Drop, Plan, Provenance, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.registry import COUNTED
+from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.slots import Frame
-from cohabit.runtime.training.trainer import Trainer, TrainingLost
+from cohabit.runtime.memory import Copy
+from cohabit.runtime.training.trainer import Trainer, TrainingLost, memory_bytes
 from tests.runtime.observing import observed
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -145,6 +151,16 @@ def test_every_searcher_s_plan_of_a_step_is_executed(searcher: str, tmp_path: Pa
     assert_same(trained(trainer, model, optimizer), eager(sgd))
 
 
+def promised(trainer: Trainer, plan: Plan) -> Plan:
+    """The plan with what a search says of its own."""
+    timeline = simulate(trainer.graph, plan, trainer.profile)
+    compute_s = trainer.profile.compute_s
+    promise = Provenance(
+        "by hand", 0, 1, timeline.latency_s, timeline.period_s or 0.0, 0.0, compute_s, 0.0, "period"
+    )
+    return structs.replace(plan, provenance=promise)
+
+
 def test_recomputation_repeats_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout's mask is made once, by an op that changes the generator's state: only what follows it is repeated."""
 
@@ -154,20 +170,7 @@ def test_recomputation_repeats_no_random_numbers(monkeypatch: pytest.MonkeyPatch
         problem = Problem(graph, trainer.profile, Memory(2 * trainer.peak_bytes, counted=True))
         schedule = schedule_of_choices(problem, gaps, choices)
         assert schedule is not None
-        plan = write(problem, schedule, problem.memory.nbytes)
-        timeline = simulate(graph, plan, trainer.profile)
-        promise = Provenance(
-            "by hand",
-            0,
-            1,
-            timeline.latency_s,
-            timeline.period_s or 0.0,
-            0.0,
-            trainer.profile.compute_s,
-            0.0,
-            "period",
-        )
-        return structs.replace(plan, provenance=promise)
+        return promised(trainer, write(problem, schedule, problem.memory.nbytes))
 
     monkeypatch.setattr(Trainer, "_search", recomputing)
     model = net()
@@ -179,11 +182,14 @@ def test_recomputation_repeats_no_random_numbers(monkeypatch: pytest.MonkeyPatch
     assert_same(trained(trainer, model, optimizer), eager(sgd))
 
 
-@pytest.mark.parametrize("memory", ["100%", "60%", "40%"])
-def test_live_bytes_never_exceed_the_plan_s_memory(memory: str) -> None:
+@pytest.mark.parametrize(
+    ("memory", "searcher"),
+    [("100%", "on_demand"), ("60%", "on_demand"), ("40%", "on_demand"), ("50%", "genetic")],
+)
+def test_live_bytes_never_exceed_the_plan_s_memory(memory: str, searcher: str) -> None:
     """Counted before every op: all tensors of the frame, views once, and all state that is in memory."""
     model = net()
-    trainer = trainer_of(model, sgd(model), memory)
+    trainer = trainer_of(model, sgd(model), memory, searcher)
     program, held = trainer._program, []
 
     def observe(step: int, frame: Frame) -> None:
@@ -303,6 +309,61 @@ def test_a_step_that_fails_loses_the_training(monkeypatch: pytest.MonkeyPatch) -
     for call in (lambda: trainer.step(*batches(1)[0]), trainer.sync, lambda: trainer.save_checkpoint(Path("x"))):
         with pytest.raises(TrainingLost, match="step 1 failed"):
             call()
+
+
+def trainer_that_restores_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Trainer:
+    """Everything stays, but for one weight: the plan's end copies it out and back."""
+
+    def search(trainer: Trainer) -> Plan:
+        plan = kept(trainer)
+        weight = next(i for i, t in enumerate(trainer.graph.tensors) if t.name == "classes.weight")
+        end = len(plan.steps)
+        moves = (SwapOut(weight, after=(end - 1,)), Drop(weight), SwapIn(weight, after=(end,)))
+        return promised(trainer, structs.replace(plan, steps=(*plan.steps, *moves)))
+
+    kept = Trainer._search
+    monkeypatch.setattr(Trainer, "_search", search)
+    trainer = trainer_of(model, optimizer, "100%")
+    assert len(trainer._program.swap_ins) == 1
+    return trainer
+
+
+def with_copy(program: Program, copy: Callable[[Copy], None]) -> Program:
+    (swap_in,) = program.swap_ins
+    return replace(program, swap_ins=(replace(swap_in, copy=partial(copy, swap_in.copy)),))
+
+
+def test_the_next_step_begins_while_the_last_one_s_residents_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of the plan's end is held until the next step has computed its first op."""
+    began = threading.Event()
+
+    def hold(copy: Copy) -> None:
+        assert began.wait(20), "the next step waits for this copy"
+        copy()
+
+    model = net()
+    optimizer = sgd(model)
+    trainer = trainer_that_restores_at_the_end(monkeypatch, model, optimizer)
+    program = observed(trainer._program, lambda step, frame: began.set() if trainer.steps else None)
+    trainer._program = with_copy(program, hold)
+    assert_same(trained(trainer, model, optimizer), eager(sgd))
+
+
+def test_a_copy_that_fails_after_its_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(copy: Copy) -> None:
+        raise OSError(5, "Input/output error")
+
+    model = net()
+    trainer = trainer_that_restores_at_the_end(monkeypatch, model, sgd(model))
+    trainer._program = with_copy(trainer._program, fail)
+    trainer.step(*batches(1)[0])
+    with pytest.raises(TrainingLost, match=r"step 1 failed: .*Input/output error.* resume from a checkpoint"):
+        trainer.save_checkpoint(tmp_path / "last.safetensors")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(TrainingLost, match="step 1 failed"):
+        trainer.sync()
 
 
 def test_an_interrupted_step_loses_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,11 +492,29 @@ def test_a_step_that_depends_on_values_is_refused() -> None:
         Trainer(model, sgd(model), branching, batches(1)[0])
 
 
-@pytest.mark.parametrize("memory", ["half", "0%", "120%"])
-def test_memory_is_bytes_or_a_share(memory: str) -> None:
+@pytest.mark.parametrize(
+    ("memory", "reason"),
+    [
+        ("half", "'half' is not a size"),
+        ("0%", "a share of the step's peak lies above 0% and up to 100%"),
+        ("120%", "a share of the step's peak lies above 0%"),
+    ],
+)
+def test_memory_is_a_size_or_a_share_of_the_step_s_peak(memory: str, reason: str) -> None:
     model = net()
-    with pytest.raises(ValueError, match="is not a number of bytes, nor a share"):
+    with pytest.raises(ValueError, match=reason):
         trainer_of(model, sgd(model), memory)
+    assert memory_bytes("60%", 1000) == 600
+    assert memory_bytes("2GiB", 1000) == 2 << 30
+    assert memory_bytes(77, 1000) == 77
+
+
+def test_the_package_has_the_trainer_and_imports_no_torch_without_it() -> None:
+    program = "import sys, cohabit; assert 'torch' not in sys.modules; print(cohabit.Trainer.__module__)"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == Trainer.__module__
+    with pytest.raises(ImportError, match="Tutor"):
+        from cohabit import Tutor  # noqa: F401
 
 
 def test_what_cannot_be_trained_is_named() -> None:
@@ -448,6 +527,77 @@ def test_what_cannot_be_trained_is_named() -> None:
         trainer_of(model, torch.optim.ASGD(model.parameters()))
     with pytest.raises(UnsupportedModel, match="is not the model's"):
         trainer_of(model, sgd(net()))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.classes = nn.LSTM(24, 8, batch_first=True), nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classes(self.layers(x.flatten(2).transpose(1, 2).reshape(16, 8, 24))[0][:, -1])
+
+
+def test_an_lstm_is_trained() -> None:
+    losses = []
+    for is_eager in (True, False):
+        torch.manual_seed(0)
+        model = Recurrent()
+        optimizer = sgd(model)
+        if is_eager:
+            for batch in batches(3):
+                optimizer.zero_grad()
+                loss = loss_of(model, *batch)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        else:
+            with trainer_of(model, optimizer) as trainer:
+                assert [trainer.step(*batch).item() for batch in batches(3)] == pytest.approx(losses, rel=1e-5)
+
+
+def test_what_a_step_would_silently_lose_is_refused() -> None:
+    class Reassigning(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.norm.running_mean = self.norm.running_mean * 0.9
+            return super().forward(x)
+
+    class Looking(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.scale)
+
+    model = Reassigning()
+    with pytest.raises(UnsupportedModel, match=r"gives buffer norm.running_mean another tensor.*copy_"):
+        trainer_of(model, sgd(model))
+    looking = Looking()
+    looking.scale = torch.ones(3, 1, 1)
+    with pytest.raises(UnsupportedModel, match=r"float32 \[3, 1, 1\] that is neither a parameter, nor a buffer"):
+        trainer_of(looking, sgd(looking))
+    for loss, reason in (
+        (lambda model, x, y: model(x).sum(1), r"0-d tensor, .* is shape \[16\]"),
+        (lambda model, x, y: loss_of(model, x, y).detach(), "depends on no parameter"),
+    ):
+        model = net()
+        with pytest.raises(UnsupportedModel, match=reason):
+            Trainer(model, sgd(model), loss, batches(1)[0])
+    table = nn.Embedding(10, 4, sparse=True)
+    with pytest.raises(UnsupportedModel, match=r"gradient of weight is sparse"):
+        Trainer(table, sgd(table), lambda model, x, y: model(y).sum(), batches(1)[0])
+
+
+def test_only_the_learning_rate_may_change() -> None:
+    model = net()
+    optimizer = sgd(model)
+    with trainer_of(model, optimizer) as trainer:
+        trainer.step(*batches(1)[0])
+        optimizer.param_groups[0]["momentum"] = 0.8
+        with pytest.raises(UnsupportedModel, match=r"momentum of parameter group 0 is now 0\.8, .* with 0\.9"):
+            trainer.step(*batches(1)[0])
+        optimizer.param_groups[0]["momentum"] = 0.9
+        trainer.step(*batches(1)[0])
+    model = net()
+    with pytest.raises(UnsupportedModel, match="lr of parameter group 0 is a tensor"):
+        trainer_of(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1)))
 
 
 def test_an_optimizer_of_another_kind_goes_on_after_its_first_step() -> None:
@@ -493,19 +643,43 @@ while True:
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_checkpoint_that_training_goes_on_from(tmp_path: Path) -> None:
-    path, rng = tmp_path / "last.safetensors", random.Random(0)
-    seen: dict[str, str] = {}
-    for _ in range(3):
+def steps_of_killed_processes(path: Path, kills: int, rng: random.Random) -> dict[int, float]:
+    """Losses by step, of processes that train one after another and are killed at random moments."""
+    losses: dict[int, float] = {}
+    for _ in range(kills):
         command = [sys.executable, "-c", _KILLED, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            lines = [process.stdout.readline().split() for _ in range(rng.randint(4, 9))]
+            lines = [process.stdout.readline().split() for _ in range(rng.randint(2, 6))]
+            time.sleep(rng.uniform(0, 0.05))  # into any moment of a step or a checkpoint
             process.send_signal(signal.SIGKILL)
             lines += [line.split() for line in process.stdout.read().splitlines() if len(line.split()) == 2]
-        for steps, loss in lines:
-            assert seen.setdefault(steps, loss) == loss, f"step {steps} was repeated with another loss"
-    assert len(seen) > 9
+        for step, loss in lines:
+            known = losses.setdefault(int(step), float(loss))
+            assert known == float(loss), f"step {step} was repeated with another loss"
+    return losses
+
+
+def assert_losses_of_one_process(losses: dict[int, float], path: Path) -> None:
+    command = [sys.executable, "-c", _KILLED, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().split() for _ in range(max(losses))]
+        process.kill()
+    assert losses == {int(step): float(loss) for step, loss in lines}
+
+
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_training_goes_on_from(tmp_path: Path) -> None:
+    losses = steps_of_killed_processes(tmp_path / "last.safetensors", 3, random.Random(0))
+    assert len(losses) > 4
+    assert_losses_of_one_process(losses, tmp_path / "other.safetensors")
+
+
+@pytest.mark.slow
+def test_fifty_kills_leave_the_losses_of_one_process(tmp_path: Path) -> None:
+    losses = steps_of_killed_processes(tmp_path / "last.safetensors", 50, random.Random(1))
+    print(f"50 kills, {len(losses)} steps")
+    assert_losses_of_one_process(losses, tmp_path / "other.safetensors")
 
 
 _PEAK = """

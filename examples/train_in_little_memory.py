@@ -1,0 +1,54 @@
+"""Train a model in 60 % of the memory that a step needs, and compare its losses with PyTorch's own.
+
+    python examples/train_in_little_memory.py
+
+The command trains the same step with checkpoints, for which `make_step` returns what it needs:
+
+    cohabit train examples/train_in_little_memory.py:make_step --memory 60% --steps 20 --checkpoint run
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from cohabit import Trainer
+
+STEPS = 5
+Batch = tuple[Tensor, Tensor]
+
+
+def loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(model(x), labels)
+
+
+def make_step() -> tuple[nn.Module, torch.optim.Optimizer, object, list[Batch]]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(128, 10))
+    batches = [(torch.randn(64, 128), torch.randint(0, 10, (64,))) for _ in range(STEPS)]
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), loss, batches
+
+
+def eager() -> list[float]:
+    model, optimizer, _, batches = make_step()
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(model, *batch)
+        torch.autograd.backward(value)
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def main() -> None:
+    model, optimizer, _, batches = make_step()
+    with Trainer(model, optimizer, loss, batches[0], memory="60%", search_seconds=2) as trainer:
+        print(f"{trainer.memory_bytes} of {trainer.peak_bytes} bytes, {trainer.swapped_bytes} swapped per step")
+        losses = [trainer.step(*batch).item() for batch in batches]
+    print("losses", losses)
+    print("the same as PyTorch's" if losses == eager() else "other than PyTorch's")
+
+
+if __name__ == "__main__":
+    main()
