@@ -33,7 +33,7 @@ def repository(tmp_path: Path) -> Path:
         (["--model", "a,a"], "a is there twice"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--url", "h:1", "--memory", "1GiB"], "leave out --url"),
-        (["--url", "https://h:1"], "https is not supported"),
+        (["--url", "ftp://h:1"], "its scheme is none of http, https, grpc, grpcs"),
         (["--url", "h:1", "--models", "3", "--model", "a,b"], "--models 3, but --model names 2"),
         (["--url", "h:1", "--json", "/no/such/folder/report.json"], "there is no folder /no/such/folder"),
         (["--repository", "/no/such/repository"], "no NAME/VERSION/model.pt2 in it"),
