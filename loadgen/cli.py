@@ -388,7 +388,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     text = "requests: .npz, .jsonl, or a folder with one per model, such as a repository with sample.json"
     add(load, "--inputs", "inputs", str, "PATH", text)
     load.add_argument(
-        "--verify", action="store_true", help="count answers that differ, or are not as --inputs says"
+        "--verify",
+        nargs="?",
+        choices=("bits", "close"),
+        const="bits",
+        metavar="bits|close",
+        help="count answers to one request that differ, or differ by more than rounding, or are not as --inputs says",
     )
     limits = parser.add_argument_group("limits")
     limits.add_argument(

@@ -1,6 +1,7 @@
 """What load to send: rate, duration, models and limits. Importing this imports neither numpy nor a client."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -31,8 +32,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Closed loop: so many clients, each with one request at a time. None for an open loop."""
     inputs: str | None = None
     """File or folder with requests; None to draw their values from the models' metadata."""
-    verify: bool = False
-    """Compare answers: those of one request with each other, and with the outputs that `inputs` gives."""
+    verify: Literal["bits", "close"] | None = None
+    """Compare answers: those of one request with each other, in every bit or but for rounding; and the first one, but
+    for rounding, with the outputs that `inputs` gives."""
     processes: int = 1
     """Processes that send, each a share of the arrivals."""
     slo_s: float = 0.1

@@ -70,7 +70,7 @@ def _run(report: Report) -> dict[str, Any]:
             | {"latency": _in_ms(m.latency), "server": _in_ms(m.server)}
             for m in report.models
         ],
-        "cdf": [[values_ms[k], shares[k]] for k in steps] if len(values_ms) else [],
+        "cdf": [[float(values_ms[k]), float(shares[k])] for k in steps] if len(values_ms) else [],
         "timeline": [
             [interval.start_s, *_quantiles(row, values_ms, (50.0, 99.0)), interval.completed / length_s]
             for interval, row in zip(report.intervals, counts.by_interval, strict=True)
@@ -100,12 +100,10 @@ class LatencyCounts(msgspec.Struct, frozen=True):
 
 @functools.lru_cache(maxsize=256)
 def _decoded(histogram: str) -> Mapping[int, int]:
+    """Return the counts by latency, nanoseconds."""
     decoded = HdrHistogram.decode(histogram)
-    middle = decoded._hdr_median_equiv_value
-    return {
-        middle(item.value_iterated_to): item.count_added_in_this_iter_step
-        for item in decoded.get_recorded_iterator()
-    }
+    counts = np.array(decoded.counts[: decoded.counts_len])
+    return {decoded.get_value_from_index(int(k)): int(counts[k]) for k in np.flatnonzero(counts)}
 
 
 def _counts(report: Report) -> LatencyCounts:
@@ -157,7 +155,7 @@ def differences(first: Report, other: Report, seed: int = 0) -> list[dict[str, f
         drawn_ms = (samples[1][:, k] - samples[0][:, k]) * 1e3
         low, high = np.quantile(drawn_ms, [(1 - LIKELY) / 2, (1 + LIKELY) / 2]).tolist()
         row: dict[str, float | str | bool] = {"name": f"p{percentile:g}", "first": first_ms, "other": other_ms}
-        rows.append(row | {"low": low, "high": high, "is_clear": low > 0 or high < 0})
+        rows.append(row | {"low": low, "high": high, "is_clear": bool(low > 0 or high < 0)})
     return rows
 
 
@@ -166,12 +164,11 @@ def _resampled(counts: LatencyCounts, rng: np.random.Generator) -> NDArray[np.fl
     count = len(counts.by_interval)
     if not len(counts.values_s):
         return None
-    rows = []
-    for weights in rng.multinomial(count, [1 / count] * count, size=_DRAWS):
-        found = _quantiles(weights @ counts.by_interval, counts.values_s, _PERCENTILES)
-        if found[0] is not None:
-            rows.append(found)
-    return np.array(rows, dtype=np.float64)
+    drawn = rng.multinomial(count, [1 / count] * count, size=_DRAWS).astype(np.float64)
+    sums = np.cumsum(drawn @ counts.by_interval.astype(np.float64), axis=1)
+    sums = sums[sums[:, -1] > 0]
+    columns = [(sums < p / 100 * sums[:, -1:] - 1e-9).sum(axis=1) for p in _PERCENTILES]
+    return counts.values_s[np.stack(columns, axis=1)]
 
 
 def write_pictures(folder: Path, series: Series) -> None:

@@ -81,17 +81,26 @@ async def test_batches_are_drawn_from_the_sizes_given() -> None:
 
 async def test_answers_that_differ_are_wrong() -> None:
     async with serving(FakeKServe(models=("a",), value_of=lambda n: float(n == 7))) as url:
-        report = await run_load(url, replace(LOAD, verify=True))
+        report = await run_load(url, replace(LOAD, verify="close"))
     assert report.errors == {"wrong answer": 1}
     assert "output y differs" in report.error_examples["wrong answer"]
+
+
+async def test_rounding_differs_in_bits_and_is_close() -> None:
+    async with serving(FakeKServe(models=("a",), value_of=lambda n: 1 + 1e-6 * (n == 7))) as url:
+        in_bits = await run_load(url, replace(LOAD, verify="bits"))
+    async with serving(FakeKServe(models=("a",), value_of=lambda n: 1 + 1e-6 * (n == 7))) as url:
+        close = await run_load(url, replace(LOAD, verify="close"))
+    assert in_bits.errors == {"wrong answer": 1}
+    assert close.all_answered
 
 
 async def test_answers_are_compared_with_the_outputs_of_the_file(tmp_path: Path) -> None:
     for name, y in (("right", 0.5), ("other", 0.6)):
         np.savez(tmp_path / f"{name}.npz", x=np.ones((1, 4)), y=np.full((1, 1), y, np.float32))
     async with serving(FakeKServe(models=("a",), value_of=lambda n: 0.5)) as url:
-        right = await run_load(url, replace(LOAD, verify=True, inputs=str(tmp_path / "right.npz")))
-        wrong = await run_load(url, replace(LOAD, verify=True, inputs=str(tmp_path / "other.npz")))
+        right = await run_load(url, replace(LOAD, verify="bits", inputs=str(tmp_path / "right.npz")))
+        wrong = await run_load(url, replace(LOAD, verify="bits", inputs=str(tmp_path / "other.npz")))
     assert right.all_answered
     assert wrong.errors == {"wrong answer": wrong.sent}
 
