@@ -168,7 +168,8 @@ def _resampled(counts: LatencyCounts, rng: np.random.Generator) -> NDArray[np.fl
     sums = np.cumsum(drawn @ counts.by_interval.astype(np.float64), axis=1)
     sums = sums[sums[:, -1] > 0]
     columns = [(sums < p / 100 * sums[:, -1:] - 1e-9).sum(axis=1) for p in _PERCENTILES]
-    return counts.values_s[np.stack(columns, axis=1)]
+    sampled_s: NDArray[np.float64] = counts.values_s[np.stack(columns, axis=1)]
+    return sampled_s
 
 
 def write_pictures(folder: Path, series: Series) -> None:
