@@ -144,15 +144,17 @@ def differences(first: Report, other: Report, seed: int = 0) -> list[dict[str, f
     requests taken one by one would make the interval too narrow.
     """
     rng = np.random.default_rng(seed)
-    samples = [_resampled(_counts(report), rng) for report in (first, other)]
+    drawn = [_resampled(_counts(report), rng) for report in (first, other)]
+    samples = [sample for sample in drawn if sample is not None]
     exact = [report.latency for report in (first, other)]
     rows: list[dict[str, float | str | bool]] = []
-    if samples[0] is None or samples[1] is None or exact[0] is None or exact[1] is None:
+    if len(samples) < 2 or exact[0] is None or exact[1] is None:
         return rows
     for k, percentile in enumerate(_PERCENTILES):
         field = f"p{percentile:g}".replace(".", "") + "_s"
         first_ms, other_ms = (getattr(spread, field) * 1e3 for spread in exact)
-        drawn_ms = (samples[1][:, k] - samples[0][:, k]) * 1e3
+        count = min(map(len, samples))  # a draw without any answer is left out
+        drawn_ms = (samples[1][:count, k] - samples[0][:count, k]) * 1e3
         low, high = np.quantile(drawn_ms, [(1 - LIKELY) / 2, (1 + LIKELY) / 2]).tolist()
         row: dict[str, float | str | bool] = {"name": f"p{percentile:g}", "first": first_ms, "other": other_ms}
         rows.append(row | {"low": low, "high": high, "is_clear": bool(low > 0 or high < 0)})
