@@ -4,4 +4,5 @@ import sys
 
 from cohabit.loadgen.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # sender processes import this module again
+    sys.exit(main())

@@ -1,9 +1,13 @@
-"""Arrival times and models of all requests, drawn from a seed before the run."""
+"""Arrival times and models of all requests, drawn from a seed or read from a trace before the run."""
 
-from collections.abc import Mapping, Sequence
+import csv
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+from cohabit.loadgen.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,18 +18,66 @@ class RequestArrival:
 
 
 def draw_arrivals(
-    rate_per_s: float, duration_s: float, weights: Mapping[str, float], seed: int
+    rate_per_s: float,
+    duration_s: float,
+    weights: Mapping[str, float],
+    seed: int,
+    cv: float = 1.0,
+    bursts_s: tuple[float, float] | None = None,
 ) -> tuple[RequestArrival, ...]:
-    """Draw a Poisson process: exponential gaps, each arrival for a model chosen in proportion to its weight.
+    """Draw arrivals with gamma-distributed gaps, each for a model chosen in proportion to its weight.
 
+    `cv` is the coefficient of variation of the gaps: 1 is a Poisson process, 0 a constant gap. With `bursts_s`,
+    (seconds on, seconds off), arrivals come only while on, at a rate that keeps the mean at `rate_per_s`.
     Times do not depend on the models, so runs with different models have the same times.
     """
     times_seed, models_seed = np.random.SeedSequence(seed).spawn(2)
-    times_s = _times(np.random.default_rng(times_seed), rate_per_s, duration_s)
-    shares = np.array(list(weights.values()), dtype=np.float64)
-    choices = np.random.default_rng(models_seed).choice(len(shares), size=len(times_s), p=shares / shares.sum())
-    names = list(weights)
-    return tuple(RequestArrival(t, names[k]) for t, k in zip(times_s, choices.tolist(), strict=True))
+    rng = np.random.default_rng(times_seed)
+    if bursts_s is None:
+        times_s = _times(rng, rate_per_s, duration_s, cv)
+    else:
+        on_s, off_s = bursts_s
+        dense = _times(rng, rate_per_s * (on_s + off_s) / on_s, duration_s, cv)
+        spaced = (t + t // on_s * off_s for t in dense)
+        times_s = [t for t in spaced if t < duration_s]
+    choices = choose_models(weights, models_seed)
+    return tuple(RequestArrival(t, next(choices)) for t in times_s)
+
+
+def choose_models(weights: Mapping[str, float], seed: int | np.random.SeedSequence) -> Iterator[str]:
+    """Choose models without end, each in proportion to its weight."""
+    names, shares = list(weights), np.array(list(weights.values()), dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    while True:
+        for k in rng.choice(len(shares), size=1024, p=shares / shares.sum()).tolist():
+            yield names[k]
+
+
+def read_trace(path: Path) -> tuple[RequestArrival, ...]:
+    """Read arrivals from a CSV file with the columns `time` (seconds) and `model`; the first is at 0.
+
+    Raises UsageError, naming the line, for a file that is no such trace.
+    """
+    arrivals: list[RequestArrival] = []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if not {"time", "model"} <= set(rows.fieldnames or ()):
+                raise UsageError(f"--trace {path}: its first line has to name the columns time and model")
+            for row in rows:
+                at_s = float(row["time"])
+                if not np.isfinite(at_s) or not row["model"]:
+                    raise ValueError
+                arrivals.append(RequestArrival(at_s, row["model"]))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--trace {path}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--trace {path}: line {rows.line_num} has no time in seconds, or no model") from error
+    if not arrivals:
+        raise UsageError(f"--trace {path}: it has no requests")
+    arrivals.sort(key=lambda arrival: arrival.at_s)
+    first_s = arrivals[0].at_s
+    return tuple(RequestArrival(a.at_s - first_s, a.model) for a in arrivals)
 
 
 def zipf_weights(models: Sequence[str], exponent: float) -> dict[str, float]:
@@ -33,12 +85,20 @@ def zipf_weights(models: Sequence[str], exponent: float) -> dict[str, float]:
     return {model: k**-exponent for k, model in enumerate(models, start=1)}
 
 
-def _times(rng: np.random.Generator, rate_per_s: float, duration_s: float) -> list[float]:
+def _times(rng: np.random.Generator, rate_per_s: float, duration_s: float, cv: float) -> list[float]:
     times_s: list[float] = []
     now_s = 0.0
     while True:
-        for gap_s in rng.exponential(1 / rate_per_s, size=1024).tolist():
+        for gap_s in _gaps(rng, rate_per_s, cv):
             now_s += gap_s
             if now_s >= duration_s:
                 return times_s
             times_s.append(now_s)
+
+
+def _gaps(rng: np.random.Generator, rate_per_s: float, cv: float) -> list[float]:
+    mean_s = 1 / rate_per_s
+    if cv == 0:
+        return [mean_s] * 1024
+    gaps_s = rng.exponential(mean_s, 1024) if cv == 1 else rng.gamma(cv**-2, mean_s * cv**2, 1024)
+    return list(map(float, gaps_s))

@@ -7,20 +7,25 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from rich.console import Console
 
 from cohabit.loadgen.errors import LoadgenError, UsageError
 from cohabit.loadgen.load import Load
 
 if TYPE_CHECKING:
+    from cohabit.loadgen.client import Credentials
     from cohabit.loadgen.report import Report
 
 _T = TypeVar("_T")
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 3, 130
+DEFAULT_PERCENTILE = 99.0
+_LAYOUTS = ["partitioned", "resident", "time_shared"]
 DEFAULT_MODELS = 16
 DEFAULT_MEMORY = "25%"
 WIDTH = 120
@@ -28,18 +33,22 @@ WIDTH = 120
 
 _EPILOG = """commands:
   loadgen prepare REPO      write a repository of models (prepare --list shows them)
+  loadgen compare           measure several layouts on the same models and the same requests
+  loadgen report A.json     draw runs as one HTML page, and compare them
 
 examples:
   loadgen --models 16 --rate 300                    start a server, measure it, stop it
-  loadgen --url 127.0.0.1:8000 --rate 300 --json run.json
-  loadgen --url 127.0.0.1:8000 --model minilm=3,ranker_00=1
+  loadgen --url 127.0.0.1:8000 --rate 300 --output run.json
+  loadgen --url grpc://127.0.0.1:8001 --model minilm=3,ranker_00=1
+  loadgen --url 127.0.0.1:8000 --find-rate --slo-ms 50
 
-exit status: 0 every request was answered, 1 some were not, 2 the command line is wrong
+exit status: 0 every request was answered and the SLO met, if one was given; 1 not so; 2 the command line is wrong;
+3 the run is invalid, since requests were sent late; 130 the run was interrupted
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 if every request was answered, 1 if not, 2 for a wrong command line."""
+    """Run a command. Returns its exit status, as the help explains."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS.get(arguments[0]) if arguments else None
     errors = Console(stderr=True, emoji=False)
@@ -58,18 +67,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     options = _run_parser().parse_args(argv)
     load = _load_of(options)
+    credentials = _credentials_of(options)
     repository = None if options.url else _repository(options, Console(stderr=True, emoji=False))
-    report = _async(lambda: _measure(options, load, repository))
+    if repository is not None and load.inputs is None and any(repository.glob("*/sample.json")):
+        load = msgspec.structs.replace(load, inputs=str(repository))
+    reports = _async(lambda: _measure(options, load, credentials, repository))
 
-    import msgspec
+    from cohabit.loadgen.report import write_reports
 
-    from cohabit.loadgen.report import print_report
+    if options.output is not None:
+        write_reports(options.output, reports, as_list=bool(options.sweep or options.find_rate))
+    if options.find_rate and any(report.meets_slo and not report.generator_was_late for report in reports):
+        return EXIT_INTERRUPTED if reports[-1].interrupted else 0
+    return max(map(_status, reports))
 
-    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    print_report(report, Console(width=None if is_sized else WIDTH, emoji=False))
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    return 0 if report.all_answered else EXIT_FAILED
+
+def _status(report: "Report") -> int:
+    if report.interrupted:
+        return EXIT_INTERRUPTED
+    if report.generator_was_late:
+        return EXIT_INVALID
+    return 0 if report.all_answered and report.meets_slo else EXIT_FAILED
 
 
 def _load_of(options: argparse.Namespace) -> Load:
@@ -80,16 +98,50 @@ def _load_of(options: argparse.Namespace) -> Load:
         raise UsageError(f"--models {options.model_count}, but --model names {len(options.weights)}")
     if options.url and (options.repository or options.memory or options.layout):
         raise UsageError("--repository, --memory and --layout are for a server started here; leave out --url")
-    if options.json and not options.json.parent.is_dir():
-        raise UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
-    return Load(**{name: getattr(options, name) for name in Load.__struct_fields__})
+    if options.output and not options.output.parent.is_dir():
+        raise UsageError(f"--output {options.output}: there is no folder {options.output.parent}")
+    if options.trace and (options.weights or options.zipf or options.bursts_s or options.concurrency):
+        raise UsageError("--trace has times and models; leave out --model, --zipf, --bursts and --concurrency")
+    if options.concurrency and (options.bursts_s or options.processes > 1):
+        raise UsageError("--concurrency is a closed loop in one process; leave out --bursts and --processes")
+    if (options.sweep or options.find_rate) and (options.trace or options.concurrency):
+        raise UsageError("--sweep and --find-rate set the rate; leave out --trace and --concurrency")
+    if options.sweep and options.find_rate:
+        raise UsageError("--sweep and --find-rate contradict each other")
+    if options.find_rate and options.slo_s is None:
+        raise UsageError("--find-rate needs a latency to keep to: give --slo-ms")
+    if options.inputs and not Path(options.inputs).exists():
+        raise UsageError(f"--inputs {options.inputs}: there is no such file or folder")
+    fields = {name: getattr(options, name) for name in Load.__struct_fields__}
+    if options.slo_s is None:
+        fields["slo_s"] = Load().slo_s
+    elif options.slo_percentile is None:
+        fields["slo_percentile"] = DEFAULT_PERCENTILE
+    return Load(**fields)
 
 
-async def _measure(options: argparse.Namespace, load: Load, repository: Path | None) -> "Report":
-    from cohabit.loadgen.run import run_load
+def _credentials_of(options: argparse.Namespace) -> "Credentials":
+    from cohabit.loadgen.client import Credentials
 
+    if options.ca is not None and not options.ca.is_file():
+        raise UsageError(f"--ca {options.ca}: there is no such file")
+    if options.token_file is None:
+        return Credentials(ca=options.ca)
+    try:
+        lines = [line.strip() for line in options.token_file.read_text().splitlines()]
+    except OSError as error:
+        raise UsageError(f"--token-file {options.token_file}: {error.strerror}") from error
+    tokens = [line for line in lines if line and not line.startswith("#")]
+    if not tokens:
+        raise UsageError(f"--token-file {options.token_file}: it has no token")
+    return Credentials(tokens[0], options.ca)
+
+
+async def _measure(
+    options: argparse.Namespace, load: Load, credentials: "Credentials", repository: Path | None
+) -> "list[Report]":
     if repository is None:
-        return await run_load(options.url, load)
+        return await _runs(options.url, load, credentials, options)
 
     from cohabit.loadgen.server_process import running_server, server_command
 
@@ -100,7 +152,48 @@ async def _measure(options: argparse.Namespace, load: Load, repository: Path | N
     with console.status("") as status:
         async with running_server(command, options.patience, lambda text: status.update(text)) as url:
             status.stop()
-            return await run_load(url, load)
+            return await _runs(url, load, credentials, options)
+
+
+async def _runs(url: str, load: Load, credentials: "Credentials", options: argparse.Namespace) -> "list[Report]":
+    """Run the load, at one rate or several, and print each report."""
+    from cohabit.loadgen.report import print_report
+    from cohabit.loadgen.run import run_load
+    from cohabit.loadgen.search import find_rate, sweep
+
+    console = console_for_output()
+
+    async def measure(rate_per_s: float) -> "Report":
+        at_rate = msgspec.structs.replace(load, rate_per_s=rate_per_s)
+        return await run_load(url, at_rate, credentials, keep_interrupted=True)
+
+    async def measure_and_print(rate_per_s: float) -> "Report":
+        report = await measure(rate_per_s)
+        print_report(report, console)
+        return report
+
+    def show(report: "Report") -> None:
+        verdict = "meets the SLO" if report.meets_slo else "misses the SLO"
+        if report.generator_was_late:
+            verdict = "invalid, the generator was late"
+        console.print(
+            f"{report.rate_per_s:8.1f}/s: {verdict}, {report.within_slo:.2%} within {report.slo_s * 1e3:g} ms"
+        )
+
+    if not options.find_rate:
+        return await sweep(measure_and_print, options.sweep or [load.rate_per_s])
+    found, reports = await find_rate(measure, load.rate_per_s, show)
+    if found is None:
+        console.print("no rate was found that meets the SLO")
+    else:
+        print_report(next(r for r in reports if r.rate_per_s == found and r.meets_slo), console)
+        console.print(f"[bold]highest rate that meets the SLO: {found:.1f}/s[/bold]")
+    return reports
+
+
+def console_for_output() -> Console:
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_sized else WIDTH, emoji=False)
 
 
 def _repository(options: argparse.Namespace, console: Console) -> Path:
@@ -134,7 +227,53 @@ def _prepare(argv: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare}
+def _report(argv: Sequence[str]) -> int:
+    from cohabit.loadgen.page import write_page, write_pictures
+    from cohabit.loadgen.report import print_report, read_reports
+
+    options = _report_parser().parse_args(argv)
+    series = {path.stem: read_reports(path) for path in options.files}
+    if len(series) < len(options.files):
+        raise UsageError("two files have the same name; their runs are named after it")
+    console = console_for_output()
+    if options.html is not None:
+        write_page(options.html, series)
+    if options.png is not None:
+        write_pictures(options.png, series)
+    if options.html is None and options.png is None:
+        for name, reports in series.items():
+            for report in reports:
+                console.rule(f"{name}, {report.rate_per_s:g}/s")
+                print_report(report, console)
+    return 0
+
+
+def _compare(argv: Sequence[str]) -> int:
+    from cohabit.loadgen.page import write_page
+    from cohabit.loadgen.report import Report, write_reports
+
+    options = _compare_parser().parse_args(argv)
+    load, credentials = _load_of(options), _credentials_of(options)
+    console = Console(stderr=True, emoji=False)
+    repository = _repository(options, console)
+    if load.inputs is None and any(repository.glob("*/sample.json")):
+        load = msgspec.structs.replace(load, inputs=str(repository))
+    options.output_folder.mkdir(parents=True, exist_ok=True)
+    series: dict[str, list[Report]] = {}
+    for layout in options.layouts:
+        console.rule(layout)
+        memory = "100%" if layout == "resident" else options.memory
+        own = argparse.Namespace(**{**vars(options), "layout": layout, "memory": memory})
+        series[layout] = _async(partial(_measure, own, load, credentials, repository))
+        write_reports(options.output_folder / f"{layout}.json", series[layout], as_list=True)
+        write_page(options.output_folder / "compare.html", series)
+        if series[layout][-1].interrupted:
+            break
+    console.print(f"written: {options.output_folder / 'compare.html'}", soft_wrap=True, markup=False)
+    return max(_status(report) for reports in series.values() for report in reports)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare, "report": _report, "compare": _compare}
 
 
 def _async(make: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
@@ -154,12 +293,76 @@ def _async(make: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
 def _run_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="loadgen",
-        usage="loadgen [options] | loadgen prepare REPO",
+        usage="loadgen [options] | loadgen prepare REPO | loadgen compare [options] | loadgen report A.json",
         description="Send requests to a KServe v2 / Triton server at times drawn beforehand (open loop), and report"
         " latencies from the intended send times. Without --url, start a Cohabit server for the length of the run.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_load(parser)
+    rates = parser.add_argument_group("several rates")
+    rates.add_argument(
+        "--sweep", type=_rates, default=None, metavar="PER_S,...", help="measure one rate after the other"
+    )
+    rates.add_argument(
+        "--find-rate", action="store_true", help="find the highest rate that meets the SLO, beginning at --rate"
+    )
+    server = _add_server(parser)
+    server.add_argument(
+        "--url", metavar="URL", help="a running server: HOST:PORT, or with http, https, grpc, grpcs://"
+    )
+    server.add_argument(
+        "--layout", metavar="NAME", help="--layout of a server started here (default: the server's)"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output",
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the report, or those of all rates, as JSON",
+    )
+    return parser
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="loadgen compare",
+        description="Serve the same models with one layout after the other, send each the same requests, and write"
+        " OUTPUT/LAYOUT.json and OUTPUT/compare.html. The layout resident has memory for all weights.",
+    )
+    parser.add_argument(
+        "--layouts", type=_names, default=_LAYOUTS, metavar="NAME,...", help=f"(default: {','.join(_LAYOUTS)})"
+    )
+    parser.add_argument(
+        "--rates", dest="sweep", type=_rates, default=[100.0, 200.0, 300.0], metavar="PER_S,...",
+        help="requests per second, all models together (default: 100,200,300)",
+    )  # fmt: skip
+    _add_load(parser)
+    _add_server(parser)
+    parser.add_argument(
+        "--output", dest="output_folder", type=Path, default=Path("loadgen-compare"), metavar="FOLDER",
+        help="folder for the results (default: %(default)s)",
+    )  # fmt: skip
+    parser.set_defaults(url=None, layout=None, output=None, find_rate=False)
+    return parser
+
+
+def _report_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="loadgen report",
+        description="Show runs that --output has written, as tables, or as a page or pictures. Further files are"
+        " compared with the first, at the rates that both have.",
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument(
+        "--png", type=Path, metavar="FOLDER", help="write the charts as pictures (needs matplotlib)"
+    )
+    return parser
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
     default = Load()
 
     def add(group: argparse._ActionsContainer, flag: str, field: str, kind: Any, metavar: str, text: str) -> None:
@@ -175,22 +378,48 @@ def _run_parser() -> argparse.ArgumentParser:
     add(load, "--rate", "rate_per_s", _positive, "PER_S", "requests per second, all models together")
     add(load, "--duration", "duration_s", _positive, "S", "measured seconds")
     add(load, "--warmup", "warmup_s", _not_negative, "S", "seconds of load before the measurement")
-    add(load, "--batch", "batch", _count, "N", "batch size of every request")
+    add(load, "--batch", "batch", _batch, "N[,N...]", "rows of a request; several sizes are drawn from")
     add(load, "--seed", "seed", int, "N", "seed of arrival times, choice of models and inputs")
+    add(load, "--cv", "cv", _not_negative, "CV", "variation of the gaps: 1 Poisson, 0 constant, else gamma")
+    add(load, "--bursts", "bursts_s", _bursts, "ON_S,OFF_S", "requests only in the first of two spans, in turn")
+    add(load, "--trace", "trace", str, "FILE.csv", "replay requests: columns time (s) and model")
+    add(load, "--concurrency", "concurrency", _count, "N", "closed loop of N clients in the place of a rate")
+    add(load, "--processes", "processes", _count, "N", "sender processes")
+    text = "requests: .npz, .jsonl, or a folder with one per model, such as a repository with sample.json"
+    add(load, "--inputs", "inputs", str, "PATH", text)
+    load.add_argument(
+        "--verify",
+        nargs="?",
+        choices=("bits", "close"),
+        const="bits",
+        metavar="bits|close",
+        help="count answers to one request that differ, or differ by more than rounding, or are not as --inputs says",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--slo-ms",
         dest="slo_s",
         type=lambda text: _positive(text) / 1e3,
-        default=default.slo_s,
+        default=None,
         metavar="MS",
-        help=f"highest latency that counts as goodput (default: {default.slo_s * 1e3:g})",
+        help=f"SLO: latency of --slo-percentile; without it, {default.slo_s * 1e3:g} counts for goodput",
+    )
+    limits.add_argument(
+        "--slo-percentile",
+        type=_percentage,
+        default=None,
+        metavar="PERCENT",
+        help=f"requests that have to be answered within --slo-ms (default: {DEFAULT_PERCENTILE:g})",
     )
     add(limits, "--timeout", "timeout_s", _positive, "S", "seconds until a request fails")
     text = "unanswered requests above which further ones count as not sent"
     add(limits, "--max-in-flight", "max_in_flight", _count, "N", text)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     server = parser.add_argument_group("server")
-    server.add_argument("--url", metavar="HOST:PORT", help="a running server")
+    server.add_argument("--token-file", type=Path, metavar="FILE", help="send its first line as bearer token")
+    server.add_argument("--ca", type=Path, metavar="FILE", help="certificates to check the server's with")
     server.add_argument(
         "--repository",
         type=Path,
@@ -202,7 +431,6 @@ def _run_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help=f"memory of that server: 82MiB, 25%% of the weights (default: {DEFAULT_MEMORY}%)",
     )
-    server.add_argument("--layout", metavar="NAME", help="its --layout (default: the server's)")
     server.add_argument(
         "--server", default="cohabit", metavar="COMMAND", help="command that starts it (default: %(default)s)"
     )
@@ -213,8 +441,7 @@ def _run_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds until it has to be ready (default: %(default)g)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
-    return parser
+    return server
 
 
 def _prepare_parser() -> argparse.ArgumentParser:
@@ -246,6 +473,29 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _batch(text: str) -> int | tuple[int, ...]:
+    sizes = tuple(_count(size) for size in text.split(","))
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
+def _rates(text: str) -> list[float]:
+    return [_positive(rate) for rate in text.split(",")]
+
+
+def _bursts(text: str) -> tuple[float, float]:
+    spans = _rates(text)
+    if len(spans) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two spans of seconds, ON_S,OFF_S")
+    return spans[0], spans[1]
+
+
+def _percentage(text: str) -> float:
+    value = _positive(text)
+    if value > 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is above 100")
+    return value
 
 
 def _positive(text: str) -> float:

@@ -1,78 +1,150 @@
-"""A Triton client: HTTP with binary tensors."""
+"""A Triton client: HTTP with binary tensors, or gRPC, as the URL's scheme says."""
 
+import itertools
 import resource
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import aiohttp
 import numpy as np
-from tritonclient.http import InferInput
-from tritonclient.http.aio import InferenceServerClient
+import tritonclient.http
+import tritonclient.http.aio
+from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from cohabit.loadgen.errors import ServerFailed, UsageError
-from cohabit.loadgen.inputs import random_inputs
+from cohabit.loadgen.inputs import RequestInputs, file_of, random_tensors, read_requests
+from cohabit.loadgen.load import Load
 from cohabit.loadgen.openloop import RequestFailed, Send
 
 _UNREACHABLE = (aiohttp.ClientError, OSError)
+_SCHEMES = ("http", "https", "grpc", "grpcs")
+
+DISTINCT_REQUESTS = 16
+"""Requests that are made per model where batches are drawn or rows are read; they are sent in turn."""
+
+_MAX_ID_GRPC = 1
+"""gRPC's metadata has no ranges of integers. The smallest tables that are looked up have two rows."""
+
+WRONG_ANSWER = "wrong answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a server asks of its clients."""
+
+    token: str | None = None
+    ca: Path | None = None
+    """Certificates that the server's is checked with; None for the system's."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.token is None else {"authorization": f"Bearer {self.token}"}
 
 
 def address_of(url: str) -> str:
     """Return an address as tritonclient takes it: 127.0.0.1:8000 for `http://127.0.0.1:8000/`."""
-    if url.startswith("https://"):
-        raise UsageError(f"--url {url}: https is not supported; give HOST:PORT of a plain HTTP endpoint")
-    return url.removeprefix("http://").rstrip("/")
+    scheme, separator, address = url.partition("://")
+    if separator and scheme not in _SCHEMES:
+        raise UsageError(f"--url {url}: its scheme is none of {', '.join(_SCHEMES)}")
+    return (address if separator else url).rstrip("/")
 
 
-@asynccontextmanager
-async def connected(url: str, max_in_flight: int, timeout_s: float) -> AsyncIterator[InferenceServerClient]:
-    """Open a client that sends up to `max_in_flight` requests at once, each for `timeout_s` at most."""
-    _allow_open_files(max_in_flight + 256)
-    async with InferenceServerClient(address_of(url), conn_limit=max_in_flight, conn_timeout=timeout_s) as client:
-        yield client
+class Client:
+    """One server's client over either protocol. Its answers are those of KServe's JSON."""
 
+    def __init__(self, url: str, max_in_flight: int, timeout_s: float, credentials: Credentials) -> None:
+        self.url = url
+        scheme, address = url.partition("://")[0] if "://" in url else "http", address_of(url)
+        self._credentials = credentials
+        self._context = _tls_context(credentials.ca) if scheme == "https" else None
+        self._plain_url = f"{scheme}://{address}"
+        self._own: ModuleType
+        if scheme.startswith("grpc"):
+            from tritonclient import grpc
+            from tritonclient.grpc import aio
 
-async def ready_models(client: InferenceServerClient, url: str) -> list[str]:
-    """Return the names of the models that the server has ready, in order."""
-    index: list[dict[str, Any]]
-    index = await _answer(
-        client.get_model_repository_index(), url, "does not list its models; name them with --model"
-    )
-    return sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
+            self._own = grpc
+            self._client = aio.InferenceServerClient(
+                address,
+                ssl=scheme == "grpcs",
+                root_certificates=None if credentials.ca is None else str(credentials.ca),
+            )
+            self._as_json, self._timeout = {"as_json": True}, {"client_timeout": timeout_s}
+        else:
+            self._own = tritonclient.http
+            self._client = tritonclient.http.aio.InferenceServerClient(
+                address, conn_limit=max_in_flight, conn_timeout=timeout_s, ssl=scheme == "https",
+                ssl_context=self._context,
+            )  # fmt: skip
+            self._as_json, self._timeout = {}, {}
 
+    @property
+    def is_grpc(self) -> bool:
+        return bool(self._as_json)
 
-async def model_metadata(client: InferenceServerClient, url: str, model: str) -> dict[str, Any]:
-    """Return the server's description of a model's inputs and outputs."""
-    metadata: dict[str, Any] = await _answer(client.get_model_metadata(model), url, f"has no model {model!r}")
-    return metadata
+    async def close(self) -> None:
+        await self._client.close()
 
+    async def ready_models(self) -> list[str]:
+        """Return the names of the models that the server has ready, in order."""
+        call = self._client.get_model_repository_index(headers=self._credentials.headers, **self._as_json)
+        index = await self._answer(call, "does not list its models; name them with --model")
+        entries = index.get("models", []) if self.is_grpc else index
+        return sorted({entry["name"] for entry in entries if entry.get("state") == "READY"})
 
-async def _answer(call: Awaitable[Any], url: str, problem: str) -> Any:
-    try:
-        return await call
-    except InferenceServerException as error:
-        raise UsageError(f"{url} {problem} ({error})") from error
-    except (*_UNREACHABLE, TimeoutError) as error:
-        raise ServerFailed(f"no server answers at {url}: {_reason(error)}") from error
+    async def metadata(self, model: str) -> dict[str, Any]:
+        """Return the server's description of a model's inputs and outputs."""
+        call = self._client.get_model_metadata(model, headers=self._credentials.headers, **self._as_json)
+        metadata: dict[str, Any] = await self._answer(call, f"has no model {model!r}")
+        return metadata
 
-
-async def prepare_requests(
-    client: InferenceServerClient, url: str, models: Sequence[str], batch: int, seed: int
-) -> dict[str, list[InferInput]]:
-    """Make each model's inputs before the run."""
-    rng = np.random.default_rng(seed)
-    return {m: random_inputs(await model_metadata(client, url, m), batch, rng) for m in models}
-
-
-def sender(client: InferenceServerClient, requests: Mapping[str, list[InferInput]]) -> Send:
-    """Return the function that sends a model's request; it raises RequestFailed."""
-
-    async def send(model: str) -> None:
+    async def statistics(self) -> list[dict[str, Any]]:
+        """Return Triton's statistics of all models; empty if the server keeps none."""
         try:
-            await client.infer(model, requests[model])
+            call = self._client.get_inference_statistics(headers=self._credentials.headers, **self._as_json)
+            found: list[dict[str, Any]] = (await call).get("model_stats", [])
+        except (InferenceServerException, *_UNREACHABLE, TimeoutError, ValueError):
+            return []
+        return found
+
+    async def metrics(self) -> str:
+        """Return the metrics in Prometheus' text format, empty if they are not on the port of the requests."""
+        if self.is_grpc:
+            return ""
+        try:
+            async with (
+                aiohttp.ClientSession(headers=self._credentials.headers) as session,
+                session.get(f"{self._plain_url}/metrics", ssl=self._context or True) as answer,
+            ):
+                return await answer.text() if answer.status == 200 else ""
+        except (*_UNREACHABLE, TimeoutError, ValueError):
+            return ""
+
+    def request(self, given: RequestInputs) -> "PreparedRequest":
+        """Serialise a request's inputs for this protocol."""
+        inputs = []
+        for tensor in given.inputs:
+            made = self._own.InferInput(tensor.name, list(tensor.values.shape), tensor.datatype)
+            made.set_data_from_numpy(tensor.values)
+            inputs.append(made)
+        return PreparedRequest(inputs, given.expected)
+
+    async def infer(self, model: str, inputs: Sequence[Any]) -> Any:
+        """Return tritonclient's result; raises RequestFailed."""
+        try:
+            return await self._client.infer(model, inputs, headers=self._credentials.headers, **self._timeout)
         except InferenceServerException as error:
-            raise RequestFailed(f"HTTP {error.status() or 'error'}", error.message() or "") from error
+            status = str(error.status() or "error").removeprefix("StatusCode.")
+            if self.is_grpc and status in ("DEADLINE_EXCEEDED", "UNAVAILABLE"):
+                kind = "timeout" if status == "DEADLINE_EXCEEDED" else "connection"
+                raise RequestFailed(kind, error.message() or status) from error
+            raise RequestFailed(f"{'gRPC' if self.is_grpc else 'HTTP'} {status}", error.message() or "") from error
         except TimeoutError as error:
             raise RequestFailed("timeout", _reason(error)) from error
         except _UNREACHABLE as error:
@@ -80,7 +152,115 @@ def sender(client: InferenceServerClient, requests: Mapping[str, list[InferInput
         except ValueError as error:
             raise RequestFailed("malformed answer", _reason(error)) from error
 
+    async def _answer(self, call: Awaitable[Any], problem: str) -> Any:
+        try:
+            return await call
+        except InferenceServerException as error:
+            if "UNAVAILABLE" in str(error.status()):
+                raise ServerFailed(f"no server answers at {self.url}: {error.message()}") from error
+            raise UsageError(f"{self.url} {problem} ({error})") from error
+        except (*_UNREACHABLE, TimeoutError) as error:
+            raise ServerFailed(f"no server answers at {self.url}: {_reason(error)}") from error
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    inputs: Sequence[Any]
+    """tritonclient's, of the client's protocol."""
+    expected: Mapping[str, NDArray[Any]]
+    """Outputs that a file gave; compared with a tolerance for rounding."""
+    first: dict[str, NDArray[Any]] | None = None
+    """Outputs of the first answer, which all further answers have to equal."""
+
+    def check(self, model: str, result: Any, in_bits: bool) -> None:
+        """Raises RequestFailed for an answer that differs from an earlier one, or from the given outputs."""
+        names = [output["name"] for output in result.get_response(**_as_json_if_grpc(result))["outputs"]]
+        outputs = {name: result.as_numpy(name) for name in names}
+        if self.first is None:
+            for name, reference in self.expected.items():
+                if name not in outputs or not _is_close(outputs[name], reference):
+                    raise RequestFailed(WRONG_ANSWER, f"{model}: output {name} is not the one that --inputs gives")
+            self.first = outputs
+        for name, first in self.first.items():
+            got = outputs.get(name)
+            same = got is not None and (_has_same_bits(got, first) if in_bits else _is_close(got, first))
+            if not same:
+                hint = "; its batch may change its rounding, which --verify close allows" if in_bits else ""
+                raise RequestFailed(
+                    WRONG_ANSWER, f"{model}: output {name} differs from the first answer to the same request{hint}"
+                )
+
+
+@asynccontextmanager
+async def connected(
+    url: str, max_in_flight: int, timeout_s: float, credentials: Credentials | None = None
+) -> AsyncIterator[Client]:
+    """Open a client that sends up to `max_in_flight` requests at once, each for `timeout_s` at most."""
+    _allow_open_files(max_in_flight + 256)
+    client = Client(url, max_in_flight, timeout_s, credentials or Credentials())
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def prepare_requests(client: Client, models: Sequence[str], load: Load) -> dict[str, list[PreparedRequest]]:
+    """Make each model's requests before the run."""
+    rng = np.random.default_rng(load.seed)
+    return {model: await _requests_of(client, model, load, rng) for model in models}
+
+
+async def _requests_of(client: Client, model: str, load: Load, rng: np.random.Generator) -> list[PreparedRequest]:
+    metadata = await client.metadata(model)
+    path = None if load.inputs is None else file_of(Path(load.inputs), model)
+    if isinstance(load.batch, int):
+        batches = [load.batch] * (1 if path is None else DISTINCT_REQUESTS)
+    else:
+        batches = rng.choice(load.batch, DISTINCT_REQUESTS).tolist()
+    if path is not None:
+        return [client.request(given) for given in read_requests(path, metadata, batches)]
+    if client.is_grpc:
+        for spec in metadata["inputs"]:
+            spec["parameters"] = {"maximum": _MAX_ID_GRPC}
+    return [client.request(RequestInputs(random_tensors(metadata, batch, rng), {})) for batch in batches]
+
+
+def sender(client: Client, requests: Mapping[str, Sequence[PreparedRequest]], verify: str | None = None) -> Send:
+    """Return the function that sends a model's next request; it raises RequestFailed."""
+    turns = {model: itertools.cycle(of_model) for model, of_model in requests.items()}
+
+    async def send(model: str) -> None:
+        request = next(turns[model])
+        result = await client.infer(model, request.inputs)
+        if verify is not None:
+            request.check(model, result, in_bits=verify == "bits")
+
     return send
+
+
+def _tls_context(ca: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise UsageError(f"--ca {ca}: {error}") from error
+
+
+def _as_json_if_grpc(result: Any) -> dict[str, bool]:
+    return {} if isinstance(result, tritonclient.http.InferResult) else {"as_json": True}
+
+
+def _has_same_bits(got: NDArray[Any], first: NDArray[Any]) -> bool:
+    if got.dtype == np.object_:
+        return bool(np.array_equal(got, first))
+    return got.shape == first.shape and got.tobytes() == first.tobytes()
+
+
+def _is_close(got: NDArray[Any], reference: NDArray[Any]) -> bool:
+    if got.shape != reference.shape:
+        return False
+    if np.issubdtype(got.dtype, np.floating):
+        return np.allclose(got, reference, rtol=1e-4, atol=1e-5)
+    return bool(np.array_equal(got, reference))
 
 
 def _reason(error: Exception) -> str:

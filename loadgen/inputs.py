@@ -1,6 +1,9 @@
-"""Random valid inputs of a model, from its KServe metadata."""
+"""Inputs of requests: drawn from a model's KServe metadata, or read from files."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +11,7 @@ from numpy.typing import NDArray
 from tritonclient.http import InferInput
 from tritonclient.utils import triton_to_np_dtype
 
-from cohabit.loadgen.errors import ModelRefused
+from cohabit.loadgen.errors import ModelRefused, UsageError
 
 MAX_ID = 100
 """Integers are drawn below this, so that they are ids in any vocabulary, and within the range that a server tells."""
@@ -17,21 +20,44 @@ FREE_DIMENSION = 16
 """Size of dimensions other than the batch that the model leaves open."""
 
 
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    name: str
+    datatype: str
+    """KServe's, such as FP32."""
+    values: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInputs:
+    """The inputs of one request, and the outputs that they must have, as far as a file gives these."""
+
+    inputs: tuple[InputTensor, ...]
+    expected: Mapping[str, NDArray[Any]]
+
+
 def random_inputs(metadata: Mapping[str, Any], batch: int, rng: np.random.Generator) -> list[InferInput]:
-    """Make the inputs of one request from the server's answer to GET /v2/models/NAME."""
-    return [_random_input(metadata["name"], spec, batch, rng) for spec in metadata["inputs"]]
+    """Make the inputs of one HTTP request from the server's answer to GET /v2/models/NAME."""
+    made = []
+    for tensor in random_tensors(metadata, batch, rng):
+        made.append(InferInput(tensor.name, list(tensor.values.shape), tensor.datatype))
+        made[-1].set_data_from_numpy(tensor.values, binary_data=True)
+    return made
 
 
-def _random_input(model: str, spec: Mapping[str, Any], batch: int, rng: np.random.Generator) -> InferInput:
+def random_tensors(metadata: Mapping[str, Any], batch: int, rng: np.random.Generator) -> tuple[InputTensor, ...]:
+    """Draw the inputs of one request from a model's metadata."""
+    return tuple(_random_tensor(metadata["name"], spec, batch, rng) for spec in metadata["inputs"])
+
+
+def _random_tensor(model: str, spec: Mapping[str, Any], batch: int, rng: np.random.Generator) -> InputTensor:
     shape = concrete_shape(model, [int(extent) for extent in spec["shape"]], batch)
     values = random_values(spec["name"], spec["datatype"], shape, rng, _bound(spec.get("parameters") or {}))
     if values is None:
         raise ModelRefused(
             f"{model}: input {spec['name']} has the datatype {spec['datatype']}, which loadgen does not know"
         )
-    tensor = InferInput(spec["name"], list(shape), spec["datatype"])
-    tensor.set_data_from_numpy(values, binary_data=True)
-    return tensor
+    return InputTensor(spec["name"], spec["datatype"], values)
 
 
 def concrete_shape(model: str, shape: Sequence[int], batch: int) -> tuple[int, ...]:
@@ -62,3 +88,80 @@ def random_values(
     if datatype.startswith("FP") or datatype == "BF16":
         return rng.standard_normal(shape).astype(dtype)
     return rng.integers(0, 2 if datatype == "BOOL" else bound, shape).astype(dtype)
+
+
+def file_of(inputs: Path, model: str) -> Path | None:
+    """Return the file with a model's inputs.
+
+    In a folder, which may be a model repository, that is MODEL.npz, MODEL.jsonl or MODEL/sample.json, or None.
+    """
+    if not inputs.is_dir():
+        return inputs
+    candidates = (inputs / f"{model}.npz", inputs / f"{model}.jsonl", inputs / model / "sample.json")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_requests(path: Path, metadata: Mapping[str, Any], batches: Sequence[int]) -> list[RequestInputs]:
+    """Read a model's requests: rows of a `.npz` in turn, one for each of `batches`, or all of a JSON file.
+
+    A `.npz` has an array of rows for each input, and may have one for outputs, which answers then have to equal.
+    JSON has a body of an inference request on each line. Lines of other models, as `model` says, are left out.
+    Raises UsageError for a file that does not fit the model.
+    """
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return _rows(path, metadata, dict(arrays), batches)
+        bodies = path.read_text(encoding="utf-8")
+        lines = [bodies] if path.suffix == ".json" else [line for line in bodies.splitlines() if line.strip()]
+        given = [_from_json(body) for line in lines if _is_for(body := json.loads(line), metadata["name"])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"--inputs {path}: {metadata['name']}: {type(error).__name__}: {error}") from error
+    if not given:
+        raise UsageError(f"--inputs {path}: it has no request of model {metadata['name']}")
+    return given
+
+
+def _rows(
+    path: Path, metadata: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], batches: Sequence[int]
+) -> list[RequestInputs]:
+    """Take as many rows as each batch has, beginning again after the last."""
+    model = metadata["name"]
+    if missing := [spec["name"] for spec in metadata["inputs"] if spec["name"] not in arrays]:
+        raise UsageError(
+            f"--inputs {path}: no array {', '.join(missing)}, an input of {model}; it has {', '.join(arrays)}"
+        )
+    specs = {spec["name"]: spec["datatype"] for spec in metadata["inputs"]}
+    outputs = [spec["name"] for spec in metadata["outputs"] if spec["name"] in arrays]
+    counts = {len(arrays[name]) if arrays[name].ndim else 0 for name in (*specs, *outputs)}
+    if len(counts) != 1 or 0 in counts:
+        raise UsageError(f"--inputs {path}: its arrays of {model} have {sorted(counts)} rows; give as many of each")
+    count, first, requests = counts.pop(), 0, []
+    for batch in batches:
+        chosen = np.arange(first, first + batch) % count
+        first += batch
+        tensors = []
+        for name, datatype in specs.items():
+            dtype = triton_to_np_dtype(datatype)
+            if dtype is None:
+                raise ModelRefused(
+                    f"{model}: input {name} has the datatype {datatype}, which loadgen does not know"
+                )
+            tensors.append(InputTensor(name, datatype, arrays[name][chosen].astype(dtype)))
+        requests.append(RequestInputs(tuple(tensors), {name: arrays[name][chosen] for name in outputs}))
+    return requests
+
+
+def _is_for(body: Mapping[str, Any], model: str) -> bool:
+    return bool(body.get("model", model) == model)
+
+
+def _from_json(body: Mapping[str, Any]) -> RequestInputs:
+    tensors = []
+    for tensor in body["inputs"]:
+        values = np.array(tensor["data"], dtype=triton_to_np_dtype(tensor["datatype"])).reshape(tensor["shape"])
+        if tensor["datatype"] == "BYTES":
+            texts = [str(text).encode() for text in values.flat]
+            values = np.array(texts, dtype=np.object_).reshape(values.shape)
+        tensors.append(InputTensor(tensor["name"], tensor["datatype"], values))
+    return RequestInputs(tuple(tensors), {})

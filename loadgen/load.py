@@ -1,6 +1,7 @@
 """What load to send: rate, duration, models and limits. Importing this imports neither numpy nor a client."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -19,8 +20,26 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     zipf: float = 0.0
     """Without `weights`, the k-th model has the weight 1 / k**zipf."""
     seed: int = 0
-    batch: int = 1
+    batch: int | tuple[int, ...] = 1
+    """Rows of a request, or sizes of which each request draws one."""
+    cv: float = 1.0
+    """Coefficient of variation of the gaps between arrivals: 1 is a Poisson process, 0 a constant gap."""
+    bursts_s: tuple[float, float] | None = None
+    """Seconds with arrivals and seconds without, in turn; None for arrivals at all times."""
+    trace: str | None = None
+    """CSV file with the arrivals, in the place of drawn ones."""
+    concurrency: int | None = None
+    """Closed loop: so many clients, each with one request at a time. None for an open loop."""
+    inputs: str | None = None
+    """File or folder with requests; None to draw their values from the models' metadata."""
+    verify: Literal["bits", "close"] | None = None
+    """Compare answers: those of one request with each other, in every bit or but for rounding; and the first one, but
+    for rounding, with the outputs that `inputs` gives."""
+    processes: int = 1
+    """Processes that send, each a share of the arrivals."""
     slo_s: float = 0.1
     """Latency that goodput counts up to."""
+    slo_percentile: float | None = None
+    """Percentage of requests that have to be answered within `slo_s`; None if the run cannot miss it."""
     timeout_s: float = 30.0
     max_in_flight: int = 10_000

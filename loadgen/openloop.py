@@ -1,16 +1,19 @@
-"""Sends requests in an open loop: each at its drawn time, independently of answers to others."""
+"""Sends requests in an open loop, each at its drawn time whatever is unanswered, or in a closed one."""
 
 import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cohabit.loadgen.arrivals import RequestArrival
 
 NOT_SENT = "not sent"
 """Kind of failure of requests that were due while too many others were unanswered."""
+
+INTERRUPTED = "interrupted"
+"""Kind of failure of requests that were unanswered when the run was cancelled."""
 
 Send = Callable[[str], Awaitable[None]]
 """Send one request to the named model; return when it is answered, raise RequestFailed if it is not."""
@@ -20,9 +23,12 @@ class RequestFailed(Exception):
     """One request was not answered. It is counted by `kind`; the run goes on."""
 
     def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(f"{kind}: {detail}")
+        super().__init__(kind, detail)  # what pickle makes it from again
         self.kind = kind
         self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +44,29 @@ class Outcome:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of a run in progress, for a display."""
+    """What a run in progress, or a cancelled one, has counted."""
 
     sent: int = 0
     in_flight: int = 0
     answered: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    outcomes: list[Outcome] = field(default_factory=list)
 
 
 async def run_open_loop(
-    arrivals: Sequence[RequestArrival], send: Send, max_in_flight: int, tally: Tally | None = None
+    arrivals: Sequence[RequestArrival],
+    send: Send,
+    max_in_flight: int,
+    tally: Tally | None = None,
+    start_s: float | None = None,
 ) -> list[Outcome]:
     """Send every arrival at its time, and return when all are answered or have failed.
 
-    An arrival that finds `max_in_flight` requests unanswered is counted as NOT_SENT, not postponed.
+    An arrival that finds `max_in_flight` requests unanswered is counted as NOT_SENT, not postponed. `start_s` is the
+    start of the run on the clock of `time.perf_counter`, which all processes share; None for now. A cancelled run has
+    its outcomes in `tally`.
     """
-    run = _OpenLoop(send, max_in_flight, tally or Tally(), asyncio.get_running_loop())
+    run = _Requests(send, max_in_flight, tally or Tally(), asyncio.get_running_loop(), start_s)
     stop = threading.Event()
     # Event loops wake with millisecond precision; a sleeping thread is ten times as precise.
     pacer = threading.Thread(target=run.pace, args=(arrivals, stop), name="pacer", daemon=True)
@@ -68,57 +81,90 @@ async def run_open_loop(
         for task in run.tasks:
             task.cancel()
         await asyncio.gather(*run.tasks, return_exceptions=True)
-    return run.outcomes
+    return run.tally.outcomes
 
 
-class _OpenLoop:
-    def __init__(self, send: Send, max_in_flight: int, tally: Tally, loop: asyncio.AbstractEventLoop) -> None:
+async def run_closed_loop(
+    models: Iterator[str], send: Send, concurrency: int, duration_s: float, tally: Tally | None = None
+) -> list[Outcome]:
+    """Let `concurrency` clients send one request after the other for `duration_s`; return when all are answered."""
+    run = _Requests(send, concurrency, tally or Tally(), asyncio.get_running_loop(), None)
+
+    async def client() -> None:
+        while (at_s := run.elapsed_s()) < duration_s:
+            run.count_as_sent()
+            await run.send_one(RequestArrival(at_s, next(models)), lag_s=0.0)
+
+    clients = [asyncio.create_task(client()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*clients)
+    finally:
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    return run.tally.outcomes
+
+
+class _Requests:
+    def __init__(
+        self,
+        send: Send,
+        max_in_flight: int,
+        tally: Tally,
+        loop: asyncio.AbstractEventLoop,
+        start_s: float | None,
+    ) -> None:
         self.send = send
         self.max_in_flight = max_in_flight
         self.tally = tally
         self.loop = loop
-        self.start_s = time.perf_counter()
+        self.start_s = time.perf_counter() if start_s is None else start_s
         self.all_due = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.outcomes: list[Outcome] = []
 
     def pace(self, arrivals: Sequence[RequestArrival], stop: threading.Event) -> None:
         """Hand each arrival to the event loop when it is due. Runs in the pacer thread."""
         for arrival in arrivals:
-            stop.wait(max(0.0, arrival.at_s - self._elapsed_s()))
+            stop.wait(max(0.0, arrival.at_s - self.elapsed_s()))
             if stop.is_set():
                 return
             self.loop.call_soon_threadsafe(self._launch, arrival)
         self.loop.call_soon_threadsafe(self.all_due.set)
 
     def _launch(self, arrival: RequestArrival) -> None:
-        lag_s = self._elapsed_s() - arrival.at_s
+        lag_s = self.elapsed_s() - arrival.at_s
         if len(self.tasks) >= self.max_in_flight:
             detail = f"{self.max_in_flight} requests were unanswered"
             self._record(Outcome(arrival, lag_s, lag_s, RequestFailed(NOT_SENT, detail)))
             return
-        self.tally.sent += 1
-        self.tally.in_flight += 1
-        task = self.loop.create_task(self._one(arrival, lag_s))
+        self.count_as_sent()
+        task = self.loop.create_task(self.send_one(arrival, lag_s))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _one(self, arrival: RequestArrival, lag_s: float) -> None:
-        failure = None
+    def count_as_sent(self) -> None:
+        self.tally.sent += 1
+        self.tally.in_flight += 1
+
+    async def send_one(self, arrival: RequestArrival, lag_s: float) -> None:
+        failure: RequestFailed | None = RequestFailed(INTERRUPTED, "the run was interrupted before the answer")
         try:
             await self.send(arrival.model)
+            failure = None
         except RequestFailed as failed:
             failure = failed
+        except Exception as error:
+            failure = RequestFailed(type(error).__name__, str(error))
         finally:
             self.tally.in_flight -= 1
-        self._record(Outcome(arrival, lag_s, self._elapsed_s() - arrival.at_s, failure))
+            self._record(Outcome(arrival, lag_s, self.elapsed_s() - arrival.at_s, failure))
 
     def _record(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
+        self.tally.outcomes.append(outcome)
         if outcome.failure is None:
             self.tally.answered += 1
         else:
             self.tally.failed[outcome.failure.kind] += 1
 
-    def _elapsed_s(self) -> float:
+    def elapsed_s(self) -> float:
         return time.perf_counter() - self.start_s

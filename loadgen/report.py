@@ -1,23 +1,34 @@
 """What a run measured, as data and as a table. Durations are seconds; the JSON report is `Report`."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
+from hdrh.histogram import HdrHistogram
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cohabit.loadgen.errors import UsageError
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.openloop import NOT_SENT, Outcome
+from cohabit.loadgen.server_times import ServerTimes
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 LATE_GENERATOR_S = 5e-3
-"""A send lag (p99) above which latencies measure the generator rather than the server."""
+"""A send lag (p99) above which latencies measure the generator rather than the server, if it is also above a.."""
+LATE_GENERATOR_SHARE = 0.1
+"""..share of the latency (p99), which the lag is part of."""
 
-_HEADINGS = ("p50", "p90", "p99", "p99.9", "max", "mean")
+_INTERVALS = 20
+_INTERVAL_S = 1.0
+_HISTOGRAM_NS = (1_000, 3_600_000_000_000)
+
+_HEADINGS = ("p50", "p90", "p99", "p99.9", "p99.99", "max", "mean")
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,6 +39,7 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     p90_s: float
     p99_s: float
     p999_s: float
+    p9999_s: float
     max_s: float
 
 
@@ -39,6 +51,19 @@ class ModelReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     within_slo: int
     latency: Spread | None
     """Of the completed requests, from their intended send times; None if there are none."""
+    server: ServerTimes | None = None
+    """The server's own times; None if it keeps no statistics."""
+
+
+class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The requests that were due in a part of the run."""
+
+    start_s: float
+    """From the end of the warm-up."""
+    due: int
+    completed: int
+    histogram: str
+    """Latencies of the completed, nanoseconds to three digits, as HdrHistogram encodes them (V2, base64)."""
 
 
 class RunDescription(Load, frozen=True, kw_only=True):
@@ -50,6 +75,8 @@ class RunDescription(Load, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     host: str = ""
     """Machine and versions of the generator."""
+    interrupted: bool = False
+    """The run was stopped; `duration_s` is what was measured of it."""
 
 
 class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -67,6 +94,8 @@ class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Requests that were not answered, by kind: "HTTP 503", "timeout", "connection", "not sent"."""
     error_examples: dict[str, str]
     models: tuple[ModelReport, ...]
+    intervals: tuple[Interval, ...] = ()
+    """In order, of one second each, or a twentieth of a shorter run."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -75,10 +104,28 @@ class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def generator_was_late(self) -> bool:
-        return self.send_lag is not None and self.send_lag.p99_s > LATE_GENERATOR_S
+        """Whether the run is invalid: it did not send its requests at their times."""
+        if self.send_lag is None:
+            return False
+        share_s = 0.0 if self.latency is None else LATE_GENERATOR_SHARE * self.latency.p99_s
+        return self.send_lag.p99_s > max(LATE_GENERATOR_S, share_s)
+
+    @property
+    def within_slo(self) -> float:
+        """Share of all requests that were due, failed ones included, that were answered within `slo_s`."""
+        return sum(m.within_slo for m in self.models) / max(1, self.completed + sum(self.errors.values()))
+
+    @property
+    def meets_slo(self) -> bool:
+        return self.slo_percentile is None or (self.completed > 0 and self.within_slo >= self.slo_percentile / 100)
 
 
-def make_report(run: RunDescription, outcomes: Sequence[Outcome], models: Sequence[str]) -> Report:
+def make_report(
+    run: RunDescription,
+    outcomes: Sequence[Outcome],
+    models: Sequence[str],
+    server: Mapping[str, ServerTimes] | None = None,
+) -> Report:
     """Summarise the outcomes of the arrivals after the warm-up."""
     measured = [o for o in outcomes if o.arrival.at_s >= run.warmup_s]
     completed = [o for o in measured if o.failure is None]
@@ -86,7 +133,8 @@ def make_report(run: RunDescription, outcomes: Sequence[Outcome], models: Sequen
     by_model: dict[str, list[Outcome]] = {model: [] for model in models}
     for outcome in measured:
         by_model[outcome.arrival.model].append(outcome)
-    reports = tuple(_model_report(model, of_model, run.slo_s) for model, of_model in by_model.items())
+    server = server or {}
+    reports = tuple(_model_report(m, of_model, run.slo_s, server.get(m)) for m, of_model in by_model.items())
     failures = [o.failure for o in measured if o.failure is not None]
     return Report(
         **msgspec.structs.asdict(run),
@@ -99,15 +147,50 @@ def make_report(run: RunDescription, outcomes: Sequence[Outcome], models: Sequen
         errors=_errors(measured),
         error_examples={f.kind: f.detail for f in reversed(failures)},
         models=reports,
+        intervals=_intervals(measured, run),
     )
+
+
+def _intervals(measured: Sequence[Outcome], run: RunDescription) -> tuple[Interval, ...]:
+    length_s = min(_INTERVAL_S, run.duration_s / _INTERVALS)
+    count = max(1, math.ceil(run.duration_s / length_s - 1e-9))
+    histograms = [HdrHistogram(*_HISTOGRAM_NS, 3) for _ in range(count)]
+    due = [0] * count
+    for outcome in measured:
+        k = min(count - 1, int((outcome.arrival.at_s - run.warmup_s) / length_s))
+        due[k] += 1
+        if outcome.failure is None:
+            histograms[k].record_value(max(_HISTOGRAM_NS[0], round(outcome.latency_s * 1e9)))
+    return tuple(
+        Interval(k * length_s, due[k], histogram.get_total_count(), histogram.encode().decode())
+        for k, histogram in enumerate(histograms)
+    )
+
+
+def write_reports(path: Path, reports: Sequence[Report], as_list: bool) -> None:
+    """Write one report, or a list of them, as JSON."""
+    content = list(reports) if as_list else reports[0]
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+
+
+def read_reports(path: Path) -> list[Report]:
+    """Read what `write_reports` has written; raises UsageError for anything else."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Report | list[Report])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path} is no report of this version of loadgen: {error}") from error
+    reports = found if isinstance(found, list) else [found]
+    if not reports:
+        raise UsageError(f"{path} has no runs")
+    return reports
 
 
 def spread(samples_s: Sequence[float]) -> Spread | None:
     """Return the percentiles of the samples, or None if there are none."""
     if not samples_s:
         return None
-    p50, p90, p99, p999 = np.percentile(samples_s, [50, 90, 99, 99.9]).tolist()
-    return Spread(float(np.mean(samples_s)), p50, p90, p99, p999, max(samples_s))
+    p50, p90, p99, p999, p9999 = np.percentile(samples_s, [50, 90, 99, 99.9, 99.99]).tolist()
+    return Spread(float(np.mean(samples_s)), p50, p90, p99, p999, p9999, max(samples_s))
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -126,19 +209,56 @@ def print_report(report: Report, console: Console) -> None:
     table.add_section()
     table.add_row("all", *_cells(report), style="bold")
     console.print(table)
+    if any(row.server is not None for row in report.models):
+        console.print(_server_table(report))
+    offered = f"offered {report.rate_per_s:g}/s"
+    if report.concurrency is not None:
+        offered = f"closed loop of {report.concurrency}"
     console.print(
-        f"offered {report.rate_per_s:g}/s, sent {report.sent}, answered {report.completed}"
+        f"{offered}, sent {report.sent}, answered {report.completed}"
         f" ({report.achieved_per_s:.1f}/s); within {report.slo_s * 1e3:g} ms: {report.goodput_per_s:.1f}/s"
     )
     if report.send_lag is not None:
         console.print(f"send lag: p50 {_ms(report.send_lag.p50_s)} ms, p99 {_ms(report.send_lag.p99_s)} ms")
     for kind, count in report.errors.items():
         console.print(f"[red]{count} x {kind}[/red]: {report.error_examples[kind]}", highlight=False)
-    if report.generator_was_late:
+    if report.slo_percentile is not None:
+        verdict = "[green]met[/green]" if report.meets_slo else "[red]missed[/red]"
         console.print(
-            "[yellow]warning:[/yellow] the generator sent requests late, and the latencies include that;"
-            " give it more CPU or a lower rate"
+            f"SLO {verdict}: {report.within_slo:.2%} of the requests were answered within {report.slo_s * 1e3:g} ms,"
+            f" {report.slo_percentile:g} % have to be"
         )
+    if report.interrupted:
+        console.print(f"[yellow]interrupted[/yellow] after {report.duration_s:.1f} s of measurement")
+    if report.generator_was_late:
+        assert report.send_lag is not None
+        console.print(
+            f"[red]invalid:[/red] the generator could not keep its schedule: it sent requests up to"
+            f" {_ms(report.send_lag.max_s)} ms late (p99 {_ms(report.send_lag.p99_s)} ms), and the latencies include"
+            " that; give it more CPU, --processes, or a lower rate"
+        )
+
+
+def _server_table(report: Report) -> Table:
+    table = Table(
+        title="Means as the server counts them (ms); rest: network, front end and client",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
+    table.add_column("model", no_wrap=True)
+    for heading in ("requests", "queue", "compute", "of which stall", "input, output", "rest", "client's mean"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in report.models:
+        server, latency = row.server, row.latency
+        if server is None or latency is None:
+            continue
+        ports_s = server.input_s + server.output_s
+        rest_s = latency.mean_s - server.queue_s - server.compute_s - ports_s
+        stall = "-" if server.stall_s is None else _ms(server.stall_s)
+        parts = (_ms(server.queue_s), _ms(server.compute_s), stall, _ms(ports_s), _ms(rest_s), _ms(latency.mean_s))
+        table.add_row(row.model, str(server.requests), *parts)
+    return table
 
 
 def _cells(row: ModelReport | Report) -> list[str]:
@@ -146,14 +266,14 @@ def _cells(row: ModelReport | Report) -> list[str]:
     s = row.latency
     if s is None:
         return counts + ["-"] * len(_HEADINGS)
-    return counts + [_ms(value) for value in (s.p50_s, s.p90_s, s.p99_s, s.p999_s, s.max_s, s.mean_s)]
+    return counts + [_ms(value) for value in (s.p50_s, s.p90_s, s.p99_s, s.p999_s, s.p9999_s, s.max_s, s.mean_s)]
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
-def _model_report(model: str, outcomes: Sequence[Outcome], slo_s: float) -> ModelReport:
+def _model_report(model: str, outcomes: Sequence[Outcome], slo_s: float, server: ServerTimes | None) -> ModelReport:
     completed = [o for o in outcomes if o.failure is None]
     return ModelReport(
         model=model,
@@ -162,6 +282,7 @@ def _model_report(model: str, outcomes: Sequence[Outcome], slo_s: float) -> Mode
         errors=_errors(outcomes),
         within_slo=sum(o.latency_s <= slo_s for o in completed),
         latency=spread([o.latency_s for o in completed]),
+        server=server,
     )
 
 

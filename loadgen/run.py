@@ -8,18 +8,23 @@ import os
 import platform
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from cohabit.loadgen.arrivals import draw_arrivals, zipf_weights
-from cohabit.loadgen.client import connected, prepare_requests, ready_models, sender
+from cohabit.loadgen.arrivals import RequestArrival, choose_models, draw_arrivals, read_trace, zipf_weights
+from cohabit.loadgen.client import Client, Credentials, connected, prepare_requests, sender
 from cohabit.loadgen.errors import UsageError
 from cohabit.loadgen.load import Load
-from cohabit.loadgen.openloop import Outcome, Tally, run_open_loop
+from cohabit.loadgen.openloop import Outcome, Tally, run_closed_loop, run_open_loop
+from cohabit.loadgen.processes import run_in_processes
 from cohabit.loadgen.report import Report, RunDescription, make_report
+from cohabit.loadgen.server_times import Counters, ServerTimes, read_counters, times_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +34,102 @@ class SentLoad:
     run: RunDescription
     outcomes: Sequence[Outcome]
     models: Sequence[str]
+    server: Mapping[str, ServerTimes] = field(default_factory=dict)
 
     @property
     def report(self) -> Report:
-        return make_report(self.run, self.outcomes, self.models)
+        return make_report(self.run, self.outcomes, self.models, self.server)
 
 
-async def run_load(url: str, load: Load) -> Report:
+async def run_load(
+    url: str, load: Load, credentials: Credentials | None = None, keep_interrupted: bool = False
+) -> Report:
     """Send the load to the server at `url` and return the measurements."""
-    return (await send_load(url, load)).report
+    return (await send_load(url, load, credentials, keep_interrupted)).report
 
 
-async def send_load(url: str, load: Load) -> SentLoad:
-    """Send the load to the server at `url`."""
-    async with connected(url, load.max_in_flight, load.timeout_s) as client:
-        weights = load.weights
-        if not weights:
-            weights = zipf_weights(_chosen(await ready_models(client, url), load.model_count, url), load.zipf)
-        models = list(weights)
-        requests = await prepare_requests(client, url, models, load.batch, load.seed)
+async def send_load(
+    url: str, load: Load, credentials: Credentials | None = None, keep_interrupted: bool = False
+) -> SentLoad:
+    """Send the load to the server at `url`.
+
+    With `keep_interrupted`, a run that is cancelled after its warm-up returns what it has measured until then.
+    """
+    credentials = credentials or Credentials()
+    async with connected(url, load.max_in_flight, load.timeout_s, credentials) as client:
+        trace = None if load.trace is None else read_trace(Path(load.trace))
+        load = await _settled(client, load, trace)
         total_s = load.warmup_s + load.duration_s
-        arrivals = draw_arrivals(load.rate_per_s, total_s, weights, load.seed)
-        run = _describe(url, load)
-        tally = Tally()
+        requests = await prepare_requests(client, list(load.weights), load)
+        arrivals: Sequence[RequestArrival] = ()
+        if trace is not None:
+            arrivals = trace
+        elif load.concurrency is None:
+            arrivals = draw_arrivals(load.rate_per_s, total_s, load.weights, load.seed, load.cv, load.bursts_s)
+        run, tally = _describe(url, load), Tally()
         gc.collect()
+        start_s = time.perf_counter()
         with _frozen_heap():
-            async with _progress_line(tally, len(arrivals), total_s):
-                outcomes = await run_open_loop(arrivals, sender(client, requests), load.max_in_flight, tally)
-    return SentLoad(run, outcomes, models)
+            async with _progress_line(tally, len(arrivals), total_s), _counters_at(load.warmup_s, client) as before:
+                try:
+                    if load.concurrency is not None:
+                        send, chosen = sender(client, requests, load.verify), choose_models(load.weights, load.seed)
+                        await run_closed_loop(chosen, send, load.concurrency, total_s, tally)
+                    elif load.processes > 1:
+                        models = list(load.weights)
+                        start_s = await run_in_processes(url, load, models, credentials, arrivals, tally)
+                    else:
+                        send = sender(client, requests, load.verify)
+                        await run_open_loop(arrivals, send, load.max_in_flight, tally)
+                except asyncio.CancelledError:
+                    measured_s = time.perf_counter() - start_s - load.warmup_s
+                    if not keep_interrupted or not tally.outcomes or measured_s <= 0:
+                        raise
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.uncancel()
+                    run = replace(run, duration_s=min(measured_s, load.duration_s), interrupted=True)
+            if load.concurrency is not None:
+                measured = sum(o.arrival.at_s >= load.warmup_s for o in tally.outcomes)
+                run = replace(run, rate_per_s=measured / run.duration_s)
+            server = times_between(before[0], await read_counters(client)) if before else {}
+    return SentLoad(run, tally.outcomes, list(load.weights), server)
+
+
+async def _settled(client: Client, load: Load, trace: Sequence[RequestArrival] | None) -> Load:
+    """Fill in the models, and the rate and duration of a trace."""
+    if trace is not None:
+        end_s = trace[-1].at_s + (trace[-1].at_s / (len(trace) - 1) if len(trace) > 1 else 1.0)
+        if end_s <= load.warmup_s:
+            raise UsageError(
+                f"--trace {load.trace}: it lasts {end_s:g} s, of which --warmup {load.warmup_s:g} leaves none"
+            )
+        counts = {model: float(count) for model, count in sorted(Counter(a.model for a in trace).items())}
+        rate_per_s = len(trace) / end_s if end_s else 1.0
+        return replace(load, weights=counts, rate_per_s=rate_per_s, duration_s=end_s - load.warmup_s)
+    if load.weights:
+        return load
+    models = _chosen(await client.ready_models(), load.model_count, client.url)
+    return replace(load, weights=zipf_weights(models, load.zipf))
+
+
+@contextlib.asynccontextmanager
+async def _counters_at(after_s: float, client: Client) -> AsyncIterator[list[Counters]]:
+    """Read the server's counters when the warm-up is over; the list is empty before."""
+    found: list[Counters] = []
+
+    async def read() -> None:
+        await asyncio.sleep(after_s)
+        found.append(await read_counters(client))
+
+    if after_s == 0:
+        await read()
+    reading = asyncio.create_task(asyncio.sleep(0) if found else read())
+    try:
+        yield found
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _chosen(ready: Sequence[str], count: int | None, url: str) -> Sequence[str]:
@@ -110,7 +183,7 @@ async def _progress_line(tally: Tally, total: int, seconds: float) -> AsyncItera
 
 
 def _describe(url: str, load: Load) -> RunDescription:
-    packages = " ".join(f"{name} {version(name)}" for name in ("tritonclient", "aiohttp", "uvloop"))
+    packages = " ".join(f"{name} {version(name)}" for name in ("tritonclient", "aiohttp", "grpcio", "uvloop"))
     return RunDescription(
         **msgspec.structs.asdict(load),
         url=url,

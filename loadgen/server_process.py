@@ -123,7 +123,7 @@ async def _stop(process: Process) -> None:
 
 def _locate(program: str) -> list[str]:
     name, *rest = shlex.split(program)
-    beside_python = Path(sys.executable).with_name(name)
+    beside_python = Path(sys.executable).parent / name
     found = str(beside_python) if beside_python.exists() else shutil.which(name)
     if found is None:
         raise ServerFailed(

@@ -19,7 +19,7 @@ from cohabit.planner.sizing.deployment import LayoutName
 def point(layout: LayoutName, rate_per_s: float, p99_s: float | None) -> Point:
     """Two rounds of ten requests, of which eight are answered, six in time; none without a p99."""
     completed = 0 if p99_s is None else 8
-    spread = None if p99_s is None else Spread(0.01, 0.01, p99_s, p99_s, p99_s, p99_s)
+    spread = None if p99_s is None else Spread(0.01, 0.01, p99_s, p99_s, p99_s, p99_s, p99_s)
     model = ModelReport("a", 10, completed, {}, min(completed, 6), spread)
     report = Report(
         url="", seed=0, batch=1, rate_per_s=rate_per_s, duration_s=1.0, warmup_s=0.0, slo_s=0.1, sent=10,

@@ -72,7 +72,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "loadgen": (
         {"loadgen"},
         {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}
-        | {"tritonclient"},
+        | {"hdrh", "matplotlib", "tritonclient"},
     ),
 }
 

@@ -203,9 +203,11 @@ def test_the_sample_of_an_imported_model_is_a_request_that_it_answers(
     assert (status, answer["model_name"]) == (200, name)
 
 
-def test_loadgen_has_every_request_answered_by_imported_models(server: Process) -> None:
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_loadgen_has_every_request_answered_by_imported_models(server: Process, scheme: str) -> None:
     load = Load(rate_per_s=40.0, duration_s=1.0, warmup_s=0.0, timeout_s=60.0, slo_s=60.0)
-    report = asyncio.run(run_load(server.address, load))
+    address = server.address if scheme == "http" else server.grpc_address
+    report = asyncio.run(run_load(f"{scheme}://{address}", load))
     assert report.all_answered, report.errors
     assert report.completed > 0
     assert {model.model for model in report.models} >= {"bert", "with_positions"}

@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from aiohttp import web
 
 @dataclass
 class FakeKServe:
-    """Every model takes x [-1, 4] FP32 and gives one zero per row."""
+    """Every model takes x [-1, 4] FP32 and gives one row of one number, zero unless told."""
 
     models: tuple[str, ...] = ("a", "b")
     has_index: bool = True
@@ -24,18 +25,32 @@ class FakeKServe:
     """Hold every answer back until so many requests have arrived."""
     status_of: dict[str, int] = field(default_factory=dict)
     """Models that answer with this HTTP status."""
+    latency_s: Callable[[int], float] = lambda n: 0.0
+    """Seconds until the n-th request, from 0, is answered."""
+    stall_s: tuple[float, float] | None = None
+    """From the first request on, answers due in this span of seconds come at its end."""
+    value_of: Callable[[int], float] = lambda n: 0.0
+    """What the n-th request is answered with."""
+    statistics: list[dict[str, Any]] = field(default_factory=list)
+    metrics: str = ""
+    authorizations: set[str | None] = field(default_factory=set)
     never_answers: tuple[str, ...] = ()
     hangs_up: tuple[str, ...] = ()
     arrived: list[str] = field(default_factory=list)
     received: list[bytes] = field(default_factory=list)
+    took_s: list[float] = field(default_factory=list)
+    """Of each answered request, as the server measures it."""
+    first_s: float | None = None
     enough: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/v2/health/ready", self.ready)
-        app.router.add_get("/v2/models/{model}", self.metadata)
         app.router.add_post("/v2/models/{model}/infer", self.infer)
+        app.router.add_get("/v2/models/stats", self.stats)
+        app.router.add_get("/v2/models/{model}", self.metadata)
+        app.router.add_get("/metrics", self.scrape)
         if self.has_index:
             app.router.add_post("/v2/repository/index", self.index)
         return app
@@ -52,12 +67,26 @@ class FakeKServe:
         if name not in self.models:
             return web.json_response({"error": f"Request for unknown model: '{name}' is not found"}, status=404)
         x = {"name": "x", "datatype": "FP32", "shape": [-1, 4]}
-        return web.json_response({"name": name, "versions": ["1"], "platform": "", "inputs": [x], "outputs": []})
+        y = {"name": "y", "datatype": "FP32", "shape": [-1, 1]}
+        return web.json_response({"name": name, "versions": ["1"], "platform": "", "inputs": [x], "outputs": [y]})
+
+    async def stats(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_stats": self.statistics})
+
+    async def scrape(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
 
     async def infer(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
-        self.received.append(await request.read())
+        loop, started_s = asyncio.get_running_loop(), time.perf_counter()
+        self.first_s = self.first_s or loop.time()
+        due_s = loop.time() + self.latency_s(len(self.arrived))
+        if self.stall_s is not None and self.first_s + self.stall_s[0] <= due_s < self.first_s + self.stall_s[1]:
+            due_s = self.first_s + self.stall_s[1]
+        value = self.value_of(len(self.arrived))
+        self.authorizations.add(request.headers.get("authorization"))
         self.arrived.append(name)
+        self.received.append(await request.read())
         if len(self.arrived) >= self.answer_after:
             self.enough.set()
         await self.enough.wait()
@@ -68,11 +97,14 @@ class FakeKServe:
             request.transport.close()
         if name in self.status_of:
             return web.json_response({"error": f"{name} is out of order"}, status=self.status_of[name])
-        return self.zeros(name, rows=1)
+        if due_s > loop.time():
+            await asyncio.sleep(due_s - loop.time())
+        self.took_s.append(time.perf_counter() - started_s)
+        return self.constant(name, rows=1, value=value)
 
     @staticmethod
-    def zeros(model: str, rows: int) -> web.Response:
-        raw = np.zeros((rows, 1), np.float32).tobytes()
+    def constant(model: str, rows: int, value: float) -> web.Response:
+        raw = np.full((rows, 1), value, np.float32).tobytes()
         output: dict[str, Any] = {"name": "y", "datatype": "FP32", "shape": [rows, 1]}
         output["parameters"] = {"binary_data_size": len(raw)}
         head = web.json_response({"model_name": model, "model_version": "1", "outputs": [output]}).body

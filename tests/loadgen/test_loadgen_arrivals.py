@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from cohabit.loadgen.arrivals import draw_arrivals, zipf_weights
+from cohabit.loadgen.arrivals import RequestArrival, draw_arrivals, read_trace, zipf_weights
+from cohabit.loadgen.errors import UsageError
 
 UNIFORM = {"a": 1.0, "b": 1.0}
 
@@ -43,3 +46,40 @@ def test_models_are_chosen_in_proportion_to_their_weights() -> None:
 def test_zipf_weights_fall_with_rank() -> None:
     assert zipf_weights(["a", "b", "c"], 1.0) == pytest.approx({"a": 1, "b": 1 / 2, "c": 1 / 3})
     assert zipf_weights(["a", "b"], 0.0) == UNIFORM
+
+
+def test_a_gap_without_variation_is_constant() -> None:
+    times_s = [a.at_s for a in draw_arrivals(100, 1, UNIFORM, seed=0, cv=0.0)]
+    assert np.diff(times_s) == pytest.approx([0.01] * (len(times_s) - 1))
+
+
+@pytest.mark.parametrize("cv", [0.5, 3.0])
+def test_gaps_have_the_mean_and_the_variation_asked_for(cv: float) -> None:
+    gaps_s = np.diff([a.at_s for a in draw_arrivals(200, 200, UNIFORM, seed=0, cv=cv)])
+    assert gaps_s.mean() == pytest.approx(1 / 200, rel=0.05)
+    assert gaps_s.std() / gaps_s.mean() == pytest.approx(cv, rel=0.05)
+
+
+def test_bursts_have_all_requests_at_the_mean_rate() -> None:
+    times_s = np.array([a.at_s for a in draw_arrivals(200, 60, UNIFORM, seed=0, bursts_s=(1.0, 3.0))])
+    assert (times_s % 4 < 1).all()
+    assert len(times_s) == pytest.approx(200 * 60, rel=0.05)
+
+
+def test_a_trace_is_replayed_from_its_first_request(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("model,time\nb,101.5\na,100\n")
+    assert read_trace(tmp_path / "t.csv") == (RequestArrival(0.0, "a"), RequestArrival(1.5, "b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("when,model\n1,a\n", "columns time and model"),
+        ("time,model\n1,a\nx,b\n", "line 3"),
+        ("time,model\n", "no req"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_trace(tmp_path / "t.csv")

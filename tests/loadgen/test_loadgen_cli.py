@@ -33,10 +33,19 @@ def repository(tmp_path: Path) -> Path:
         (["--model", "a,a"], "a is there twice"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--url", "h:1", "--memory", "1GiB"], "leave out --url"),
-        (["--url", "https://h:1"], "https is not supported"),
+        (["--url", "ftp://h:1"], "its scheme is none of http, https, grpc, grpcs"),
         (["--url", "h:1", "--models", "3", "--model", "a,b"], "--models 3, but --model names 2"),
         (["--url", "h:1", "--json", "/no/such/folder/report.json"], "there is no folder /no/such/folder"),
         (["--repository", "/no/such/repository"], "no NAME/VERSION/model.pt2 in it"),
+        (["--url", "h:1", "--find-rate"], "give --slo-ms"),
+        (
+            ["--url", "h:1", "--trace", "t.csv", "--concurrency", "2"],
+            "leave out --model, --zipf, --bursts and --conc",
+        ),
+        (["--url", "h:1", "--inputs", "/no/such"], "there is no such file or folder"),
+        (["--slo-percentile", "101"], "'101' is above 100"),
+        (["--bursts", "1"], "is not two spans"),
+        (["report", "/no/such.json"], "is no report of this version"),
         (["prepare"], "give the folder to write, or --list"),
         (["prepare", "/tmp/x", "--zoo", "alexnet"], "no model alexnet; there are bert_base"),
     ],
@@ -59,6 +68,7 @@ def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert "--help" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("any_lag")
 def test_a_run_without_url_starts_a_server_and_stops_it(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +81,63 @@ def test_a_run_without_url_starts_a_server_and_stops_it(
     assert report["completed"] == report["sent"] > 0
     assert [m["model"] for m in report["models"]] == ["a", "b"]
     assert "p99.9" in capsys.readouterr().out
+
+
+@pytest.fixture
+def any_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may send late; these tests are about something else."""
+    monkeypatch.setattr("cohabit.loadgen.report.LATE_GENERATOR_S", 60.0)
+
+
+@pytest.mark.parametrize(("slo_ms", "status"), [("0.001", 1), ("60000", 0)])
+@pytest.mark.usefixtures("any_lag")
+def test_a_missed_slo_exits_with_1(repository: Path, slo_ms: str, status: int) -> None:
+    assert (
+        main(["--repository", str(repository), "--server", FAKE, "--memory", "1MiB", *QUICK, "--slo-ms", slo_ms])
+        == status
+    )
+
+
+def test_a_run_whose_requests_were_late_is_invalid_and_exits_with_3(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cohabit.loadgen.report.LATE_GENERATOR_S", 0.0)
+    monkeypatch.setattr("cohabit.loadgen.report.LATE_GENERATOR_SHARE", 0.0)
+    assert main(["--repository", str(repository), "--server", FAKE, "--memory", "1MiB", *QUICK]) == 3
+    assert "invalid: the generator could not keep its schedule" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("any_lag")
+def test_layouts_are_compared_on_one_page(repository: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--repository",
+        str(repository),
+        "--server",
+        FAKE,
+        "--memory",
+        "1MiB",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert (
+        main(
+            [
+                "compare",
+                *arguments,
+                "--layouts",
+                "lru,resident",
+                "--rates",
+                "50,100",
+                "--duration",
+                "0.3",
+                "--warmup",
+                "0",
+            ]
+        )
+        == 0
+    )
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"lru.json", "resident.json", "compare.html"}
+    assert "--memory 100% --layout resident" in (tmp_path / "stopped").read_text()
 
 
 def test_a_server_that_does_not_start_is_reported_with_its_log(

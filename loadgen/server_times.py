@@ -1,0 +1,73 @@
+"""The server's own view of a run: where its requests spent their time."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cohabit.loadgen.client import Client
+
+_STALL = re.compile(r'^cohabit_stall_seconds_total\{.*?model="(?P<model>[^"]*)".*\} (?P<value>\S+)$', re.MULTILINE)
+
+
+class ServerTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Means over the requests that the server answered, seconds, from Triton's statistics of a model."""
+
+    requests: int
+    queue_s: float
+    """From a request's arrival to the start of its execution."""
+    input_s: float
+    compute_s: float
+    """Of the batch that a request was in; waits for parameters included."""
+    output_s: float
+    stall_s: float | None
+    """Waits for parameters per execution, from Cohabit's metrics; None for servers that have no such metric."""
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """What a server had counted at one moment, by model."""
+
+    models: Mapping[str, Mapping[str, float]]
+    stall_s: Mapping[str, float]
+
+
+async def read_counters(client: Client) -> Counters:
+    """Read a server's statistics; without any, all is empty."""
+    stall_s: dict[str, float] = {}
+    for found in _STALL.finditer(await client.metrics()):
+        stall_s[found["model"]] = stall_s.get(found["model"], 0.0) + float(found["value"])
+    return Counters(_by_model(await client.statistics()), stall_s)
+
+
+def times_between(before: Counters, after: Counters) -> dict[str, ServerTimes]:
+    """Return each model's mean times between two moments; models without a request in between are left out."""
+    found = {}
+    for model, counts in after.models.items():
+        earlier = before.models.get(model, {})
+        grown = {key: value - earlier.get(key, 0.0) for key, value in counts.items()}
+        requests, executions = int(grown["requests"]), grown["executions"]
+        if requests <= 0:
+            continue
+        means = {f"{part}_s": grown[part] / requests / 1e9 for part in ("queue", "input", "compute", "output")}
+        stall_s = None
+        if model in after.stall_s and executions > 0:
+            stall_s = (after.stall_s[model] - before.stall_s.get(model, 0.0)) / executions
+        found[model] = ServerTimes(requests=requests, stall_s=stall_s, **means)
+    return found
+
+
+def _by_model(statistics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Add up the versions of each model. gRPC's JSON has integers as texts, and leaves out zeros."""
+    models: dict[str, dict[str, float]] = {}
+    for entry in statistics:
+        stats = entry.get("inference_stats", {})
+        counts = {"requests": float(stats.get("success", {}).get("count", 0))}
+        counts["executions"] = float(entry.get("execution_count", 0))
+        for part, field in (("queue", "queue"), ("input", "compute_input"), ("compute", "compute_infer")):
+            counts[part] = float(stats.get(field, {}).get("ns", 0))
+        counts["output"] = float(stats.get("compute_output", {}).get("ns", 0))
+        total = models.setdefault(entry["name"], dict.fromkeys(counts, 0.0))
+        for key, value in counts.items():
+            total[key] += value
+    return models

@@ -1,0 +1,60 @@
+"""`loadgen report`: what the page says of runs, and of two of them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cohabit.loadgen.arrivals import RequestArrival
+from cohabit.loadgen.cli import main
+from cohabit.loadgen.errors import UsageError
+from cohabit.loadgen.openloop import Outcome
+from cohabit.loadgen.page import differences, write_page
+from cohabit.loadgen.report import Report, RunDescription, make_report, read_reports, write_reports
+
+
+def run_of(mean_s: float, seed: int, rate_per_s: float = 100.0, model: str = "a") -> Report:
+    rng = np.random.default_rng(seed)
+    run = RunDescription(url="u", rate_per_s=rate_per_s, duration_s=30.0, warmup_s=0.0)
+    arrivals = [RequestArrival(k / rate_per_s, model) for k in range(int(30 * rate_per_s))]
+    return make_report(run, [Outcome(a, 0.0, 0.001 + float(rng.exponential(mean_s))) for a in arrivals], [model])
+
+
+def test_a_slower_run_is_clearly_slower_at_every_percentile() -> None:
+    rows = differences(run_of(0.010, seed=0), run_of(0.020, seed=1))
+    assert [row["name"] for row in rows] == ["p50", "p90", "p99", "p99.9"]
+    for row in rows[:3]:
+        assert row["is_clear"]
+        assert row["low"] <= row["other"] - row["first"] <= row["high"]
+
+
+def test_intervals_of_equal_servers_contain_zero_about_as_often_as_they_claim() -> None:
+    clear = [differences(run_of(0.01, 2 * k), run_of(0.01, 2 * k + 1))[0]["is_clear"] for k in range(20)]
+    assert sum(map(bool, clear)) <= 5, "5 % of 20 are one"
+
+
+def test_a_page_is_one_file_and_ends_no_script_early(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_page(page, {"one": [run_of(0.01, 0, model="</script><b>")], "two": [run_of(0.02, 1)]})
+    text = page.read_text()
+    assert text.count("</script>") == 1
+    assert not re.search(r'(src|href)="|@import|url\(', text), "nothing else is loaded"
+
+
+def test_reports_are_drawn_from_their_files(tmp_path: Path) -> None:
+    write_reports(tmp_path / "a.json", [run_of(0.01, 0, 50.0), run_of(0.01, 1)], as_list=True)
+    write_reports(tmp_path / "b.json", [run_of(0.02, 2)], as_list=False)
+    files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert main(["report", *files, "--html", str(tmp_path / "p.html"), "--png", str(tmp_path / "png")]) == 0
+    assert '"other":"b"' in (tmp_path / "p.html").read_text()
+    assert {path.name for path in (tmp_path / "png").iterdir()} == {"throughput.png", "cdf.png", "timeline.png"}
+    assert [report.rate_per_s for report in read_reports(tmp_path / "a.json")] == [50.0, 100.0]
+
+
+@pytest.mark.parametrize("write", [lambda path: path.write_text("{}"), lambda path: None])
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, write: Callable[[Path], object]) -> None:
+    write(tmp_path / "x.json")
+    with pytest.raises(UsageError, match="is no report of this version of loadgen"):
+        read_reports(tmp_path / "x.json")
