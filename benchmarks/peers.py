@@ -6,8 +6,8 @@ drifts. Engines that are not installed are left out: ONNX Runtime and accelerate
 """
 
 import argparse
-import json
 import math
+import resource
 import shutil
 import statistics
 import subprocess
@@ -22,12 +22,15 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import torch
 from rich.console import Console
 
 from benchmarks.record import RESULTS, markdown_table, record
+from benchmarks.unseen_models import UNSEEN
 from cohabit.loadgen.repository import prepare_visibly, recipes
-from cohabit.loadgen.zoo import ZOO
+from cohabit.loadgen.zoo import ZOO, Inputs
+from cohabit.loadgen.zoo.exporting import export_model, save_model
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
@@ -55,24 +58,41 @@ WAYS = (
 ROUND_S, MOST_REPEATS = 0.01, 20
 """Quick models are run again and again, for so long and at most so often per round."""
 
+FAULT_RUNS = 20
+"""Inferences over which page faults are counted, after as many have run."""
+
 Way = Callable[[], object]
 Times = dict[str, list[float]]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One model at one batch size and number of threads."""
+
+    times: Times
+    """Seconds per inference of each engine, round by round."""
+    faults: float
+    """Minor page faults per inference, with every parameter in memory."""
+
+
+Found = dict[tuple[str, int, int], Measured]
+"""By model, batch size and number of threads."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.model is not None:
-        print(json.dumps(_measure(options)))
+        print(msgspec.json.encode(_measure(options)).decode())
         return 0
     console = Console(highlight=False)
-    chosen = recipes(len(options.models), options.models)
-    prepare_visibly(options.folder / "zoo", chosen, force=False, console=console)
-    found: dict[tuple[str, int, int], Times] = {}
+    known = [name for name in options.models if name not in UNSEEN]
+    if known:
+        prepare_visibly(options.folder / "zoo", recipes(len(known), known), force=False, console=console)
+    found: Found = {}
     for threads in options.threads:
         for batch in options.batches:
-            for recipe in chosen:
-                times = found[recipe.name, batch, threads] = _in_process(recipe.name, batch, threads, options)
-                console.print(f"{recipe.name}, batch {batch}, {threads} threads: {_sentence(times)}")
+            for name in options.models:
+                measured = found[name, batch, threads] = _in_process(name, batch, threads, options)
+                console.print(f"{name}, batch {batch}, {threads} threads: {_sentence(measured)}")
     sections = _sections(found, options)
     if options.record:
         title = "Against ONNX Runtime, frozen Inductor and eager PyTorch"
@@ -83,17 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _in_process(model: str, batch: int, threads: int, options: argparse.Namespace) -> Times:
+def _in_process(model: str, batch: int, threads: int, options: argparse.Namespace) -> Measured:
     command = [sys.executable, "-m", "benchmarks.peers", "--model", model, "--folder", str(options.folder)]
     command += ["--batches", str(batch), "--threads", str(threads), "--rounds", str(options.rounds)]
     command += ["--without", *options.without] if options.without else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    times: Times = json.loads(done.stdout.splitlines()[-1])
-    return times
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Measured)
 
 
-def _measure(options: argparse.Namespace) -> Times:
-    """Return seconds per inference of each engine, round by round."""
+def _measure(options: argparse.Namespace) -> Measured:
     (batch,), (threads,) = options.batches, options.threads
     torch.set_num_threads(threads)
     with ExitStack() as stack, torch.inference_mode():
@@ -108,7 +126,21 @@ def _measure(options: argparse.Namespace) -> Times:
         for _ in range(options.rounds):
             for name, way in ways.items():
                 times[name].append(min(_seconds(way) for _ in range(repeats)))
-    return times
+        return Measured(times, _faults(ways["resident"]) if "resident" in ways else 0.0)
+
+
+def _faults(way: Way) -> float:
+    """Return the minor page faults of one inference."""
+    before = 0
+    for n in range(2 * FAULT_RUNS):
+        if n == FAULT_RUNS:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        way()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / FAULT_RUNS
+
+
+def _built(name: str) -> tuple[torch.nn.Module, Inputs]:
+    return UNSEEN[name]() if name in UNSEEN else ZOO[name].build(0)
 
 
 def _seconds(way: Way) -> float:
@@ -119,9 +151,11 @@ def _seconds(way: Way) -> float:
 
 def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Way]:
     archive, cache = folder / "zoo" / name / "1" / "model.pt2", folder / "peers"
+    if name in UNSEEN:
+        save_model(export_model(*UNSEEN[name]()), archive, {})
     executor = stack.enter_context(CpuExecutor())
     ways: dict[str, Way] = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32",) if name in UNSEEN else ("float32", "bfloat16"):
         if packing.unavailable() is not None or not packing.supports(getattr(torch, dtype)):
             continue
         lowered = lower(archive, f"{name}-{dtype}", [1, 8], cache, options=Options(dtype, packed=True))
@@ -129,7 +163,7 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
         graph = lowered.graphs[Bucket(batch)]
         weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
         stores: dict[StoreKind, str] = {"ram": streamed}
-        if dtype == "float32":
+        if dtype == "float32" and name not in UNSEEN:
             stores["file"] = "from file"
         for kind, swapped in stores.items():
             store = open_store(kind, lowered.weights_path, lowered.manifest)
@@ -137,11 +171,12 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
             plans: dict[str, tuple[Plan, Profile | None]] = {}
             if kind == "ram":
                 plans[resident] = resident_plan(graph), None
-            profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda text: None)[1][Bucket(batch)]
-            with suppress(InfeasibleBudget):  # the activations alone need more
-                budget = int(weights * SHARE) // 4096 * 4096
-                memory = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, budget)
-                plans[swapped] = search(Problem(graph, profile, memory)), profile
+            if name not in UNSEEN:
+                profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda _: None)[1][Bucket(batch)]
+                with suppress(InfeasibleBudget):  # the activations alone need more
+                    budget = int(weights * SHARE) // 4096 * 4096
+                    memory = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, budget)
+                    plans[swapped] = search(Problem(graph, profile, memory)), profile
             for way, (plan, judged) in plans.items():
                 arena = stack.enter_context(CpuArena(plan.memory.nbytes + 4096))
                 bases = Bases(-(-plan.memory.workspace_bytes // 4096) * 4096, 0)
@@ -153,7 +188,7 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
 
 
 def _peers(name: str, batch: int, threads: int, options: argparse.Namespace) -> dict[str, Way]:
-    model, examples = ZOO[name].build(0)
+    model, examples = _built(name)
     inputs = {key: _at_batch(value, batch) for key, value in examples.items()}
     ways: dict[str, Way] = {"eager": partial(model, **inputs)}
     if "inductor" not in options.without and shutil.which("c++") is not None:
@@ -163,7 +198,7 @@ def _peers(name: str, batch: int, threads: int, options: argparse.Namespace) -> 
     if "onnxruntime" not in options.without and find_spec("onnxruntime") is not None:
         ways["onnxruntime"] = _onnxruntime(model, inputs, threads)
     if "accelerate" not in options.without and find_spec("accelerate") is not None:
-        ways["accelerate from file"] = _accelerate(ZOO[name].build(0)[0], inputs)
+        ways["accelerate from file"] = _accelerate(_built(name)[0], inputs)
     return ways
 
 
@@ -205,27 +240,30 @@ def _ratio(times: Times, way: str, to: str) -> list[float]:
     return [a / b for a, b in zip(times.get(way, []), times.get(to, []), strict=False)]
 
 
-def _sections(found: Mapping[tuple[str, int, int], Times], options: argparse.Namespace) -> list[str]:
+def _sections(found: Found, options: argparse.Namespace) -> list[str]:
     sections = [_ABOUT.format(rounds=options.rounds)]
-    for batch, threads in dict.fromkeys((batch, threads) for _, batch, threads in found):
+    tables = dict.fromkeys((batch, threads, name in UNSEEN) for name, batch, threads in found)
+    for batch, threads, unseen in tables:
         rows: list[list[str]] = []
         means: dict[str, list[float]] = {}
-        for (name, b, t), times in found.items():
-            if (b, t) != (batch, threads):
+        ways = ("resident", "eager") if unseen else WAYS
+        for (name, b, t), measured in found.items():
+            if (b, t, name in UNSEEN) != (batch, threads, unseen):
                 continue
-            base = _base(times)
+            times, base = measured.times, _base(measured.times)
             row = [name, f"{statistics.median(times[base]) * 1e3:.2f}"]
-            for way in WAYS:
+            for way in ways:
                 ratios = _ratio(times, way, base)
                 row.append(_shown(ratios))
                 if ratios:
                     means.setdefault(way, []).append(statistics.median(ratios))
-            rows.append(row)
+            rows.append([*row, f"{measured.faults:.0f}"])
         count = {way: len(ratios) for way, ratios in means.items()}
-        last = [f"{statistics.geometric_mean(means[w]):.2f} of {count[w]}" if w in means else "" for w in WAYS]
-        rows.append(["geometric mean", "", *last])
-        sections += [f"## Batch {batch}, {threads} thread{'s' * (threads > 1)}\n"]
-        sections.append(markdown_table(["model", "ONNX Runtime ms", *WAYS], rows))
+        last = [f"{statistics.geometric_mean(means[w]):.2f} of {count[w]}" if w in means else "" for w in ways]
+        rows.append(["geometric mean", "", *last, ""])
+        which = ", models that no rewrite was made for" if unseen else ""
+        sections += [f"## Batch {batch}, {threads} thread{'s' * (threads > 1)}{which}\n"]
+        sections.append(markdown_table(["model", "ONNX Runtime ms", *ways, "page faults"], rows))
     return sections
 
 
@@ -241,11 +279,12 @@ def _shown(ratios: Sequence[float]) -> str:
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
-def _sentence(times: Times) -> str:
-    return ", ".join(f"{way} {statistics.median(seconds) * 1e3:.2f} ms" for way, seconds in times.items())
+def _sentence(measured: Measured) -> str:
+    times = [f"{way} {statistics.median(seconds) * 1e3:.2f} ms" for way, seconds in measured.times.items()]
+    return f"{', '.join(times)}, {measured.faults:.0f} page faults"
 
 
-def _draw(found: Mapping[tuple[str, int, int], Times], path: Path) -> None:
+def _draw(found: Found, path: Path) -> None:
     """Draw the ratios of the first batch and number of threads as bars, from 1 up and down."""
     import matplotlib
 
@@ -253,7 +292,7 @@ def _draw(found: Mapping[tuple[str, int, int], Times], path: Path) -> None:
     from matplotlib import pyplot
 
     _, batch, threads = next(iter(found))
-    shown = {n: times for (n, b, t), times in found.items() if (b, t) == (batch, threads)}
+    shown = {n: m.times for (n, b, t), m in found.items() if (b, t) == (batch, threads)}
     figure, axes = pyplot.subplots(figsize=(10, 4))
     ways = [way for way in WAYS if any(way in times for times in shown.values())]
     for i, way in enumerate(ways):
@@ -282,7 +321,7 @@ instructions, or that the engine was not installed or cannot run the model.
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--models", nargs="+", default=[*MODELS, *UNSEEN], metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="where archives are kept")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", choices=(1, 8), default=[1, 8])
