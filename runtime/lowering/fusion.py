@@ -275,7 +275,7 @@ class OneDnnKernels:
             return self._linear(model, found, packing.LINEAR, packing.LINEAR_SUM)
         if self._sees_one_pixel(model, found.layer):
             return FusedCall(LayerPattern(found.layer), conv_pixel, (*found.layer.args[:2], _bias(found.layer)))
-        if _is_1x1(model, found.layer) and self._layouts(model, found.layer) > 1:
+        if _is_1x1(model, found.layer) and (found.total is None or self._layouts(model, found.layer) > 1):
             return self._linear(model, found, conv1x1, conv1x1_add)
         return self._convolution(model, found)
 
