@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -81,12 +82,14 @@ Found = dict[tuple[str, int, int], Measured]
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.model is not None:
-        print(msgspec.json.encode(_measure(options)).decode())
+        print(msgspec.json.encode(_faults(options) if options.faults else _measure(options)).decode())
         return 0
     console = Console(highlight=False)
     known = [name for name in options.models if name not in UNSEEN]
     if known:
         prepare_visibly(options.folder / "zoo", recipes(len(known), known), force=False, console=console)
+    for name in set(options.models) - set(known):
+        save_model(export_model(*UNSEEN[name]()), _archive(options.folder, name), {})
     found: Found = {}
     for threads in options.threads:
         for batch in options.batches:
@@ -107,15 +110,21 @@ def _in_process(model: str, batch: int, threads: int, options: argparse.Namespac
     command = [sys.executable, "-m", "benchmarks.peers", "--model", model, "--folder", str(options.folder)]
     command += ["--batches", str(batch), "--threads", str(threads), "--rounds", str(options.rounds)]
     command += ["--without", *options.without] if options.without else []
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Measured)
+
+    def last_line(*more: str) -> bytes:
+        done = subprocess.run([*command, *more], stdout=subprocess.PIPE, check=True)
+        return done.stdout.splitlines()[-1]
+
+    times = msgspec.json.decode(last_line(), type=Times)
+    return Measured(times, msgspec.json.decode(last_line("--faults"), type=float))
 
 
-def _measure(options: argparse.Namespace) -> Measured:
+def _measure(options: argparse.Namespace) -> Times:
+    """Return seconds per inference of each engine, round by round."""
     (batch,), (threads,) = options.batches, options.threads
     torch.set_num_threads(threads)
     with ExitStack() as stack, torch.inference_mode():
-        ways = _ours(options.model, batch, options.folder, stack)
+        ways = _ours(options.model, batch, options.folder, stack, resident_only=options.model in UNSEEN)
         ways |= _peers(options.model, batch, threads, options)
         quickest = math.inf
         for way in ways.values():
@@ -126,17 +135,28 @@ def _measure(options: argparse.Namespace) -> Measured:
         for _ in range(options.rounds):
             for name, way in ways.items():
                 times[name].append(min(_seconds(way) for _ in range(repeats)))
-        return Measured(times, _faults(ways["resident"]) if "resident" in ways else 0.0)
+    return times
 
 
-def _faults(way: Way) -> float:
-    """Return the minor page faults of one inference."""
+def _faults(options: argparse.Namespace) -> float:
+    """Return the minor page faults of one inference, in a process that has lowered and exported nothing.
+
+    The C library keeps more of what is freed once a process has freed large blocks.
+    """
+    (batch,), (threads,) = options.batches, options.threads
+    torch.set_num_threads(threads)
     before = 0
-    for n in range(2 * FAULT_RUNS):
-        if n == FAULT_RUNS:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        way()
+    with ExitStack() as stack, torch.inference_mode():
+        run = _ours(options.model, batch, options.folder, stack, resident_only=True)["resident"]
+        for n in range(2 * FAULT_RUNS):
+            if n == FAULT_RUNS:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            run()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / FAULT_RUNS
+
+
+def _archive(folder: Path, name: str) -> Path:
+    return folder / "zoo" / name / "1" / "model.pt2"
 
 
 def _built(name: str) -> tuple[torch.nn.Module, Inputs]:
@@ -149,13 +169,12 @@ def _seconds(way: Way) -> float:
     return time.perf_counter() - start
 
 
-def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Way]:
-    archive, cache = folder / "zoo" / name / "1" / "model.pt2", folder / "peers"
-    if name in UNSEEN:
-        save_model(export_model(*UNSEEN[name]()), archive, {})
+def _ours(name: str, batch: int, folder: Path, stack: ExitStack, *, resident_only: bool) -> dict[str, Way]:
+    archive, cache = _archive(folder, name), folder / "peers"
     executor = stack.enter_context(CpuExecutor())
     ways: dict[str, Way] = {}
-    for dtype in ("float32",) if name in UNSEEN else ("float32", "bfloat16"):
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32",) if resident_only else ("float32", "bfloat16")
+    for dtype in dtypes:
         if packing.unavailable() is not None or not packing.supports(getattr(torch, dtype)):
             continue
         lowered = lower(archive, f"{name}-{dtype}", [1, 8], cache, options=Options(dtype, packed=True))
@@ -163,7 +182,7 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
         graph = lowered.graphs[Bucket(batch)]
         weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
         stores: dict[StoreKind, str] = {"ram": streamed}
-        if dtype == "float32" and name not in UNSEEN:
+        if dtype == "float32" and not resident_only:
             stores["file"] = "from file"
         for kind, swapped in stores.items():
             store = open_store(kind, lowered.weights_path, lowered.manifest)
@@ -171,7 +190,7 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
             plans: dict[str, tuple[Plan, Profile | None]] = {}
             if kind == "ram":
                 plans[resident] = resident_plan(graph), None
-            if name not in UNSEEN:
+            if not resident_only:
                 profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda _: None)[1][Bucket(batch)]
                 with suppress(InfeasibleBudget):  # the activations alone need more
                     budget = int(weights * SHARE) // 4096 * 4096
@@ -328,6 +347,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime", "accelerate"), default=[])
     parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--faults", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--record", action="store_true", help="write NAME.md and NAME.png below docs/results")
     parser.add_argument("--record-as", default="peers", metavar="NAME", help="(default: %(default)s)")
     return parser

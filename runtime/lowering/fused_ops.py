@@ -48,7 +48,7 @@ def conv_pixel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def rows_of_tables(ids: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Return each column's ids as rows of tables that lie one after the other. Raises IndexError as each table would."""
+    """Return each column's ids as rows of tables that lie one after the other. Raises IndexError as a table would."""
     if bool(((ids < 0) | (ids >= sizes)).any()):
         raise IndexError("index out of range in self")
     return ids + offsets

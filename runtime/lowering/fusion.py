@@ -312,6 +312,7 @@ class OneDnnKernels:
     def _sees_one_pixel(self, model: FxModel, layer: fx.Node) -> bool:
         """Whether a convolution is a small product of one pixel per image, as in a squeeze-and-excite gate."""
         weight = model.weight_of(layer.args[1])
+        assert weight is not None
         pixels = all(
             size[2:] == (1, 1) and size[0] * weight.numel() < LEAST_MULTIPLICATIONS for size in self._sizes(layer)
         )

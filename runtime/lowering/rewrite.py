@@ -25,6 +25,8 @@ aten = torch.ops.aten
 
 _FOLDED_BYTES = 1 << 20
 """Batch norms are folded into so much of a weight at a time: float64 copies of whole weights stay in the heap."""
+_CONSTANT_BYTES = 256 << 10
+"""So much may what is computed of no input at all add to the weights: masks and positions of a fixed length."""
 HOST_TABLE_BYTES = 1 << 20
 """An embedding table at least this large stays in the host store, and its rows are read there."""
 
@@ -129,13 +131,22 @@ def pad_by_numbers(model: FxModel) -> None:
 
 
 def fold_constants(model: FxModel) -> None:
-    """Compute what depends on weights alone only once, such as a weight norm, where the weights do not grow by it."""
+    """Compute what depends on weights alone only once, such as a weight norm, where the weights do not grow by it.
+
+    What depends on nothing, such as a causal mask, or on such a value and weights, such as the angles of a rotary
+    embedding, is computed once where it is small.
+    """
+    made_of_nothing: set[fx.Node] = set()
     depends: dict[fx.Node, set[fx.Node]] = {}
     for node in model.graph.nodes:
         if model.weight_of(node) is not None:
             depends[node] = {node}
-        elif node.all_input_nodes and _is_pure(node) and all(n in depends for n in node.all_input_nodes):
+        elif _is_pure(node) and all(n in depends for n in node.all_input_nodes):
+            if not node.all_input_nodes and not _makes_constant(node):
+                continue
             depends[node] = set().union(*(depends[n] for n in node.all_input_nodes))
+            if not node.all_input_nodes or not made_of_nothing.isdisjoint(node.all_input_nodes):
+                made_of_nothing.add(node)
     written = _written(model)
     groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
     for node, weights in depends.items():
@@ -146,7 +157,8 @@ def fold_constants(model: FxModel) -> None:
     for weights, results in groups:
         given = sum(model.weights[w.name].nbytes for w in weights if all(user in depends for user in w.users))
         made = [v.nbytes for n in results if isinstance(v := n.meta.get("val"), torch.Tensor)]
-        if len(made) == len(results) and sum(made) <= given and written.isdisjoint(results):
+        constant = sum(made) <= _CONSTANT_BYTES and made_of_nothing.issuperset(results)
+        if len(made) == len(results) and (sum(made) <= given or constant) and written.isdisjoint(results):
             for node in results:
                 value = model.in_file(_value(model, node).contiguous())
                 node.replace_all_uses_with(model.add_weight(f"{node.name}_value", value))
@@ -172,6 +184,14 @@ def _is_pure(node: fx.Node) -> bool:
         return True
     known = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
     return known and not target._schema.is_mutable and not is_random(target)
+
+
+def _makes_constant(node: fx.Node) -> bool:
+    """Whether an op without operands makes the same tensor on the CPU every time."""
+    device = node.kwargs.get("device")
+    on_cpu = device is None or torch.device(str(device)).type == "cpu"
+    made = isinstance(node.meta.get("val"), torch.Tensor) and "empty" not in str(node.target)
+    return on_cpu and made
 
 
 def _value(model: FxModel, node: fx.Node) -> Any:

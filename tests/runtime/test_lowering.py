@@ -136,6 +136,30 @@ def test_what_depends_on_weights_alone_is_computed_once_unless_the_weights_grow(
     assert "aten.sin.default" in targets, "its operand is stored anyway"
 
 
+class Positions(torch.nn.Module):
+    """The angles of a rotary embedding and a causal mask: of a fixed length, and of no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rates", torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1])
+        x = x * (places[:, None] * self.rates).cos()
+        return x.masked_fill(places[:, None] < torch.arange(4), 0.0)
+
+
+def test_small_constants_of_a_fixed_length_are_computed_once(tmp_path: Path) -> None:
+    model = Positions()
+    models.export(model, {"x": torch.zeros(3, 6, 4)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "positions", [2], tmp_path / "cache")
+    targets = [op.target for op in lowered.graphs[Bucket(2)].ops]
+    assert targets == ["aten.mul.Tensor", "aten.masked_fill.Scalar"]
+    inputs = {"x": torch.randn(2, 6, 4)}
+    (answer,) = run(lowered, 2, inputs, streaming=True, kind="ram")
+    torch.testing.assert_close(answer, model(**inputs), atol=1e-6, rtol=0)
+
+
 def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(tmp_path: Path) -> None:
     lowered = lowered_case("conv_norm", tmp_path)
     targets = [op.target for op in lowered.graphs[Bucket(1)].ops]

@@ -72,9 +72,10 @@ def _in_order(parts: Sequence[fx.Node]) -> bool:
 
 def _gather(model: FxModel, before: fx.Node, ids: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
     """Add a read of one row of each table: [batch, tables, width]."""
-    tables = [model.weights[p.args[0].name] for p in parts]  # type: ignore[union-attr]
+    names = [str(p.all_input_nodes[0]) for p in parts]
+    tables = [model.weights[name] for name in names]
     sizes = torch.tensor([len(t) for t in tables])
-    name = parts[0].args[0].name  # type: ignore[union-attr]
+    name = names[0]
     table = model.add_weight(f"{name}_joined", model.in_file(torch.cat(tables)))
     offsets = model.add_weight(f"{name}_offsets", sizes.cumsum(0) - sizes)
     limits = model.add_weight(f"{name}_sizes", sizes)

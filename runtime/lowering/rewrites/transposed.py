@@ -1,7 +1,8 @@
 """Transposed convolutions of signals, written as convolutions."""
 
+from typing import Any
+
 import torch
-from torch import fx
 
 from cohabit.runtime.lowering.model import FxModel
 
@@ -21,13 +22,14 @@ def convolve_transposed(model: FxModel) -> None:
     for node in list(model.graph.nodes):
         if node.target is not aten.conv_transpose1d.default or node.kwargs:
             continue
-        x, weight_node, bias_node, *rest = [*node.args, *_DEFAULTS[len(node.args) - 2 :]]
+        given: list[Any] = [*node.args, *_DEFAULTS[len(node.args) - 2 :]]
+        x, weight_node, bias_node, *rest = given
         (stride, padding, more), groups, dilation = (int(n[0]) for n in rest[:3]), rest[3], rest[4]
         weight, bias = model.weight_of(weight_node), model.weight_of(bias_node)
         length = x.meta["val"].shape[-1]
         if weight is None or (bias_node is not None and bias is None) or not isinstance(length, int):
             continue
-        inner, features, size = weight.shape
+        features, size = weight.shape[1:]
         if x.meta["val"].dim() != 3 or groups != 1 or list(dilation) != [1] or size - 2 * padding + more != stride:
             continue
         kernel = _kernel(weight, stride, padding)
