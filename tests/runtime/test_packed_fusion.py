@@ -155,7 +155,7 @@ class Tables(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = [table(ids[:, n + 1]) for n, table in enumerate(self.tables)]
-        return torch.stack([rows[1] * 2, *rows], 1) if self.stacked else torch.cat(rows, -1)
+        return torch.stack([rows[0] * 2, *rows], 1) if self.stacked else torch.cat(rows, -1)
 
 
 @pytest.mark.parametrize("stacked", [True, False])
