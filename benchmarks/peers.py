@@ -6,8 +6,8 @@ drifts. Engines that are not installed are left out: ONNX Runtime and accelerate
 """
 
 import argparse
-import json
 import math
+import resource
 import shutil
 import statistics
 import subprocess
@@ -21,13 +21,17 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import torch
 from rich.console import Console
 
 from benchmarks.record import RESULTS, markdown_table, record
+from benchmarks.unseen_models import UNSEEN
 from cohabit.loadgen.repository import prepare_visibly, recipes
-from cohabit.loadgen.zoo import ZOO
+from cohabit.loadgen.zoo import ZOO, Inputs
+from cohabit.loadgen.zoo.exporting import export_model, save_model
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
@@ -55,24 +59,43 @@ WAYS = (
 ROUND_S, MOST_REPEATS = 0.01, 20
 """Quick models are run again and again, for so long and at most so often per round."""
 
+FAULT_RUNS = 20
+"""Inferences over which page faults are counted, after as many have run."""
+
 Way = Callable[[], object]
 Times = dict[str, list[float]]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One model at one batch size and number of threads."""
+
+    times: Times
+    """Seconds per inference of each engine, round by round."""
+    faults: float
+    """Minor page faults per inference, with every parameter in memory."""
+
+
+Found = dict[tuple[str, int, int], Measured]
+"""By model, batch size and number of threads."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.model is not None:
-        print(json.dumps(_measure(options)))
+        print(msgspec.json.encode(_faults(options) if options.faults else _measure(options)).decode())
         return 0
     console = Console(highlight=False)
-    chosen = recipes(len(options.models), options.models)
-    prepare_visibly(options.folder / "zoo", chosen, force=False, console=console)
-    found: dict[tuple[str, int, int], Times] = {}
+    known = [name for name in options.models if name not in UNSEEN]
+    if known:
+        prepare_visibly(options.folder / "zoo", recipes(len(known), known), force=False, console=console)
+    for name in set(options.models) - set(known):
+        save_model(export_model(*UNSEEN[name]()), _archive(options.folder, name), {})
+    found: Found = {}
     for threads in options.threads:
         for batch in options.batches:
-            for recipe in chosen:
-                times = found[recipe.name, batch, threads] = _in_process(recipe.name, batch, threads, options)
-                console.print(f"{recipe.name}, batch {batch}, {threads} threads: {_sentence(times)}")
+            for name in options.models:
+                measured = found[name, batch, threads] = _in_process(name, batch, threads, options)
+                console.print(f"{name}, batch {batch}, {threads} threads: {_sentence(measured)}")
     sections = _sections(found, options)
     if options.record:
         title = "Against ONNX Runtime, frozen Inductor and eager PyTorch"
@@ -83,13 +106,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _in_process(model: str, batch: int, threads: int, options: argparse.Namespace) -> Times:
+def _in_process(model: str, batch: int, threads: int, options: argparse.Namespace) -> Measured:
     command = [sys.executable, "-m", "benchmarks.peers", "--model", model, "--folder", str(options.folder)]
     command += ["--batches", str(batch), "--threads", str(threads), "--rounds", str(options.rounds)]
     command += ["--without", *options.without] if options.without else []
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    times: Times = json.loads(done.stdout.splitlines()[-1])
-    return times
+
+    def last_line(*more: str) -> bytes:
+        done = subprocess.run([*command, *more], stdout=subprocess.PIPE, check=True)
+        return done.stdout.splitlines()[-1]
+
+    times = msgspec.json.decode(last_line(), type=Times)
+    return Measured(times, msgspec.json.decode(last_line("--faults"), type=float))
 
 
 def _measure(options: argparse.Namespace) -> Times:
@@ -97,7 +124,7 @@ def _measure(options: argparse.Namespace) -> Times:
     (batch,), (threads,) = options.batches, options.threads
     torch.set_num_threads(threads)
     with ExitStack() as stack, torch.inference_mode():
-        ways = _ours(options.model, batch, options.folder, stack)
+        ways = _ours(options.model, batch, options.folder, stack, resident_only=options.model in UNSEEN)
         ways |= _peers(options.model, batch, threads, options)
         quickest = math.inf
         for way in ways.values():
@@ -111,17 +138,43 @@ def _measure(options: argparse.Namespace) -> Times:
     return times
 
 
+def _faults(options: argparse.Namespace) -> float:
+    """Return the minor page faults of one inference, in a process that has lowered and exported nothing.
+
+    The C library keeps more of what is freed once a process has freed large blocks.
+    """
+    (batch,), (threads,) = options.batches, options.threads
+    torch.set_num_threads(threads)
+    before = 0
+    with ExitStack() as stack, torch.inference_mode():
+        run = _ours(options.model, batch, options.folder, stack, resident_only=True)["resident"]
+        for n in range(2 * FAULT_RUNS):
+            if n == FAULT_RUNS:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            run()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / FAULT_RUNS
+
+
+def _archive(folder: Path, name: str) -> Path:
+    return folder / "zoo" / name / "1" / "model.pt2"
+
+
+def _built(name: str) -> tuple[torch.nn.Module, Inputs]:
+    return UNSEEN[name]() if name in UNSEEN else ZOO[name].build(0)
+
+
 def _seconds(way: Way) -> float:
     start = time.perf_counter()
     way()
     return time.perf_counter() - start
 
 
-def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Way]:
-    archive, cache = folder / "zoo" / name / "1" / "model.pt2", folder / "peers"
+def _ours(name: str, batch: int, folder: Path, stack: ExitStack, *, resident_only: bool) -> dict[str, Way]:
+    archive, cache = _archive(folder, name), folder / "peers"
     executor = stack.enter_context(CpuExecutor())
     ways: dict[str, Way] = {}
-    for dtype in ("float32", "bfloat16"):
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32",) if resident_only else ("float32", "bfloat16")
+    for dtype in dtypes:
         if packing.unavailable() is not None or not packing.supports(getattr(torch, dtype)):
             continue
         lowered = lower(archive, f"{name}-{dtype}", [1, 8], cache, options=Options(dtype, packed=True))
@@ -129,7 +182,7 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
         graph = lowered.graphs[Bucket(batch)]
         weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
         stores: dict[StoreKind, str] = {"ram": streamed}
-        if dtype == "float32":
+        if dtype == "float32" and not resident_only:
             stores["file"] = "from file"
         for kind, swapped in stores.items():
             store = open_store(kind, lowered.weights_path, lowered.manifest)
@@ -137,11 +190,12 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
             plans: dict[str, tuple[Plan, Profile | None]] = {}
             if kind == "ram":
                 plans[resident] = resident_plan(graph), None
-            profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda text: None)[1][Bucket(batch)]
-            with suppress(InfeasibleBudget):  # the activations alone need more
-                budget = int(weights * SHARE) // 4096 * 4096
-                memory = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, budget)
-                plans[swapped] = search(Problem(graph, profile, memory)), profile
+            if not resident_only:
+                profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda _: None)[1][Bucket(batch)]
+                with suppress(InfeasibleBudget):  # the activations alone need more
+                    budget = int(weights * SHARE) // 4096 * 4096
+                    memory = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, budget)
+                    plans[swapped] = search(Problem(graph, profile, memory)), profile
             for way, (plan, judged) in plans.items():
                 arena = stack.enter_context(CpuArena(plan.memory.nbytes + 4096))
                 bases = Bases(-(-plan.memory.workspace_bytes // 4096) * 4096, 0)
@@ -153,7 +207,7 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack) -> dict[str, Wa
 
 
 def _peers(name: str, batch: int, threads: int, options: argparse.Namespace) -> dict[str, Way]:
-    model, examples = ZOO[name].build(0)
+    model, examples = _built(name)
     inputs = {key: _at_batch(value, batch) for key, value in examples.items()}
     ways: dict[str, Way] = {"eager": partial(model, **inputs)}
     if "inductor" not in options.without and shutil.which("c++") is not None:
@@ -163,7 +217,7 @@ def _peers(name: str, batch: int, threads: int, options: argparse.Namespace) -> 
     if "onnxruntime" not in options.without and find_spec("onnxruntime") is not None:
         ways["onnxruntime"] = _onnxruntime(model, inputs, threads)
     if "accelerate" not in options.without and find_spec("accelerate") is not None:
-        ways["accelerate from file"] = _accelerate(ZOO[name].build(0)[0], inputs)
+        ways["accelerate from file"] = _accelerate(_built(name)[0], inputs)
     return ways
 
 
@@ -205,27 +259,30 @@ def _ratio(times: Times, way: str, to: str) -> list[float]:
     return [a / b for a, b in zip(times.get(way, []), times.get(to, []), strict=False)]
 
 
-def _sections(found: Mapping[tuple[str, int, int], Times], options: argparse.Namespace) -> list[str]:
+def _sections(found: Found, options: argparse.Namespace) -> list[str]:
     sections = [_ABOUT.format(rounds=options.rounds)]
-    for batch, threads in dict.fromkeys((batch, threads) for _, batch, threads in found):
+    tables = dict.fromkeys((batch, threads, name in UNSEEN) for name, batch, threads in found)
+    for batch, threads, unseen in tables:
         rows: list[list[str]] = []
         means: dict[str, list[float]] = {}
-        for (name, b, t), times in found.items():
-            if (b, t) != (batch, threads):
+        ways = ("resident", "eager") if unseen else WAYS
+        for (name, b, t), measured in found.items():
+            if (b, t, name in UNSEEN) != (batch, threads, unseen):
                 continue
-            base = _base(times)
+            times, base = measured.times, _base(measured.times)
             row = [name, f"{statistics.median(times[base]) * 1e3:.2f}"]
-            for way in WAYS:
+            for way in ways:
                 ratios = _ratio(times, way, base)
                 row.append(_shown(ratios))
                 if ratios:
                     means.setdefault(way, []).append(statistics.median(ratios))
-            rows.append(row)
+            rows.append([*row, f"{measured.faults:.0f}"])
         count = {way: len(ratios) for way, ratios in means.items()}
-        last = [f"{statistics.geometric_mean(means[w]):.2f} of {count[w]}" if w in means else "" for w in WAYS]
-        rows.append(["geometric mean", "", *last])
-        sections += [f"## Batch {batch}, {threads} thread{'s' * (threads > 1)}\n"]
-        sections.append(markdown_table(["model", "ONNX Runtime ms", *WAYS], rows))
+        last = [f"{statistics.geometric_mean(means[w]):.2f} of {count[w]}" if w in means else "" for w in ways]
+        rows.append(["geometric mean", "", *last, ""])
+        which = ", models that no rewrite was made for" if unseen else ""
+        sections += [f"## Batch {batch}, {threads} thread{'s' * (threads > 1)}{which}\n"]
+        sections.append(markdown_table(["model", "ONNX Runtime ms", *ways, "page faults"], rows))
     return sections
 
 
@@ -241,11 +298,12 @@ def _shown(ratios: Sequence[float]) -> str:
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
-def _sentence(times: Times) -> str:
-    return ", ".join(f"{way} {statistics.median(seconds) * 1e3:.2f} ms" for way, seconds in times.items())
+def _sentence(measured: Measured) -> str:
+    times = [f"{way} {statistics.median(seconds) * 1e3:.2f} ms" for way, seconds in measured.times.items()]
+    return f"{', '.join(times)}, {measured.faults:.0f} page faults"
 
 
-def _draw(found: Mapping[tuple[str, int, int], Times], path: Path) -> None:
+def _draw(found: Found, path: Path) -> None:
     """Draw the ratios of the first batch and number of threads as bars, from 1 up and down."""
     import matplotlib
 
@@ -253,7 +311,7 @@ def _draw(found: Mapping[tuple[str, int, int], Times], path: Path) -> None:
     from matplotlib import pyplot
 
     _, batch, threads = next(iter(found))
-    shown = {n: times for (n, b, t), times in found.items() if (b, t) == (batch, threads)}
+    shown = {n: m.times for (n, b, t), m in found.items() if (b, t) == (batch, threads)}
     figure, axes = pyplot.subplots(figsize=(10, 4))
     ways = [way for way in WAYS if any(way in times for times in shown.values())]
     for i, way in enumerate(ways):
@@ -282,13 +340,14 @@ instructions, or that the engine was not installed or cannot run the model.
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--models", nargs="+", default=[*MODELS, *UNSEEN], metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="where archives are kept")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", choices=(1, 8), default=[1, 8])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime", "accelerate"), default=[])
     parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--faults", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--record", action="store_true", help="write NAME.md and NAME.png below docs/results")
     parser.add_argument("--record-as", default="peers", metavar="NAME", help="(default: %(default)s)")
     return parser

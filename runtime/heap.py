@@ -4,8 +4,9 @@ import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 KEPT_BYTES = 8 << 20
-"""Enough for the activations of most inferences."""
-_LEAST_KEPT_BYTES = 256 << 10
+"""Enough for what a process frees and needs again besides large activations."""
+_LEAST_KEPT_BYTES, _MOST_KEPT_BYTES = 256 << 10, (1 << 31) - 1
+"""The second is the largest number that mallopt takes."""
 
 _libc = ctypes.CDLL(None)
 
@@ -24,7 +25,7 @@ def keep_freed_memory(nbytes: int) -> None:
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
-        kept = max(nbytes, _LEAST_KEPT_BYTES)
+        kept = min(max(nbytes, _LEAST_KEPT_BYTES), _MOST_KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, kept)
         mallopt(_M_TRIM_THRESHOLD, kept)
         mallopt(_M_ARENA_MAX, 1)

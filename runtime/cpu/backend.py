@@ -14,6 +14,7 @@ from cohabit.runtime.binding.build import build
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.heap import KEPT_BYTES, keep_freed_memory
 from cohabit.runtime.host.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_are_off
 from cohabit.runtime.host.store import LimitedStore, Links, open_store
 from cohabit.runtime.lowering.lower import Lowered, NotCached
@@ -49,6 +50,8 @@ class CpuBackend:
         self._lost_on_change = lost_on_change
         self._links = Links()
         self._executors: list[CpuExecutor] = []
+        self._activation_bytes = 0
+        """The most that activations of one inference take, of all plans so far."""
 
     def arena(self, nbytes: int) -> CpuArena:
         if huge_pages_are_off():
@@ -116,6 +119,7 @@ class CpuBackend:
         bases: Bases,
         store: HostStore[Bytes],
     ) -> Program:
+        self._keep_activations(plan)
         return build(lowered, plan, profile, arena, bases, store)
 
     def relocatable(
@@ -126,7 +130,17 @@ class CpuBackend:
         arena: DeviceArena[Bytes],
         store: HostStore[Bytes],
     ) -> RelocatableModel:
+        self._keep_activations(plan)
         return RelocatableModel(lowered, plan, profile, arena, store)
+
+    def _keep_activations(self, plan: Plan) -> None:
+        """Have the C library keep the activations' bytes, which are counted already, from one inference to the next.
+
+        The heap's own gaps between them are allowed for: the C library returns all free bytes at the heap's end once
+        they exceed the limit, and each page of them is a page fault in the next inference.
+        """
+        self._activation_bytes = max(self._activation_bytes, plan.pool_bytes or plan.memory.workspace_bytes)
+        keep_freed_memory(max(1, len(self._executors)) * (self._activation_bytes * 5 // 4 + KEPT_BYTES))
 
     def close(self) -> None:
         for executor in self._executors:

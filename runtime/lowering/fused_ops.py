@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cohabit.runtime.lowering.packing import LINEAR, LINEAR_SUM
+from cohabit.runtime.lowering.packing import CONVOLUTION, CONVOLUTION_SUM, LINEAR, LINEAR_SUM
 
 
 def conv1x1(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *activation: Any) -> torch.Tensor:
@@ -26,6 +26,32 @@ def conv1x1_add(
     """Return `conv2d(x) + other`, channels last, given the weight packed as a linear layer's."""
     result: torch.Tensor = LINEAR_SUM(x.permute(0, 2, 3, 1), other.permute(0, 2, 3, 1), weight, bias, operation)
     return result.permute(0, 3, 1, 2)
+
+
+def conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+    """Return `activation(conv1d(x))`, channels last, given the weight packed as that of images of one row."""
+    result: torch.Tensor = CONVOLUTION(x.unsqueeze(2), weight, bias, *rest)
+    return result.squeeze(2)
+
+
+def conv1d_add(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
+) -> torch.Tensor:
+    """Return `conv1d(x) + other` or the ReLU of it, channels last, given the weight packed as for `conv1d`."""
+    result: torch.Tensor = CONVOLUTION_SUM(x.unsqueeze(2), other.unsqueeze(2), weight, bias, *rest)
+    return result.squeeze(2)
+
+
+def conv_pixel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `conv2d(x)` of images of one pixel by a 1x1 kernel: a matrix product without oneDNN's operator."""
+    return torch.nn.functional.linear(x.flatten(1), weight.flatten(1), bias)[:, :, None, None]
+
+
+def rows_of_tables(ids: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Return each column's ids as rows of tables that lie one after the other. Raises IndexError as a table would."""
+    if bool(((ids < 0) | (ids >= sizes)).any()):
+        raise IndexError("index out of range in self")
+    return ids + offsets
 
 
 def conv_relu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *window: Any) -> torch.Tensor:
@@ -66,4 +92,7 @@ PLAIN: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {
     conv_add_relu: plain_conv_add_relu,
 }
 """The plain version of each fused op."""
-FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (conv1x1, conv1x1_add, *PLAIN)
+FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (
+    *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel, rows_of_tables),
+    *PLAIN,
+)

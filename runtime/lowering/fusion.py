@@ -14,7 +14,15 @@ import torch
 from torch import fx
 
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.fused_ops import conv1x1, conv1x1_add, conv_add_relu, conv_relu
+from cohabit.runtime.lowering.fused_ops import (
+    conv1d,
+    conv1d_add,
+    conv1x1,
+    conv1x1_add,
+    conv_add_relu,
+    conv_pixel,
+    conv_relu,
+)
 from cohabit.runtime.lowering.model import FxModel, same_form
 
 aten = torch.ops.aten
@@ -177,6 +185,14 @@ def _something_changes(start: fx.Node, end: fx.Node) -> bool:
     return False
 
 
+def _is_signal_convolution(node: fx.Node) -> bool:
+    """Whether a node is a convolution of a batch of signals: of images of one row."""
+    if node.target is not aten.conv1d.default or node.kwargs:
+        return False
+    signal = node.args[0].meta.get("val")  # type: ignore[union-attr]
+    return isinstance(signal, torch.Tensor) and signal.dim() == 3
+
+
 def _is_image_convolution(node: fx.Node) -> bool:
     """Whether a node is a convolution of a batch of images."""
     if node.target is not aten.conv2d.default or node.kwargs:
@@ -186,8 +202,11 @@ def _is_image_convolution(node: fx.Node) -> bool:
 
 
 def _window(conv: fx.Node) -> list[Any]:
-    """Stride, padding, dilation and groups of a convolution, with a number per dimension."""
+    """Stride, padding, dilation and groups of a convolution of images, with a number per dimension."""
     given = [*conv.args, *_DEFAULTS[len(conv.args) - 2 :]][3:]
+    if conv.target is aten.conv1d.default:
+        stride, padding, dilation = (n[-1] if isinstance(n, list | tuple) else n for n in given[:3])
+        return [[1, stride], [0, padding], [1, dilation], given[3]]
     return [[n[0], n[0]] if isinstance(n, list | tuple) and len(n) == 1 else n for n in given]
 
 
@@ -248,12 +267,15 @@ class OneDnnKernels:
             return False
         if layer.target is aten.linear.default:
             return min(math.prod(size[:-1]) for size in sizes) * weight.numel() >= LEAST_MULTIPLICATIONS
-        return all(_is_image_convolution(r) and _window(r) == _window(layer) for r in readers)
+        convolves = _is_signal_convolution if layer.target is aten.conv1d.default else _is_image_convolution
+        return all(convolves(r) and _window(r) == _window(layer) for r in readers)
 
     def fused(self, model: FxModel, found: LayerPattern) -> FusedCall | None:
         if found.layer.target is aten.linear.default:
             return self._linear(model, found, packing.LINEAR, packing.LINEAR_SUM)
-        if _is_1x1(model, found.layer) and self._layouts(model, found.layer) > 1:
+        if self._sees_one_pixel(model, found.layer):
+            return FusedCall(LayerPattern(found.layer), conv_pixel, (*found.layer.args[:2], _bias(found.layer)))
+        if _is_1x1(model, found.layer) and (found.total is None or self._layouts(model, found.layer) > 1):
             return self._linear(model, found, conv1x1, conv1x1_add)
         return self._convolution(model, found)
 
@@ -270,14 +292,31 @@ class OneDnnKernels:
     def _convolution(self, model: FxModel, found: LayerPattern) -> FusedCall:
         layer, residual = found.layer, found.residual
         x, window, sizes = layer.args[0], _onednn_window(layer), self._sizes(layer)
-        weight = self._packed_once(model, layer, str(window), lambda w: packing.pack_convolution(w, window, sizes))
+        plain, add = packing.CONVOLUTION, packing.CONVOLUTION_SUM
+        if layer.target is aten.conv1d.default:
+            plain, add = conv1d, conv1d_add
+            sizes = [(b, c, 1, length) for b, c, length in sizes]
+
+        def pack(weight: torch.Tensor) -> torch.Tensor:
+            return packing.pack_convolution(weight.unsqueeze(2) if weight.dim() == 3 else weight, window, sizes)
+
+        weight = self._packed_once(model, layer, str(window), pack)
         rest = (weight, _bias(layer), *window)
         if residual is None:
-            return FusedCall(found, packing.CONVOLUTION, (x, *rest, *_words(found.activation)))
+            return FusedCall(found, plain, (x, *rest, *_words(found.activation)))
         relu = found.activation == RELU
         pattern = found if relu else LayerPattern(layer, found.total, residual)
         after = _words(RELU) if relu else (None, [], None)
-        return FusedCall(pattern, packing.CONVOLUTION_SUM, (x, residual, *rest, "add", 1.0, *after))
+        return FusedCall(pattern, add, (x, residual, *rest, "add", 1.0, *after))
+
+    def _sees_one_pixel(self, model: FxModel, layer: fx.Node) -> bool:
+        """Whether a convolution is a small product of one pixel per image, as in a squeeze-and-excite gate."""
+        weight = model.weight_of(layer.args[1])
+        assert weight is not None
+        pixels = all(
+            size[2:] == (1, 1) and size[0] * weight.numel() < LEAST_MULTIPLICATIONS for size in self._sizes(layer)
+        )
+        return pixels and _is_1x1(model, layer)
 
     def _sizes(self, layer: fx.Node) -> list[tuple[int, ...]]:
         """The sizes of a layer's input in each shape; () where export does not tell."""

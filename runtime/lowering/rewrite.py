@@ -17,6 +17,8 @@ from cohabit.runtime.lowering.rewrites.in_place import undo_own_changes, work_in
 from cohabit.runtime.lowering.rewrites.precision import apply_options
 from cohabit.runtime.lowering.rewrites.recurrent import pack_lstms, split_directions, split_recurrent_layers
 from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, split_large_layers
+from cohabit.runtime.lowering.rewrites.tables import join_tables
+from cohabit.runtime.lowering.rewrites.transposed import convolve_transposed
 from cohabit.runtime.options import Options
 
 aten = torch.ops.aten
@@ -54,6 +56,9 @@ def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int
     use_linear(model)
     fold_batch_norms(model)
     split_recurrent_layers(model)
+    if options.packed:
+        convolve_transposed(model)
+        join_tables(model)
     leave_tables_on_host(model)
     split_large_layers(model, packed=options.packed)
     undo_own_changes(model)

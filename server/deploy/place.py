@@ -11,7 +11,7 @@ from cohabit.planner.errors import CohabitError, InfeasibleBudget, format_bytes
 from cohabit.planner.memory import Memory
 from cohabit.planner.sizing.deployment import Division
 from cohabit.runtime.errors import MemoryExceeded
-from cohabit.runtime.heap import KEPT_BYTES, keep_freed_memory
+from cohabit.runtime.heap import keep_freed_memory
 from cohabit.runtime.lowering.lower import NotCached
 from cohabit.runtime.shared_region.sharing import SHARINGS
 from cohabit.server.config.config import ServeConfig
@@ -314,8 +314,6 @@ class ModelPlacement:
         """Take the arena: all memory if models may be loaded later, else what these take."""
         config, partitions = self._config, self.memory.partitions
         self.workers.release()
-        if config.process_memory_bytes is not None:
-            keep_freed_memory(KEPT_BYTES)  # the next inference's activations find their pages
         workspace = memories[0].workspace_bytes if memories else 0
         taken = partitions.lanes * workspace + sum(memory.partition_bytes for memory in memories)
         only_these = config.model_control == "none" and config.has_partitions

@@ -1,7 +1,9 @@
 """What the C library keeps of freed memory, in a process of its own: the setting is the whole process's."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 _PAGES_TAKEN = """
 import ctypes, resource, sys
@@ -34,3 +36,38 @@ def test_kept_memory_is_used_again_without_page_faults():
 
 def test_memory_that_is_not_kept_is_given_back_each_time():
     assert _pages_taken(0) >= 20 * 256
+
+
+_FAULTS_OF_AN_INFERENCE = """
+import resource, sys
+from pathlib import Path
+import torch
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.lowering.lower import lower
+from cohabit.runtime.profiling.profile import resident_plan
+from tests.runtime.backends import cpu, opened
+from tests.runtime.models import export
+
+class Large(torch.nn.Module):
+    def forward(self, x):
+        return (x.repeat(1, 5 << 20) + 1.0).mean(1)
+
+folder = Path(sys.argv[1])
+export(Large(), {"x": torch.zeros(3, 1)}, folder / "model.pt2")
+lowered = lower(folder / "model.pt2", "large", [2], folder / "cache")
+with opened(cpu, lowered, 128 << 20) as bench:
+    program = bench.program(resident_plan(bench.graph))
+    faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+    for _ in range(8):
+        bench.executor.run(program, [torch.zeros(2, 1)])
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(min(after - before for before, after in zip(faults, faults[1:])))
+"""
+
+
+def test_an_inference_finds_the_pages_of_the_one_before_it(tmp_path: Path) -> None:
+    """Its activations of 40 MiB are larger than any that the C library keeps unasked."""
+    command = [sys.executable, "-c", _FAULTS_OF_AN_INFERENCE, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(command, capture_output=True, check=True, env=environment)
+    assert int(ran.stdout.split()[-1]) < 20

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from cohabit.planner.shapes import Bucket
+from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering import fusion, packing
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.rewrites import slicing
@@ -25,7 +26,8 @@ CONV, SUM, SUM_IN_PLACE = (
     "mkldnn._convolution_pointwise.binary",
     "mkldnn._convolution_pointwise_.binary",
 )
-CONV1X1, CONV1X1_ADD = "conv1x1", "conv1x1_add"
+CONV1X1, CONV1X1_ADD, PIXEL = "conv1x1", "conv1x1_add", "conv_pixel"
+CONV1D, CONV1D_ADD = "conv1d", "conv1d_add"
 LINEAR, LINEAR_SUM = "mkldnn._linear_pointwise.default", "mkldnn._linear_pointwise.binary"
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -45,12 +47,14 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Layers(nn.Module):
-    """Two convolutions and two linear layers, and something done with an image (8 x 6 x 6) or a vector (6) and them."""
+    """Convolutions and linear layers, and something done with an image (8 x 6 x 6), signal or vector (6) and them."""
 
     def __init__(self, forward: Callable[["Layers", torch.Tensor], torch.Tensor], **options: object) -> None:
         super().__init__()
         self.a = nn.Conv2d(8, 8, 3, **{"padding": 1, **options})  # type: ignore[arg-type]
         self.b = nn.Conv2d(8, 8, 1, bias=False)
+        self.s = nn.Conv1d(8, 8, 3, padding=2, dilation=2)
+        self.up = nn.ConvTranspose1d(8, 6, 8, 4, padding=2)
         self.p = nn.Linear(6, 6)
         self.q = nn.Linear(6, 6, bias=False)
         self.pattern = forward
@@ -71,28 +75,41 @@ def read_twice(m: Layers, x: torch.Tensor) -> torch.Tensor:
 
 PATTERNS: dict[str, tuple[Layers, list[str]]] = {
     **{f"conv {name}": (Layers(lambda m, x, f=f: f(m.a(x))), [CONV]) for name, f in ACTIVATIONS.items()},  # type: ignore[misc]
-    **{f"1x1 conv {name}": (Layers(lambda m, x, f=f: f(m.b(x))), [CONV]) for name, f in ACTIVATIONS.items()},  # type: ignore[misc]
+    **{f"1x1 conv {name}": (Layers(lambda m, x, f=f: f(m.b(x))), [CONV1X1]) for name, f in ACTIVATIONS.items()},  # type: ignore[misc]
     **{f"linear {name}": (Layers(lambda m, x, f=f: f(m.p(x))), [LINEAR]) for name, f in ACTIVATIONS.items()},  # type: ignore[misc]
     "depthwise": (Layers(lambda m, x: functional.relu6(m.a(x)), groups=8), [CONV]),
     "strided and dilated": (Layers(lambda m, x: m.a(x), stride=2, dilation=2, padding=2), [CONV]),
     "padding same": (Layers(lambda m, x: functional.silu(m.a(x)), padding="same"), [CONV]),
     "padding valid": (Layers(lambda m, x: functional.silu(m.a(x)), padding="valid"), [CONV]),
-    "se gate": (Layers(se_gate), [CONV, "aten.mean.dim", CONV, "aten.mul_.Tensor"]),
+    "se gate": (Layers(se_gate), [CONV, "aten.mean.dim", CONV1X1, "aten.mul_.Tensor"]),
     "input as residual": (Layers(lambda m, x: torch.relu(m.a(x) + x)), [SUM]),
     "sum without relu": (Layers(lambda m, x: x + m.b(x)), [SUM]),
     "sum and silu": (Layers(lambda m, x: functional.silu(m.a(x) + x)), [SUM, "aten.silu_.default"]),
-    "dying residual": (Layers(lambda m, x: (lambda y: m.b(m.b(y)) + y)(m.a(x))), [CONV, CONV, SUM_IN_PLACE]),
+    "dying residual": (Layers(lambda m, x: (lambda y: m.b(m.b(y)) + y)(m.a(x))), [CONV, CONV1X1, SUM_IN_PLACE]),
     "its own input as residual": (Layers(lambda m, x: (lambda y: m.b(y) + y)(m.a(x))), [CONV, SUM]),
     "two convolutions": (Layers(lambda m, x: torch.relu(m.a(x) + m.b(x))), [CONV, SUM_IN_PLACE]),
     "sum of activated ones": (
         Layers(lambda m, x: torch.relu(m.a(x)) + torch.relu(m.b(x))),
-        [CONV, CONV, "aten.add_.Tensor"],
+        [CONV, CONV1X1, "aten.add_.Tensor"],
     ),
     "read twice": (Layers(read_twice), [CONV, "aten.relu.default", "aten.add.Tensor"]),
     "linear sum": (Layers(lambda m, x: m.p(x) + x), [LINEAR_SUM]),
     "linear sum and relu": (Layers(lambda m, x: torch.relu(x + m.q(x))), [LINEAR_SUM, "aten.relu_.default"]),
     "linear sum, broadcast": (Layers(lambda m, x: m.p(x) + x[:, :1]), [LINEAR, "aten.add_.Tensor"]),
     "dropout between": (Layers(lambda m, x: functional.dropout(m.p(x), 0.1, m.training) + x), [LINEAR_SUM]),
+    "signal": (Layers(lambda m, x: functional.gelu(m.s(x.flatten(2)))), [CONV1D]),
+    "strided signal": (Layers(lambda m, x: functional.conv1d(x.flatten(2), m.s.weight, None, 2, 1)), [CONV1D]),
+    "signal and its residual": (
+        Layers(lambda m, x: (lambda y: y + m.s(functional.leaky_relu(y)))(x.flatten(2))),
+        ["aten.leaky_relu.default", CONV1D_ADD],
+    ),
+    "signal, residual and relu": (Layers(lambda m, x: torch.relu(m.s(x.flatten(2)) + x.flatten(2))), [CONV1D_ADD]),
+    "transposed": (Layers(lambda m, x: m.up(x.flatten(2))), [CONV1D]),
+    "transposed, odd length": (Layers(lambda m, x: m.up(x.flatten(2)[..., :5])), [CONV1D]),
+    "transposed to another length": (
+        Layers(lambda m, x: functional.conv_transpose1d(x.flatten(2), m.up.weight, m.up.bias, 3)),
+        ["aten.conv_transpose1d.default"],
+    ),
     "matrix product": (Layers(lambda m, x: torch.mm(x.flatten(0, 2), m.q.weight).view(x.shape)), [LINEAR]),
     "product and bias": (
         Layers(lambda m, x: torch.addmm(m.p.bias, x.flatten(0, 2), m.p.weight).view(x.shape)),
@@ -118,6 +135,48 @@ def test_a_pattern_becomes_these_ops_and_computes_the_same(
     assert lower(
         tmp_path / "model.pt2", "pattern", [2], tmp_path / "cache", options=Options(packed=True)
     ).graphs == (lowered.graphs), "and the cache has the same program"
+
+
+def test_a_gate_s_convolutions_of_one_pixel_are_plain_products(tmp_path: Path) -> None:
+    layers, _ = PATTERNS["se gate"]
+    lowered = lowered_pattern(layers, tmp_path, Options(packed=True))
+    expected_ops = [CONV, "aten.mean.dim", PIXEL, "aten.sigmoid_.default", "aten.mul_.Tensor"]
+    assert [op.target for op in lowered.graphs[Bucket(2)].ops] == expected_ops
+    assert_the_answers_are_right(layers, lowered)
+
+
+class Tables(nn.Module):
+    """Five tables, each with its own number of rows, of which a column of the ids chooses one."""
+
+    def __init__(self, *, stacked: bool) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, 4) for rows in (3, 7, 2, 5, 9))
+        self.stacked = stacked
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = [table(ids[:, n + 1]) for n, table in enumerate(self.tables)]
+        return torch.stack([rows[0] * 2, *rows], 1) if self.stacked else torch.cat(rows, -1)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_tables_that_are_read_together_are_one_and_refuse_their_own_bad_ids(stacked: bool, tmp_path: Path) -> None:
+    model = Tables(stacked=stacked)
+    models.export(model, {"ids": torch.ones(3, 6, dtype=torch.int64)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "tables", [2], tmp_path / "cache", options=Options(packed=True))
+    targets = [op.target for op in lowered.graphs[Bucket(2)].ops]
+    assert targets.count("rows_of_tables") == 1
+    assert targets.count("aten.embedding.default") == (2 if stacked else 1), (
+        "a row that is read otherwise, too, stays"
+    )
+    ids = torch.tensor([[0, 2, 6, 1, 4, 8], [9, 0, 3, 0, 0, 5]])
+    with opened(cpu, lowered) as bench, torch.no_grad():
+        program = bench.program(resident_plan(bench.graph))
+        assert torch.equal(bench.executor.run(program, [ids]).outputs[0], model(ids))
+        for wrong in (3, -1):  # the next table's first row, and the last table's
+            bad = ids.clone()
+            bad[0, 3 if wrong > 0 else 2] = wrong
+            with pytest.raises(DeviceError, match="index out of range"):
+                bench.executor.run(program, [bad])
 
 
 @pytest.mark.parametrize(
