@@ -105,7 +105,7 @@ class ModulePlan:
 
 
 class LoadedModule:
-    """A module in a memory budget. Calls have its own inputs and outputs, in the shapes of the example.
+    """A module in a memory budget, called like the module itself, with inputs of the example's shapes.
 
     Any thread may call it; calls run one after another.
     """
@@ -187,7 +187,7 @@ def load(
 
     `memory` is a number of bytes, a size such as "64MiB", or a share of the weights such as "25%". It holds parameters,
     activations and scratch of kernels. `example` is what the module is called with. `store` says where parameters are
-    that are not in `memory`: in RAM besides, or in a file.
+    that are not in `memory`: in a copy in RAM, outside of the budget, or in a file.
 
     Raises ValueError for a module in training mode, UnsupportedModel with torch's reason where it cannot be exported,
     and InfeasibleBudget, which names the least memory, where it does not fit.

@@ -1,4 +1,4 @@
-"""A Cohabit server for a block of Python, in tests and notebooks: `cohabit.Server`."""
+"""A Cohabit server for the length of a `with` block, in tests and notebooks: `cohabit.Server`."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ from tritonclient.utils import np_to_triton_dtype
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
 
-START_S: Final = 600.0
+START_TIMEOUT_S: Final = 600.0
 """Seconds that a start may take: models that the cache lacks are measured first."""
 _PORTS = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
 
@@ -31,11 +31,13 @@ class Server:
     Its HTTP port is one that is free. `client` is tritonclient's, for everything else.
     """
 
-    def __init__(self, repository: str | Path, memory: str, *flags: str, start_s: float = START_S) -> None:
+    def __init__(
+        self, repository: str | Path, memory: str, *flags: str, start_timeout_s: float = START_TIMEOUT_S
+    ) -> None:
         """`flags` are further ones of `cohabit serve`; ports among them replace ours."""
         self._command = [sys.executable, "-m", "cohabit.server.cli", "serve", str(repository)]
         self._command += ["--memory", memory, *_PORTS, *flags]
-        self._start_s = start_s
+        self._start_timeout_s = start_timeout_s
         self._ready: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="cohabit-server", daemon=True)
 
@@ -72,7 +74,7 @@ class Server:
         return {output["name"]: answer.as_numpy(output["name"]) for output in answer.get_response()["outputs"]}
 
     def _run(self) -> None:
-        """Have the process in a loop of its own: a notebook runs one in the main thread."""
+        """Run the process on an event loop of its own: a notebook has one in the main thread."""
         with asyncio.Runner() as runner:
             self._loop = runner.get_loop()
             self._serving = self._loop.create_task(self._serve())
@@ -81,7 +83,7 @@ class Server:
 
     async def _serve(self) -> None:
         try:
-            async with running_server(self._command, self._start_s) as url:
+            async with running_server(self._command, self._start_timeout_s) as url:
                 self._ready.set_result(url)
                 await asyncio.Event().wait()  # until it is cancelled
         except Exception as error:

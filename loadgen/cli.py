@@ -393,7 +393,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         choices=("bits", "close"),
         const="bits",
         metavar="bits|close",
-        help="count answers to one request that differ, or differ by more than rounding, or are not as --inputs says",
+        help="count answers that differ between identical requests (bits), differ by more than rounding (close), or"
+        " are not the outputs in --inputs",
     )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -409,16 +410,17 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         type=_percentage,
         default=None,
         metavar="PERCENT",
-        help=f"requests that have to be answered within --slo-ms (default: {DEFAULT_PERCENTILE:g})",
+        help=f"percentage of requests to answer within --slo-ms (default: {DEFAULT_PERCENTILE:g})",
     )
     add(limits, "--timeout", "timeout_s", _positive, "S", "seconds until a request fails")
-    text = "unanswered requests above which further ones count as not sent"
+    text = "most requests in flight; beyond it they are not sent, and counted so"
     add(limits, "--max-in-flight", "max_in_flight", _count, "N", text)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     server = parser.add_argument_group("server")
-    server.add_argument("--token-file", type=Path, metavar="FILE", help="send its first line as bearer token")
+    token = "bearer token to send: the file's first line that is neither empty nor a comment"
+    server.add_argument("--token-file", type=Path, metavar="FILE", help=token)
     server.add_argument("--ca", type=Path, metavar="FILE", help="certificates to check the server's with")
     server.add_argument(
         "--repository",

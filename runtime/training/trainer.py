@@ -43,7 +43,7 @@ DRIFT: Final = 0.1
 SMOOTHING: Final = 0.3
 """Weight of the latest measured step in the moving averages of op times."""
 MEASURED_FIRST: Final = 4
-"""So many steps of a plan are measured op by op, then one in `MEASURED_EVERY`."""
+"""So many steps are measured op by op, then one in `MEASURED_EVERY`."""
 MEASURED_EVERY: Final = 50
 KEPT_BYTES: Final = 256 << 10
 """Of freed memory, where it is to be had by others. Smaller tensors leave holes in the heap: with 1 MiB, an LSTM whose

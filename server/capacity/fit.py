@@ -17,15 +17,18 @@ from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
 from cohabit.planner.sizing.division import divide
 from cohabit.planner.sizing.fitting import plan_model
 from cohabit.server.capacity.simulation import NO_OVERHEADS, Overheads, SimulatedModel, poisson, simulate
+from cohabit.server.errors import ConfigError
 from cohabit.server.scheduling.policy import Policy
 
 REQUESTS: Final = 20_000
 """Simulated for each figure: 200 of them are above p99."""
-UNLIKELY_BUSY: Final = 0.98
-"""A lane that is busier than this has a queue that grows while it is measured."""
+SATURATED_BUSY: Final = 0.98
+"""The queue of a lane that is busier grows without bound: latencies depend on how long is simulated."""
 _STEPS = 10
 """Memory sizes of a curve, between the least and that of all-resident models."""
 _RATE_PRECISION = 0.02
+_LEAST_SHARE = 1e-3
+"""Of the rate at which a lane is always busy: hardly any request meets another."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,16 @@ class Fit(msgspec.Struct, frozen=True):
     """The share of requests."""
     models: tuple[ModelFit, ...]
 
+    @property
+    def is_saturated(self) -> bool:
+        return self.busy >= SATURATED_BUSY
+
     def meets(self, slo_s: float) -> bool:
-        return self.p99_s <= slo_s and self.refused == 0.0 and self.busy < UNLIKELY_BUSY
+        return self.p99_s <= slo_s and self.refused == 0.0 and not self.is_saturated
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _PlannedModels:
     """A division of memory, and the models by their plans for it."""
 
     division: Division
@@ -96,7 +103,7 @@ class Capacity:
         self.candidates = candidates
         self.layout: LayoutName = layout
         self._overheads, self._library, self._on_progress = overheads, library, on_progress
-        self._placed: dict[int, _Planned] = {}
+        self._plans: dict[int, _PlannedModels] = {}
         """By the memory in bytes."""
 
     @property
@@ -117,35 +124,35 @@ class Capacity:
 
     def fit(self, memory_bytes: int, rates_per_s: Sequence[float], requests: int = REQUESTS) -> Fit:
         """Simulate the models in this memory at these rates. Raises InfeasibleBudget with the least memory."""
-        placed = self._placed_in(memory_bytes)
+        planned = self._plans_in(memory_bytes)
         times_s, wanted = poisson(rates_per_s, requests)
-        played = simulate(placed.models, times_s, wanted, self._overheads)
+        simulated = simulate(planned.models, times_s, wanted, self._overheads)
         fits = []
-        for number, (candidate, model) in enumerate(zip(self.candidates, placed.models, strict=True)):
+        for number, (candidate, model) in enumerate(zip(self.candidates, planned.models, strict=True)):
             smallest = min(model.predicted_s)
-            p50_s, p99_s = _percentiles(played.latencies_s[wanted == number])
+            p50_s, p99_s = _percentiles(simulated.latencies_s[wanted == number])
             fits.append(
                 ModelFit(
                     name=model.name,
                     rate_per_s=rates_per_s[number],
-                    partition_bytes=placed.division.partition_bytes[number],
+                    partition_bytes=planned.division.partition_bytes[number],
                     resident_s=candidate.demand.profiles[smallest].compute_s,
-                    latency_s=model.predicted_s[smallest] + model.copied_s,
+                    latency_s=model.predicted_s[smallest] + model.load_s,
                     p50_s=p50_s,
                     p99_s=p99_s,
                 )
             )
-        p50_s, p99_s = _percentiles(played.latencies_s)
+        p50_s, p99_s = _percentiles(simulated.latencies_s)
         return Fit(
             layout=self.layout,
             memory_bytes=memory_bytes,
-            workspace_bytes=placed.division.workspace_bytes,
+            workspace_bytes=planned.division.workspace_bytes,
             rate_per_s=sum(rates_per_s),
             p50_s=p50_s,
             p99_s=p99_s,
-            mean_s=float(np.nanmean(played.latencies_s)),
-            busy=max(played.busy),
-            refused=float(np.isnan(played.latencies_s).mean()),
+            mean_s=float(np.nanmean(simulated.latencies_s)),
+            busy=max(simulated.busy),
+            refused=float(np.isnan(simulated.latencies_s).mean()),
             models=tuple(fits),
         )
 
@@ -167,11 +174,13 @@ class Capacity:
             self._on_progress(f"at {factor * total:.3g} requests/s")
             return self.fit(memory_bytes, [rate * factor for rate in rates_per_s]).meets(slo_s)
 
-        # No rate is possible at which the lane would be busy all the time.
-        models = self._placed_in(memory_bytes).models
-        best_s = [min(seconds / bucket.batch for bucket, seconds in m.predicted_s.items()) for m in models]
-        high = 1.0 / sum(rate * seconds for rate, seconds in zip(rates_per_s, best_s, strict=True))
-        low = 0.0
+        # No rate is possible at which the lane would be busy all the time, in the batches with the least time per row.
+        models = self._plans_in(memory_bytes).models
+        least_s = [min(seconds / bucket.batch for bucket, seconds in m.predicted_s.items()) for m in models]
+        high = 1.0 / sum(rate * seconds for rate, seconds in zip(rates_per_s, least_s, strict=True))
+        low = _LEAST_SHARE * high
+        if not meets(low):
+            return 0.0  # requests that meet no other are too slow already
         while high - low > _RATE_PRECISION * high:
             middle = (low + high) / 2
             low, high = (middle, high) if meets(middle) else (low, middle)
@@ -181,18 +190,18 @@ class Capacity:
     def _demands(self) -> list[ModelDemand]:
         return [candidate.demand for candidate in self.candidates]
 
-    def _placed_in(self, memory_bytes: int) -> _Planned:
+    def _plans_in(self, memory_bytes: int) -> _PlannedModels:
         """Divide memory and plan every model."""
-        if memory_bytes not in self._placed:
+        if memory_bytes not in self._plans:
             division = divide(self._demands, memory_bytes, self.layout)
             models = []
             for candidate, partition_bytes in zip(self.candidates, division.partition_bytes, strict=True):
                 self._on_progress(f"planning {candidate.demand.name} in {format_bytes(memory_bytes)}")
-                models.append(self._simulated(candidate, Memory(division.workspace_bytes, partition_bytes)))
-            self._placed[memory_bytes] = _Planned(division, models)
-        return self._placed[memory_bytes]
+                models.append(self._simulated_model(candidate, Memory(division.workspace_bytes, partition_bytes)))
+            self._plans[memory_bytes] = _PlannedModels(division, models)
+        return self._plans[memory_bytes]
 
-    def _simulated(self, candidate: Candidate, memory: Memory) -> SimulatedModel:
+    def _simulated_model(self, candidate: Candidate, memory: Memory) -> SimulatedModel:
         demand = candidate.demand
         if self.layout == "time_shared":  # a model is there as a whole while it runs, and copied before
             link = demand.profiles[min(demand.profiles)].swap_in
@@ -200,7 +209,7 @@ class Capacity:
             copies = [link.seconds(t.nbytes) for t in graph.tensors if t.kind == "parameter"]
             times = {bucket: profile.compute_s for bucket, profile in demand.profiles.items()}
             return SimulatedModel(
-                demand.name, times, copied_s=sum(copies), max_rows=candidate.max_rows, policy=candidate.policy
+                demand.name, times, load_s=sum(copies), max_rows=candidate.max_rows, policy=candidate.policy
             )
         known = None if self._library is None else self._library.plans(demand, memory, "best")
         plans = known or plan_model(demand, memory, quick=True)
@@ -215,10 +224,23 @@ class Capacity:
 
 
 def shared_out(total_per_s: float, names: Sequence[str], given: Mapping[str, float]) -> list[float]:
-    """Return a rate per model: those that are given, and the rest of the total for the others, in equal parts."""
-    others = [name for name in names if name not in given]
-    rest = max(total_per_s - sum(given.get(name, 0.0) for name in names), 0.0)
-    return [given[name] if name in given else rest / len(others) for name in names]
+    """Return a rate per model: those that are given, and the rest of the total for the others, in equal parts.
+
+    Raises ConfigError if nothing is left for a model, or more is given than the total.
+    """
+    left = total_per_s - sum(given.get(name, 0.0) for name in names)
+    missing = [name for name in names if name not in given]
+    if missing and left <= 0:
+        raise ConfigError(
+            f"--rates: nothing is left of --rate {total_per_s:g} for {', '.join(missing)}; give them a rate, or more"
+            " --rate"
+        )
+    if not missing and abs(left) > 1e-9 * total_per_s:
+        raise ConfigError(
+            f"--rates: the models have {total_per_s - left:g} requests per second, --rate says {total_per_s:g}; leave"
+            " it out"
+        )
+    return [given[name] if name in given else left / len(missing) for name in names]
 
 
 def _percentiles(latencies_s: NDArray[np.float64]) -> tuple[float, float]:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 800, 320, 70, 40, 10
 """Of the chart, in its own units."""
-_CALM_BUSY = 0.98
-"""A busier server waits for as long as it was simulated: the chart's axis ends before."""
 
 
 def sentence(fit: "Fit", slo_s: float | None) -> str:
@@ -64,7 +62,8 @@ def _rows(cells: Sequence[Sequence[str]]) -> str:
 
 def _chart(curve: "Sequence[Fit]", slo_s: float | None) -> str:
     """Draw p99 over memory as SVG."""
-    calm = [p.p99_s for p in curve if p.busy < _CALM_BUSY]
+    # Latencies of a saturated server depend on how long was simulated: the axis ends before.
+    calm = [p.p99_s for p in curve if not p.is_saturated]
     top_s = 1.1 * max([*calm, slo_s or 0.0]) or 1.0
     most = max(p.memory_bytes for p in curve)
 
@@ -88,6 +87,7 @@ def _chart(curve: "Sequence[Fit]", slo_s: float | None) -> str:
     parts += [label(x(tick * (1 << 20)), _HEIGHT - 15, "middle", f"{tick:g} MiB") for tick in ticks]
     if slo_s is not None:
         parts.append(level(slo_s, 'stroke="var(--slo)" stroke-dasharray="6 4"'))
+        parts.append(label(_WIDTH - 4, y(slo_s) - 5, "end", f"SLO {milliseconds(slo_s)}"))
     line = " ".join(f"{x(p.memory_bytes):.1f},{y(p.p99_s):.1f}" for p in curve)
     parts.append(f'<polyline points="{line}" fill="none" stroke="var(--line)" stroke-width="2"/>')
     for p in curve:

@@ -34,8 +34,8 @@ class SimulatedModel:
     """Seconds of an execution by bucket."""
     recovery_s: float = 0.0
     """Lost directly after an execution of the same model, while its residents are still copied back."""
-    copied_s: float = 0.0
-    """Lost after an execution of another model, where models take turns in the memory."""
+    load_s: float = 0.0
+    """Of copying the whole model in, before an execution that does not follow one of the same model."""
     max_rows: int = 0
     """Rows of a batch; 0 executes requests alone."""
     policy: Policy = field(default_factory=Policy)
@@ -118,7 +118,7 @@ def simulate(
         if lane.last is not None and lane.last[0] == batch.model:
             seconds += max(0.0, model.recovery_s - (now_s - lane.last[1]))
         else:
-            seconds += model.copied_s
+            seconds += model.load_s
         lane.running = batch
         lane.last = (batch.model, now_s + seconds)
         lane.busy_s += seconds

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from rich.console import Console
@@ -23,6 +23,8 @@ from cohabit.server.format import gap, make_table, milliseconds, percent
 if TYPE_CHECKING:
     from cohabit.server.capacity.fit import Candidate, Fit
 
+_Rate = Annotated[float, msgspec.Meta(gt=0)]
+
 EXIT_MISSED = 1
 REQUEST_MS, EXECUTION_MS = 0.7, 0.15
 """What docs/results/capacity.md measured on two virtual CPUs, over HTTP."""
@@ -34,9 +36,9 @@ _EXAMPLES = """examples:
   cohabit fit models --rate 20 --memory 64MiB --profile pi5-nvme
 
 --rates FILE has requests per second by model, {"bert": 120, "ranker": 40}; models that it lacks share what is left of
---rate. Models are lowered and measured as `cohabit serve` does it, then served by the server's own scheduler with a
-simulated clock, in the times of first plans, or of those that a server has left in the cache. Exit status: 1 if the
-SLO is missed.
+--rate, which may be left out if it lacks none. Models are lowered and measured as `cohabit serve` does it, then served
+by the server's own scheduler with a simulated clock, in the times of first plans, or of those that a server has left in
+the cache. Exit status: 1 if the SLO is missed.
 """
 
 
@@ -65,15 +67,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(BOARD_PROFILES)}: predict for it",
     )
     for flag, default, what in (
-        ("--request-ms", REQUEST_MS, "a request takes besides its execution: sockets, parsing, the client"),
-        ("--execution-ms", EXECUTION_MS, "an execution takes besides its ops"),
+        ("--request-ms", REQUEST_MS, "per request outside of executions: sockets, parsing, the client"),
+        ("--execution-ms", EXECUTION_MS, "per execution besides its ops"),
     ):
         parser.add_argument(
             flag,
             type=typed(seconds_or_zero),
             default=default,
             metavar="MS",
-            help=f"what {what} (default: %(default)s)",
+            help=f"milliseconds {what} (default: %(default)s)",
         )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with p99 over memory")
@@ -135,7 +137,7 @@ def _rates(options: argparse.Namespace) -> dict[str, float]:
     if options.rates is None:
         return {}
     try:
-        return msgspec.json.decode(options.rates.read_bytes(), type=dict[str, float])
+        return msgspec.json.decode(options.rates.read_bytes(), type=dict[str, _Rate])
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"--rates {options.rates}: {error}; it has requests per second by model, as JSON"

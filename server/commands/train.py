@@ -52,7 +52,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _EXAMPLES
     parser.add_argument(
-        "program", metavar="SCRIPT:FUNCTION", help="a Python file and the function that makes the training"
+        "program",
+        metavar="SCRIPT:FUNCTION",
+        help="a Python file, and its function that returns model, optimizer, loss and batches",
     )
     parser.add_argument(
         "--memory",
@@ -77,7 +79,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--store",
         choices=("ram", "file"),
         default="ram",
-        help="where tensors go that leave memory: to RAM, or to a file in the folder of checkpoints"
+        help="where swapped-out tensors are kept: in RAM, or in a file in the folder of checkpoints"
         " (default: %(default)s)",
     )
     parser.add_argument(
@@ -88,7 +90,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"how to search for the plan: {', '.join((*COUNTED, *BASELINES))} (default: %(default)s)",
     )
     parser.add_argument(
-        "--search-seconds", type=typed(seconds), default=20.0, metavar="S", help="(default: %(default)s)"
+        "--search-seconds",
+        type=typed(seconds),
+        default=20.0,
+        metavar="S",
+        help="seconds to search for a plan (default: %(default)s)",
     )
     parser.add_argument(
         "--plan-only",
@@ -123,7 +129,9 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             next(batches)
         trainer.resume(newest.path)  # after the batches, which may take random numbers
         if trainer.steps != newest.steps:
-            raise ConfigError(f"{newest.path}: it was written after step {trainer.steps}; give it its name again")
+            raise ConfigError(
+                f"{newest.path}: this file was renamed: it holds step {trainer.steps}; give it the name of that step"
+            )
         for _ in range(newest.steps if training.scheduler is not None else 0):
             training.scheduler.step()
         out.print(f"going on from {newest.path}", soft_wrap=True)
@@ -332,10 +340,10 @@ def _trainer(
 def _describe(trainer: "Trainer", out: Console) -> None:
     """Print what the plan promises."""
     about = trainer.prediction
-    columns = ("time per step", "bound", "all in memory", "peak", "budget", "swapped per step")
+    columns = ("time per step", "bound", "time resident", "budget", "least to swap nothing", "swapped per step")
     table = make_table(*columns, title=f"predicted for a step of {len(trainer.graph.ops)} ops")
     times = (about.period_s, about.bound_s, about.resident_s)
-    sizes = (trainer.peak_bytes, trainer.memory_bytes, trainer.swapped_bytes)
+    sizes = (trainer.memory_bytes, trainer.peak_bytes, trainer.swapped_bytes)
     table.add_row(*map(milliseconds, times), *map(format_bytes, sizes))
     out.print(table)
 

@@ -252,5 +252,6 @@ def _tracing(tracer: Tracer) -> str:
     if not tracer.traces_all:
         return "Lanes are drawn while requests are traced. Start the server with --trace-config file=FILE."
     rate = tracer.settings.rate
-    which = "every request" if rate == 1 else f"one of {rate} requests of each model"
-    return f"{which[0].upper()}{which[1:]} is traced (--trace-config rate=N); the others are not drawn."
+    if rate == 1:
+        return "Every request is traced (--trace-config rate=1)."
+    return f"One of {rate} requests of each model is traced (--trace-config rate={rate}); the others are not drawn."

@@ -543,9 +543,9 @@
     ["Latency", "from a request's arrival to its answer, within the last seconds."],
     ["Refused / failed per s", "Refused requests met a full queue, a deadline that could not be met, or a limit, or did not fit the model."],
     ["Predicted run", "the plan's time for one inference of the smallest batch."],
-    ["Measured / predicted", "how long executions take in comparison. Well above 1 means that the device is shared or slower than when it was measured."],
-    ["Parameters resident", "the part that stays in device memory. The rest is streamed in for every execution."],
-    ["Copied in", "parameters streamed per second, and per execution."],
+    ["Measured / predicted", "how long executions take in comparison. Amber is above 1.5: the device is shared, or slower than when it was measured. Below 1 ms it is normal, since each execution takes a fixed time besides its ops."],
+    ["Parameters resident", "the part that stays in device memory; the rest is streamed in for every execution. Bars are scaled to the largest model."],
+    ["Copied in", "parameters streamed per second, and per execution (run)."],
   ];
   const STATES = { ready: "ready", loading: "loading", unloading: "unloading", unavailable: "not served", "not loaded": "not loaded" };
 
@@ -626,7 +626,7 @@
         bar.children[0].style.width = share(model.resident[0]);
         bar.children[1].style.width = share((model.parameters[0] || 0) - (model.resident[0] || 0));
         say(held, isReady ? `${write(model.resident)} of ${write(model.parameters)}` : "\u2013");
-        say(cells.copied, write(model.copied) + (model.copied_each[0] ? `, ${write(model.copied_each)} each` : ""));
+        say(cells.copied, write(model.copied) + (model.copied_each[0] ? `, ${write(model.copied_each)} per run` : ""));
         button.dataset.verb = isReady ? "unload" : "load";
         say(button, isReady ? "Unload" : "Load");
         button.setAttribute("aria-label", `${isReady ? "Unload" : "Load"} ${model.name}`);

@@ -13,6 +13,7 @@ from cohabit.server.capacity.fit import Capacity, Fit, shared_out
 from cohabit.server.capacity.page import fit_page
 from cohabit.server.capacity.simulation import Overheads, SimulatedModel, poisson, simulate
 from cohabit.server.cli import main
+from cohabit.server.errors import ConfigError
 from cohabit.server.scheduling.policy import Policy
 
 SERVICE_S = 0.003
@@ -63,7 +64,7 @@ def test_a_model_waits_for_its_residents_only_directly_after_itself() -> None:
 
 
 def test_models_that_take_turns_are_copied_when_they_change() -> None:
-    models = [alone("a", copied_s=0.1), alone("b", copied_s=0.1)]
+    models = [alone("a", load_s=0.1), alone("b", load_s=0.1)]
     assert latencies(models, [(0.0, 0), (1.0, 0), (2.0, 1), (3.0, 0)]) == [0.103, 0.003, 0.103, 0.103]
 
 
@@ -95,6 +96,11 @@ def test_what_the_policy_refuses_has_no_latency() -> None:
 def test_rates_are_shared_out() -> None:
     assert shared_out(100.0, ["a", "b", "c"], {"a": 60.0}) == [60.0, 20.0, 20.0]
     assert shared_out(100.0, ["a", "b"], {}) == [50.0, 50.0]
+    assert shared_out(5.0, ["a", "b"], {"a": 2.0, "b": 3.0}) == [2.0, 3.0]
+    with pytest.raises(ConfigError, match=r"nothing is left of --rate 60 for b; give them a rate"):
+        shared_out(60.0, ["a", "b"], {"a": 60.0})
+    with pytest.raises(ConfigError, match="the models have 5 requests per second, --rate says 6"):
+        shared_out(6.0, ["a", "b"], {"a": 2.0, "b": 3.0})
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +159,7 @@ def test_an_slo_that_is_missed_is_a_status(repository: Path, capsys: pytest.Capt
         ([], "give --rate R"),
         (["--rates", "FILE"], "has no model 'nobody' that can be served"),
         (["--rate", "5", "--memory", "1KiB"], "raise the memory"),
+        (["--rates", "NEGATIVE"], "it has requests per second by model, as JSON"),
     ],
 )
 def test_what_cannot_be_fitted_is_said(
@@ -160,7 +167,10 @@ def test_what_cannot_be_fitted_is_said(
 ) -> None:
     rates = tmp_path / "rates.json"
     rates.write_text('{"nobody": 3}')
-    assert run(repository, *(flag.replace("FILE", str(rates)) for flag in flags)) != 0
+    negative = tmp_path / "negative.json"
+    negative.write_text('{"left": -3}')
+    files = {"FILE": str(rates), "NEGATIVE": str(negative)}
+    assert run(repository, *(files.get(flag, flag) for flag in flags)) != 0
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -169,7 +179,7 @@ def test_the_highest_rate_meets_the_slo_and_more_does_not(monkeypatch: pytest.Mo
     capacity = Capacity([], "partitioned")
     model = alone()
 
-    class Placed:
+    class Planned:
         models = (model,)
 
     def fit(memory_bytes: int, rates_per_s: list[float], requests: int = 50_000) -> Fit:
@@ -178,11 +188,12 @@ def test_the_highest_rate_meets_the_slo_and_more_does_not(monkeypatch: pytest.Mo
         mean_s = float(played.latencies_s.mean())
         return Fit("resident", 1, 0, rates_per_s[0], float(p50_s), float(p99_s), mean_s, played.busy[0], 0.0, ())
 
-    monkeypatch.setattr(capacity, "_placed_in", lambda memory_bytes: Placed)
+    monkeypatch.setattr(capacity, "_plans_in", lambda memory_bytes: Planned)
     monkeypatch.setattr(capacity, "fit", fit)
     highest = capacity.highest_rate(1, [1.0], 0.02)
     assert fit(1, [highest]).meets(0.02)
     assert not fit(1, [highest * 1.05]).meets(0.02)
+    assert capacity.highest_rate(1, [1.0], SERVICE_S / 2) == 0.0, "slower than the SLO even alone"
 
 
 def test_a_page_without_a_fit_says_so() -> None:
