@@ -110,10 +110,17 @@ def test_threads_may_call_at_once(loaded: cohabit.LoadedModule, module: nn.Modul
 
 
 def test_settings_of_torch_stay_as_they_are(loaded: cohabit.LoadedModule, example: dict[str, torch.Tensor]) -> None:
-    torch.set_num_threads(1)
-    loaded(**example)
-    assert torch.get_num_threads() == 1
-    assert not torch.are_deterministic_algorithms_enabled()
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        for kept in (False, True):
+            torch.set_num_threads(1)
+            torch.use_deterministic_algorithms(kept, warn_only=True)
+            loaded(**example)
+            assert torch.get_num_threads() == 1
+            assert torch.are_deterministic_algorithms_enabled() is kept
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
 def test_other_inputs_than_the_examples_are_refused(loaded: cohabit.LoadedModule) -> None:

@@ -128,6 +128,8 @@ class ArchiveFile:
         names = {name.partition("/")[2] for name in self.records.namelist()}
         if "models/model.json" in names or "data.pkl" not in names:
             return None
+        if min(record.header_offset for record in self.records.infolist()) > 0:
+            return None  # the list of records is that of an archive inside of this one, whose own is cut off
         return _TORCHSCRIPT if "constants.pkl" in names else _PICKLE
 
     def _start(self) -> bytes:

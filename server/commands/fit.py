@@ -23,7 +23,8 @@ from cohabit.server.format import gap, make_table, milliseconds, percent
 if TYPE_CHECKING:
     from cohabit.server.capacity.fit import Candidate, Fit
 
-_Rate = Annotated[float, msgspec.Meta(gt=0)]
+_rates_decoder = msgspec.json.Decoder(dict[str, Annotated[float, msgspec.Meta(gt=0)]])
+"""Of requests per second by model."""
 
 EXIT_MISSED = 1
 REQUEST_MS, EXECUTION_MS = 0.7, 0.15
@@ -137,7 +138,7 @@ def _rates(options: argparse.Namespace) -> dict[str, float]:
     if options.rates is None:
         return {}
     try:
-        return msgspec.json.decode(options.rates.read_bytes(), type=dict[str, _Rate])
+        return _rates_decoder.decode(options.rates.read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"--rates {options.rates}: {error}; it has requests per second by model, as JSON"

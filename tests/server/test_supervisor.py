@@ -365,7 +365,7 @@ async def start():
 asyncio.run(start())
 heavy = {{name.partition('.')[0] for name in sys.modules}}
 heavy &= {{'torch', 'numba', 'llvmlite', 'scipy', 'transformers'}}
-words = {{'cohabit.planner.errors', 'cohabit.planner.free_list', 'cohabit.planner.shapes'}}
+words = {{f'cohabit.planner.{{name}}' for name in ('errors', 'free_list', 'memory', 'shapes')}}
 ours = {{name for name in sys.modules if name.startswith(('cohabit.planner.', 'cohabit.runtime'))}}
 assert not heavy, heavy
 assert ours == words, ours
