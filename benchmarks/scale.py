@@ -30,17 +30,12 @@ from cohabit.loadgen.openloop import RequestFailed, Send, run_open_loop
 from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.server_process import running_server, server_command
 
-MODELS, ENTRIES = 8, ("ranker",)
-MEMORY = "16MiB"
-"""Of each engine; the models have 50 MiB of weights."""
-RESIDENT_MODELS = 2
-"""Whole models that a replica of the multiplexed deployment holds: what fits into MEMORY."""
 PATIENCE_S = 900.0
 
 
 def scale_command(options: argparse.Namespace, replicas: int, url: str) -> list[str]:
     command = [sys.executable, "-m", "cohabit.server.cli", "scale", str(options.folder / "scale")]
-    command += ["--replicas", str(replicas), "--memory", MEMORY, "--http-port", url.rpartition(":")[2]]
+    command += ["--replicas", str(replicas), "--memory", options.memory, "--http-port", url.rpartition(":")[2]]
     return [*command, *_engine_flags(options)]
 
 
@@ -133,7 +128,7 @@ class Multiplexed:
     All models are in RAM, as with `--store ram`; loading one copies its weights, as `.to(device)` would.
     """
 
-    def __init__(self, repository: str) -> None:
+    def __init__(self, repository: str, resident_models: int) -> None:
         from ray import serve
 
         torch.set_num_threads(1)
@@ -143,7 +138,7 @@ class Multiplexed:
         async def load(name: str) -> dict[str, torch.Tensor]:
             return {key: tensor.clone() for key, tensor in self._modules[name].state_dict().items()}
 
-        self._weights_of = serve.multiplexed(max_num_models_per_replica=RESIDENT_MODELS)(load)
+        self._weights_of = serve.multiplexed(max_num_models_per_replica=resident_models)(load)
 
     async def __call__(self, request: Any) -> bytes:
         from ray import serve
@@ -165,7 +160,7 @@ async def multiplexed(url: str, options: argparse.Namespace) -> AsyncIterator[No
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": int(url.rpartition(":")[2])})
         deployment = serve.deployment(Multiplexed, num_replicas=2)
-        serve.run(deployment.bind(str((options.folder / "scale").resolve())))
+        serve.run(deployment.bind(str((options.folder / "scale").resolve()), options.resident_models))
         yield
     finally:
         serve.shutdown()
@@ -202,7 +197,7 @@ def _as_arrays(question: Question) -> bytes:
 
 
 async def sections_of(options: argparse.Namespace, models: Sequence[str], console: Console) -> list[str]:
-    command = server_command("cohabit", options.folder / "scale", MEMORY, None)
+    command = server_command("cohabit", options.folder / "scale", options.memory, None)
     async with running_server([*command, *_engine_flags(options)], PATIENCE_S) as url:
         asked = await asyncio.to_thread(questions, url, models)
     rows, sections = [], []
@@ -232,6 +227,13 @@ async def sections_of(options: argparse.Namespace, models: Sequence[str], consol
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("benchmarks.scale", __doc__)
+    parser.add_argument("--entry", default="ranker", help="of the zoo (default: %(default)s)")
+    parser.add_argument("--models", type=int, default=8, help="how many (default: %(default)s)")
+    parser.add_argument("--memory", default="16MiB", help="of each engine (default: %(default)s)")
+    parser.add_argument(
+        "--resident-models", type=int, default=2, help="whole models that fit into that, for Ray's multiplexing"
+    )
+    parser.add_argument("--record-as", default="scale", help="name of the results (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=40.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a measurement (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=20, help="how many (default: %(default)s)")
@@ -240,16 +242,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--multiplexed", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args(argv)
     console = Console(highlight=False)
-    prepared = prepare_visibly(options.folder / "scale", recipes(MODELS, ENTRIES), force=False, console=console)
+    prepared = prepare_visibly(
+        options.folder / "scale", recipes(options.models, (options.entry,)), force=False, console=console
+    )
     sections = asyncio.run(sections_of(options, [one.recipe.name for one in prepared], console))
     console.print("\n".join(sections), markup=False, soft_wrap=True)
     if options.record:
         intro = (
-            f"{MODELS} models ({ENTRIES[0]}), {MEMORY} and a thread for each engine; {options.rate:g} requests/s"
+            f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine; {options.rate:g} requests/s"
             f" arrive at random for {options.seconds:g} s, over HTTP. A replica of the multiplexed deployment holds"
-            f" {RESIDENT_MODELS} models and copies others from RAM as a whole. All processes share the CPUs.\n"
+            f" {options.resident_models} models and copies others from RAM as a whole. All processes share the CPUs.\n"
         )
-        console.print(record("scale", "Engines that Ray Serve places", "benchmarks.scale", [intro, *sections]))
+        console.print(
+            record(options.record_as, "Engines that Ray Serve places", "benchmarks.scale", [intro, *sections])
+        )
     return 1 if any("NO." in section for section in sections) else 0
 
 
