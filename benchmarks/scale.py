@@ -249,8 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print("\n".join(sections), markup=False, soft_wrap=True)
     if options.record:
         intro = (
-            f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine; {options.rate:g} requests/s"
-            f" arrive at random for {options.seconds:g} s, over HTTP. A replica of the multiplexed deployment holds"
+            f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine;"
+            f" {options.rate:g} requests/s arrive at random for {options.seconds:g} s, over HTTP."
+            " A replica of the multiplexed deployment holds"
             f" {options.resident_models} models and copies others from RAM as a whole. All processes share the CPUs.\n"
         )
         console.print(
