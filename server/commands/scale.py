@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     ray.init(include_dashboard=False, log_to_driver=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT; Ray has put its own handler there
     try:
-        _require(plans, ray.cluster_resources())
+        require_resources(plans, ray.cluster_resources())
         with errors.status("loading"):
             _start(plans, options.host, options.http_port)
         _report(plans, f"http://{options.host}:{options.http_port}", out)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     return 0
 
 
-def _require(plans: Sequence[EnginePlan], resources: Mapping[str, float]) -> None:
+def require_resources(plans: Sequence[EnginePlan], resources: Mapping[str, float]) -> None:
     """Raise ConfigError for engines that Ray could never place."""
     for what, needed, found, way_out in (
         ("GPUs", sum(plan.gpus for plan in plans), resources.get("GPU", 0.0), "--device cpu"),
@@ -108,7 +108,10 @@ def _start(plans: Sequence[EnginePlan], host: str, http_port: int) -> None:
     try:
         serve.run(application(plans), name=NAME, logging_config={"log_level": "WARNING"})
     except RuntimeError as error:
-        raise StartFailed(f"Ray Serve could not start the engines: {error}") from error
+        found = serve.status().applications[NAME].deployments
+        failed = {name: one.message.strip() for name, one in found.items() if "FAILED" in str(one.status)}
+        reasons = [f"{name}: {message.splitlines()[-1]}" for name, message in failed.items() if message]
+        raise StartFailed("\n".join(reasons) or f"Ray Serve could not start the engines: {error}") from error
 
 
 def _report(plans: Sequence[EnginePlan], url: str, out: Console) -> None:

@@ -158,3 +158,15 @@ def test_every_request_is_answered_while_an_engine_is_killed(scaled: Scaled) -> 
         assert all(each.result(START_S) for each in asked)
     assert scaled.replica("engine-0").pid != killed.pid
     assert all(scaled.answers(model, number) for model, number in scaled.expected)
+
+
+@pytest.mark.scale
+def test_engines_that_cannot_load_their_models_end_the_start_with_the_reason(tmp_path: Path) -> None:
+    Stacks(tmp_path).put(tmp_path / "models", "a", 0)
+    command = [sys.executable, "-m", "cohabit.server.cli", "scale", str(tmp_path / "models"), "--memory", "64KiB"]
+    command += ["--replicas", "1", "--cache", str(tmp_path / "cache"), "--http-port", str(free_port())]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=START_S, check=False)
+    assert ended.returncode == 1
+    assert "engine-0: " in ended.stderr
+    assert "the budget is 64.0 KiB" in ended.stderr

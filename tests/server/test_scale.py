@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cohabit.server import cli
+from cohabit.server.commands.scale import require_resources
 from cohabit.server.config.config import decode_config, encode_config
 from cohabit.server.errors import ConfigError, EngineUnavailable, RepositoryError
 from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, Router
@@ -215,6 +216,15 @@ def test_an_engine_of_a_gpu_asks_ray_for_one(tmp_path: Path) -> None:
     assert [plan.gpus for plan in plan_engines(values, 2)] == [1, 1]
     with pytest.raises(ConfigError, match="--device cuda:1: Ray chooses the GPU"):
         plan_engines(values | {"device": "cuda:1"}, 2)
+
+
+def test_engines_that_ray_could_never_place_are_refused_with_what_it_found(tmp_path: Path) -> None:
+    values = repository(tmp_path, a=1)
+    require_resources(plan_engines(values, 2), {"CPU": 2.0})
+    with pytest.raises(ConfigError, match="--replicas 2: the engines need 2 GPUs, and Ray found 0; take fewer"):
+        require_resources(plan_engines(values | {"device": "cuda"}, 2), {"CPU": 8.0})
+    with pytest.raises(ConfigError, match=r"need 8 CPUs, and Ray found 2;.* fewer --threads"):
+        require_resources(plan_engines(values | {"threads": "4"}, 2), {"CPU": 2.0})
 
 
 @pytest.mark.parametrize(
