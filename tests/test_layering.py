@@ -65,6 +65,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.view.analysis": ({"server", "planner"}, set()),
     "server.view.plan_document": ({"server", "planner"}, set()),
     "server.view.terminal": ({"server", "planner"}, {"rich"}),
+    "server.scale": ({"server", "planner.errors", "planner.sizing.assignment"}, {"aiohttp", "msgspec", "yarl"}),
+    "server.scale.app": ({"server", "planner.errors"}, {"ray", "starlette"}),
+    "server.commands.scale": ({"server", "planner.errors"}, {"ray", "rich"}),
     "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
     "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
@@ -95,7 +98,8 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "grpc": {"frontend", "ipc", "observe", "protocol"},
         "importing": {"config", "deploy", "engine", "ipc", "protocol", "repository", "triton"},
         "capacity": {"ipc", "scheduling"},
-        "commands": {"capacity", "config", "deploy", "engine", "importing", "repository", "view"},
+        "scale": {"config", "http", "ipc", "protocol", "repository"},
+        "commands": {"capacity", "config", "deploy", "engine", "importing", "repository", "scale", "view"},
     },
     "planner": {
         "bounds": set(),
@@ -133,7 +137,7 @@ PUT_TOGETHER = {
     "runtime": {"devices"},
 }
 """Modules next to the folders that no folder may import, because they import the folders."""
-MAY_PUT_TOGETHER = {"planner": {"sizing": {"library"}}, "server": {"commands": {"serve"}}}
+MAY_PUT_TOGETHER = {"planner": {"sizing": {"library"}}, "server": {"commands": {"serve"}, "scale": {"serve"}}}
 
 
 def modules() -> list[Path]:

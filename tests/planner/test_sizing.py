@@ -1,5 +1,8 @@
 """Sizing: every layout fits, models that gain more get more, and a refusal names the least that would do."""
 
+import itertools
+import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -16,6 +19,7 @@ from cohabit.planner.plan import SwapIn
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.assignment import ModelTraffic, assign, load_bytes_per_s
 from cohabit.planner.sizing.demand import Demand
 from cohabit.planner.sizing.deployment import Deployment, LayoutName, ModelDemand
 from cohabit.planner.sizing.division import deploy, divide
@@ -291,3 +295,66 @@ def test_resident_models_of_two_lanes_need_one_workspace_more() -> None:
     assert deployment.taken_bytes == (26 + 2 * 8) * PAGE
     with pytest.raises(InfeasibleBudget):
         deploy(MODELS, (26 + 2 * 8 - 1) * PAGE, "resident", lanes=2)
+
+
+def loads(models: list[ModelTraffic], engines: int, memory_bytes: int) -> list[float]:
+    return [load_bytes_per_s(held, memory_bytes) for held in assign(models, engines, memory_bytes)]
+
+
+def test_an_engine_that_holds_all_weights_only_reads_them_and_another_copies_the_rest_too() -> None:
+    models = [ModelTraffic("a", 100, 2.0), ModelTraffic("b", 50, 4.0)]
+    assert load_bytes_per_s(models, 150) == 100 * 2 + 50 * 4
+    assert load_bytes_per_s(models, 50) == 100 * 2 + 50 * 4 + 100 * 2  # the higher rate is resident
+    assert load_bytes_per_s(models, 0) == 2 * (100 * 2 + 50 * 4)
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 5, 10, 100])
+def test_the_largest_load_is_at_most_a_third_above_the_best_assignment_of_single_copies(memory_bytes: int) -> None:
+    draws = random.Random(0)
+    for _ in range(60):
+        engines = draws.choice((2, 3))
+        models = [
+            ModelTraffic(f"m{i}", draws.randint(1, 9), draws.choice((0.5, 1.0, 2.0, 8.0)))
+            for i in range(draws.randint(1, 6))
+        ]
+        best = min(
+            max(
+                load_bytes_per_s([m for m, e in zip(models, choice, strict=True) if e == engine], memory_bytes)
+                for engine in range(engines)
+            )
+            for choice in itertools.product(range(engines), repeat=len(models))
+        )
+        assert max(loads(models, engines, memory_bytes)) <= best * 4 / 3 + 1e-9
+
+
+def test_every_model_has_an_engine_and_no_engine_has_it_twice_and_the_rates_add_up() -> None:
+    models = [ModelTraffic(f"m{i}", 10 + i, 1.0 + (i == 3) * 20) for i in range(9)]
+    held = assign(models, 4, 40, copies=2)
+    assert all(len({m.name for m in engine}) == len(engine) for engine in held)
+    for asked in models:
+        assert sum(m.rate_per_s for engine in held for m in engine if m.name == asked.name) == pytest.approx(
+            asked.rate_per_s
+        )
+
+
+def test_models_with_a_rate_above_the_mean_have_as_many_copies_as_asked_and_others_one() -> None:
+    models = [ModelTraffic("busy", 1, 9.0), *(ModelTraffic(f"m{i}", 100, 1.0) for i in range(6))]
+    held = assign(models, 3, 100, copies=2)
+    counts = Counter(model.name for engine in held for model in engine)
+    assert counts == {"busy": 2} | {f"m{i}": 1 for i in range(6)}
+
+
+def test_a_model_with_more_than_an_even_part_of_the_load_is_copied_unasked() -> None:
+    models = [ModelTraffic("huge", 100, 8.0), ModelTraffic("small", 100, 1.0)]
+    held = assign(models, 3, 1000)
+    assert sum(model.name == "huge" for engine in held for model in engine) == 3
+    assert assign([models[0]], 2, 0) == ((replace(models[0], rate_per_s=4.0),),) * 2
+
+
+def test_more_engines_than_models_leave_no_engine_idle_where_a_model_has_load() -> None:
+    assert all(assign([ModelTraffic("a", 10, 1.0)], 4, 10))
+
+
+def test_models_without_requests_are_assigned_too() -> None:
+    held = assign([ModelTraffic("a", 10, 0.0), ModelTraffic("b", 10, 0.0)], 2, 10)
+    assert [len(engine) for engine in held] == [1, 1]

@@ -98,6 +98,23 @@ def test_the_deployment_starts_the_server_with_settings_that_exist() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+def test_the_serving_runtime_starts_the_server_with_settings_that_exist_on_the_port_that_is_probed() -> None:
+    runtime, service = yaml.safe_load_all((DOCS / "kserve.yaml").read_text())
+    (container,) = runtime["spec"]["containers"]
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser)
+    environment = {e["name"]: e["value"] for e in container["env"]}
+    config = read_settings(parser.parse_args(container["args"][1:]), environment).config
+    assert not config.takes_client_shm
+    assert [port["containerPort"] for port in container["ports"]] == [config.http_port]
+    for probe in ("startupProbe", "readinessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/v2/health/ready", "port": config.http_port}
+    model = service["spec"]["predictor"]["model"]
+    assert model["runtime"] == runtime["metadata"]["name"]
+    assert model["modelFormat"]["name"] in {f["name"] for f in runtime["spec"]["supportedModelFormats"]}
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+
+
 def test_developers_use_the_linter_that_ci_uses() -> None:
     hooks = yaml.safe_load((DOCS.parent / ".pre-commit-config.yaml").read_text())["repos"]
     (ruff,) = [hook["rev"] for hook in hooks if "ruff" in hook["repo"]]

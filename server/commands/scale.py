@@ -1,0 +1,122 @@
+"""`cohabit scale`: serves a repository with several engines, which Ray Serve places."""
+
+import argparse
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from cohabit.server.config.config import BY_KEY
+from cohabit.server.config.sources import add_flag, given, typed
+from cohabit.server.config.values import integer
+from cohabit.server.errors import ConfigError, StartFailed
+from cohabit.server.format import make_table
+from cohabit.server.scale.settings import ENGINE_SETTINGS, EnginePlan, count, plan_engines, read_rates
+
+NAME = "cohabit"
+_EXAMPLES = """examples:
+  cohabit scale ./models --replicas 2 --memory 8GiB
+  cohabit scale ./models --replicas 4 --memory 40GiB --device cuda --rates rates.txt --copies 2
+  RAY_ADDRESS=head:6379 cohabit scale /models --replicas 16 --memory 8GiB --host 0.0.0.0
+  serve run cohabit.server.scale.app:app repository=/models memory=8GiB replicas=2
+
+Needs Ray Serve: pip install 'cohabit[scale]'. On a cluster, REPOSITORY is the same path on every machine.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "cohabit scale REPOSITORY --replicas N --memory SIZE [options]"
+    parser.description = (
+        "Serve a repository over HTTP with several engines, each with some of the models. Ray Serve places the\n"
+        "engines on one machine or a cluster, and starts them again."
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "--replicas", type=typed(count), default=2, metavar="N", help="engines (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rates", type=Path, metavar="FILE", help="lines NAME=RATE, in requests per second: assign models by these"
+    )
+    parser.add_argument(
+        "--copies",
+        type=typed(count),
+        default=1,
+        metavar="N",
+        help="engines that have each model whose rate is above the mean, at least (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)"
+    )
+    ports = typed(integer(1, 65535))
+    parser.add_argument(
+        "--http-port", type=ports, default=8000, metavar="PORT", help="port of HTTP (default: %(default)s)"
+    )
+    engine = parser.add_argument_group("each engine")
+    for key in ENGINE_SETTINGS:
+        add_flag(parser if key == "repository" else engine, BY_KEY[key])
+
+
+def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError, RepositoryError, and StartFailed if Ray cannot start it."""
+    rates = None if options.rates is None else read_rates(options.rates)
+    plans = plan_engines(given(options, ENGINE_SETTINGS), options.replicas, options.copies, rates)
+    if find_spec("ray") is None:
+        raise ConfigError("`cohabit scale` needs Ray Serve, which is not installed: pip install 'cohabit[scale]'")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
+    import ray
+    from ray import serve
+
+    ray.init(include_dashboard=False, log_to_driver=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT; Ray has put its own handler there
+    try:
+        require_resources(plans, ray.cluster_resources())
+        with errors.status("loading"):
+            _start(plans, options.host, options.http_port)
+        _report(plans, f"http://{options.host}:{options.http_port}", out)
+        signal.pause()
+    except KeyboardInterrupt:
+        errors.print("stopping: answering the requests in flight")
+    finally:
+        serve.delete(NAME)
+        ray.shutdown()
+    return 0
+
+
+def require_resources(plans: Sequence[EnginePlan], resources: Mapping[str, float]) -> None:
+    """Raise ConfigError for engines that Ray could never place."""
+    for what, needed, found, way_out in (
+        ("GPUs", sum(plan.gpus for plan in plans), resources.get("GPU", 0.0), "--device cpu"),
+        ("CPUs", sum(plan.cpus for plan in plans), resources.get("CPU", 0.0), "fewer --threads or --compute-lanes"),
+    ):
+        if needed > found:
+            raise ConfigError(
+                f"--replicas {len(plans)}: the engines need {needed} {what}, and Ray found {found:g}; take fewer"
+                f" engines, {way_out}, or a larger Ray cluster (RAY_ADDRESS)"
+            )
+
+
+def _start(plans: Sequence[EnginePlan], host: str, http_port: int) -> None:
+    """Deploy; returns once every engine serves its models. Raises StartFailed."""
+    from ray import serve
+
+    from cohabit.server.scale.app import application
+
+    serve.start(http_options={"host": host, "port": http_port})
+    try:
+        serve.run(application(plans), name=NAME, logging_config={"log_level": "WARNING"})
+    except RuntimeError as error:
+        found = serve.status().applications[NAME].deployments
+        failed = {name: one.message.strip() for name, one in found.items() if "FAILED" in str(one.status)}
+        reasons = [f"{name}: {message.splitlines()[-1]}" for name, message in failed.items() if message]
+        raise StartFailed("\n".join(reasons) or f"Ray Serve could not start the engines: {error}") from error
+
+
+def _report(plans: Sequence[EnginePlan], url: str, out: Console) -> None:
+    table = make_table("engine", "models", "requests/s", left=("engine", "models"))
+    for plan in plans:
+        table.add_row(plan.name, ", ".join(plan.models), f"{sum(plan.config.model_rates.values()):g}")
+    out.print(table)
+    print(f"http: {url}", flush=True)

@@ -1,0 +1,102 @@
+"""The settings of `cohabit scale`, and the engines that follow from them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cohabit.planner.sizing.assignment import ModelTraffic, assign
+from cohabit.server.config.bundle import is_bundle
+from cohabit.server.config.config import BY_KEY, ServeConfig, check_consistent
+from cohabit.server.config.setting import Value, parsed
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.config.sources import config_of
+from cohabit.server.config.values import integer, model_rate
+from cohabit.server.errors import ConfigError
+from cohabit.server.repository.scan import scan
+from cohabit.server.repository.sources import ModelSource, by_name
+
+ENGINE_SETTINGS = (
+    *("repository", "memory", "device", "store", "link_bandwidth", "cache", "search"),
+    *("threads", "compute_lanes", "batch_sizes", "shape_buckets", "watchdog", "max_body", "queue_memory"),
+)
+"""Settings of `cohabit serve` that every engine gets; `memory` is that of one engine."""
+MOST_REPLICAS = 256
+count = integer(1, MOST_REPLICAS)
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One engine: what it serves, and the share of the cluster that it needs."""
+
+    name: str
+    config: ServeConfig
+    cpus: int
+    gpus: int
+
+    @property
+    def models(self) -> Sequence[str]:
+        return self.config.load_models
+
+
+def read_rates(path: Path) -> Mapping[str, float]:
+    """Read a line NAME=RATE per model, in requests per second; `#` begins a comment. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--rates: {path} cannot be read: {error}") from error
+    stripped = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
+    return dict(parsed(f"--rates: {path}, line {number}", line, model_rate) for number, line in stripped if line)
+
+
+def plan_engines(
+    values: Mapping[str, Value], replicas: int, copies: int = 1, rates: Mapping[str, float] | None = None
+) -> Sequence[EnginePlan]:
+    """Assign the repository's models to engines. `values` are those of ENGINE_SETTINGS, by key.
+
+    Raises ConfigError and RepositoryError.
+    """
+    if unknown := sorted(values.keys() - set(ENGINE_SETTINGS)):
+        raise ConfigError(f"{unknown[0]}: engines have no such setting; theirs are {', '.join(ENGINE_SETTINGS)}")
+    if missing := [key for key in ("repository", "memory") if values.get(key) is None]:
+        raise ConfigError(f"{BY_KEY[missing[0]].flag} is missing")
+    given = config_of(values)
+    if is_bundle(given.repository):
+        raise ConfigError(f"{given.repository} is a bundle, which is made for one engine; give a model repository")
+    if not isinstance(given.memory, FixedSize):
+        raise ConfigError("--memory: give the size that each engine has, such as 8GiB, and no share of weights")
+    if given.device.partition(":")[2]:
+        raise ConfigError(f"--device {given.device}: Ray chooses the GPU of each engine; give --device cuda")
+    traffic = _traffic(given.repository, rates or {})
+    config = replace(
+        given,
+        repository=given.repository.resolve(),
+        cache=None if given.cache is None else given.cache.resolve(),
+        threads=given.threads or (1 if given.device == "cpu" else None),
+        model_control="explicit",
+        http_port=0,
+        grpc_port=None,
+        metrics_port=None,
+        client_shm="off",
+        ui="off",
+    )
+    cpus = max(1, (config.threads or 1) * config.compute_lanes)
+    engines = []
+    for number, models in enumerate(assign(traffic, replicas, given.memory.nbytes, copies)):
+        names, per_s = tuple(sorted(m.name for m in models)), {m.name: m.rate_per_s for m in models}
+        own = replace(config, load_models=names, model_rates=per_s)
+        check_consistent(own)
+        engines.append(EnginePlan(f"engine-{number}", own, cpus, int(given.device != "cpu")))
+    return engines
+
+
+def _traffic(repository: Path, rates: Mapping[str, float]) -> list[ModelTraffic]:
+    """The weights are taken as large as the archives, which store them as they are."""
+    models = by_name(entry for entry in scan(repository) if isinstance(entry, ModelSource))
+    if unknown := sorted(rates.keys() - models.keys()):
+        raise ConfigError(f"--rates: {repository} has no model '{unknown[0]}'; it has {', '.join(sorted(models))}")
+    mean = sum(rates.values()) / len(rates) if rates else 1.0
+    return [
+        ModelTraffic(name, sum(v.path.stat().st_size for v in versions if isinstance(v, ModelSource)), rate)
+        for name, versions in models.items()
+        for rate in [rates.get(name, mean)]
+    ]
