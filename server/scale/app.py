@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from cohabit.server.config.config import decode_config, encode_config
 from cohabit.server.config.setting import parsed
-from cohabit.server.errors import EngineUnavailable, PayloadTooLarge
+from cohabit.server.errors import EngineUnavailable, too_large
 from cohabit.server.scale.engine import ServedEngine
 from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, Router, refusal
 from cohabit.server.scale.settings import EnginePlan, count, plan_engines, read_rates
@@ -94,7 +94,7 @@ class Ingress:
         async for chunk in request.stream():
             body += chunk
             if len(body) > self._max_body_bytes:
-                return _response(refusal(PayloadTooLarge("the request body", self._max_body_bytes)))
+                return _response(refusal(too_large("the request body", self._max_body_bytes)))
         query = f"?{request.url.query}" if request.url.query else ""
         path = request.scope.get("raw_path", request.url.path.encode()).decode("ascii")
         forwarded = ForwardedRequest(request.method, f"{path}{query}", dict(request.headers), bytes(body))

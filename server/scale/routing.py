@@ -10,12 +10,11 @@ from urllib.parse import unquote
 import msgspec
 
 from cohabit.server.errors import (
-    EngineFailed,
     EngineUnavailable,
     InvalidRequest,
+    Refused,
     RequestError,
     RequestTimedOut,
-    Unsupported,
     statuses_of,
 )
 from cohabit.server.http.answers import JSON, parse_json
@@ -91,11 +90,13 @@ class Router:
             case ["v2", "models", model, "stats"] | ["v2", "models", model, "versions", _, "stats"]:
                 return await self._of_all(request, self._holders_of(unquote(model)))
             case ["v2", "repository", *_]:
-                raise Unsupported("models are assigned to engines when `cohabit scale` starts; start it again")
+                raise Refused(
+                    "Unsupported", "models are assigned to engines when `cohabit scale` starts; start it again"
+                )
             case ["v2", "models", _, "trace", *_] | ["v2", "trace" | "logging", *_]:
-                raise Unsupported("these settings are one engine's; set them when the engines start")
+                raise Refused("Unsupported", "these settings are one engine's; set them when the engines start")
             case ["v2", "systemsharedmemory" | "cudasharedmemory", *_]:
-                raise Unsupported("clients and engines may be on different machines; send tensors as binary data")
+                raise Refused("Unsupported", "clients and engines share no memory; send tensors as binary data")
             case ["v2", "models", model, *_]:
                 return await self._retried(request, unquote(model), self._holders_of(unquote(model)))
             case ["v2"] | ["v2", "openapi.json"]:
@@ -110,7 +111,7 @@ class Router:
     async def _retried(self, request: ForwardedRequest, model: str, holders: Sequence[str]) -> ForwardedAnswer:
         """Ask the engine of least load; if it is lost, ask once more, another one or its successor.
 
-        Raises EngineFailed if that is lost as well, and RequestTimedOut.
+        Raises Refused if that is lost as well, and RequestTimedOut.
         """
         timeout_s = _timeout_s(request)
         try:
@@ -123,7 +124,11 @@ class Router:
                         return await self._ask(engine, request)
                     except EngineUnavailable as error:
                         lost = error
-                raise EngineFailed(model, str(lost))
+                text = (
+                    f"model '{model}': the engine's process died twice while it executed this request ({lost});"
+                    " it is not tried again"
+                )
+                raise Refused("EngineFailed", text)
         except TimeoutError as error:
             raise RequestTimedOut(model, timeout_s or 0.0) from error
 
