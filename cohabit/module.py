@@ -187,7 +187,8 @@ def load(
 
     `memory` is a number of bytes, a size such as "64MiB", or a share of the weights such as "25%". It holds parameters,
     activations and scratch of kernels. `example` is what the module is called with. `store` says where parameters are
-    that are not in `memory`: in a copy in RAM, outside of the budget, or in a file.
+    that are not in `memory`: in a copy in RAM, outside of the budget, or in a file. The process's C library
+    then keeps as many freed bytes as activations take.
 
     Raises ValueError for a module in training mode, UnsupportedModel with torch's reason where it cannot be exported,
     and InfeasibleBudget, which names the least memory, where it does not fit.
