@@ -66,6 +66,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.view.plan_document": ({"server", "planner"}, set()),
     "server.view.terminal": ({"server", "planner"}, {"rich"}),
     "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
+    "server.commands.cache": ({"server", "planner", "runtime.lowering"}, {"msgspec", "rich"}),
     "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
     "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
     "server.commands.train": ({"server", "planner", "runtime.training"}, {"rich"}),
