@@ -3,16 +3,18 @@
 import argparse
 import logging
 import os
+import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from cohabit.planner.errors import CohabitError
 from cohabit.server.commands import EXIT_FAILED, EXIT_INTERRUPTED, exit_status
+from cohabit.server.errors import did_you_mean
 
 COMMANDS = {
     "serve": "serve a model repository to KServe v2 and Triton clients",
@@ -27,6 +29,7 @@ COMMANDS = {
     "train": "train the model of a script in less memory than its step needs",
     "tile": "choose how the arrays of a NumPy program are tiled over workers, and run it",
     "profile": "measure a model's ops on a device, and the device's link",
+    "cache": "list and remove what the cache has of each model, or have a model measured again",
     "models": "list the models of a running server and why some are not served",
     "load": "load models into a running server",
     "unload": "unload models from a running server",
@@ -77,7 +80,7 @@ def _stdout() -> Console:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _SuggestingParser(
         prog="cohabit", description="Serve many models from one device whose memory cannot hold them all."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
@@ -88,18 +91,57 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _CommandParser(argparse.ArgumentParser):
+_INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)", re.DOTALL)
+
+
+class _SuggestingParser(argparse.ArgumentParser):
+    """Adds to an error which command, choice or flag may have been meant."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message + self._suggestion(message))
+
+    def _suggestion(self, message: str) -> str:
+        if (wrong := _INVALID_CHOICE.search(message)) is not None:
+            return did_you_mean(wrong[1], re.findall(r"[^\s',]+", wrong[2]))
+        known = list(_flags(self))
+        given = self._given[: self._given.index("--")] if "--" in self._given else self._given
+        flags = dict.fromkeys(text.partition("=")[0] for text in given if text.startswith("--"))
+        unknown = [flag for flag in flags if not any(name.startswith(flag) for name in known)]  # or abbreviated
+        return "".join(did_you_mean(flag, known) for flag in unknown)
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _flags(command)
+
+
+class _CommandParser(_SuggestingParser):
     """The parser of one command, whose module is imported, and declares its flags, when the command is given."""
 
     def __init__(self, *args: Any, module: str, **options: Any) -> None:
         super().__init__(*args, **options)
         self._module = module
 
+    def add_subparsers(self, **options: Any) -> Any:
+        return super().add_subparsers(**{"parser_class": _SuggestingParser, **options})
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         command = import_module(f"cohabit.server.commands.{self._module}")
         command.add_flags(self)
         self.set_defaults(run=command.run)
-        return super().parse_known_args(args, namespace)
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # here rather than in the parser of commands, which does not know this one's flags
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
 
 
 class _Version(argparse.Action):

@@ -11,7 +11,7 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.lifecycle import Lifecycle, OpenPlacement, open_placement
 from cohabit.server.deploy.polling import Poller
 from cohabit.server.engine.compute_lane import ComputeLane, make_lanes
-from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed
+from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed, did_you_mean
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelKey, lane_name
 from cohabit.server.ipc.request import Answer, Request
@@ -208,7 +208,8 @@ class Engine:
         for flag, names in (("--model-rate", self._config.model_rates), ("--load-model", self._config.load_models)):
             for name in names:
                 if name not in known and name != "*":
-                    raise ConfigError(f"{flag}: there is no model '{name}' in {self._config.repository}")
+                    hint = did_you_mean(name, known)
+                    raise ConfigError(f"{flag}: there is no model '{name}' in {self._config.repository}{hint}")
 
 
 def _log_start(entries: Sequence[ModelEntry]) -> None:

@@ -22,7 +22,8 @@ CohabitError
     └── LoadFailed           a model cannot be loaded; the message says why
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import msgspec
@@ -294,3 +295,9 @@ _BY_NAME = {
     for name, kind in (vars(planner_errors) | globals()).items()
     if isinstance(kind, type) and issubclass(kind, CohabitError)
 }
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: a known one that is like it, or nothing."""
+    near = difflib.get_close_matches(wrong, list(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""

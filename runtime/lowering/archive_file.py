@@ -235,6 +235,16 @@ def noted_fingerprint(path: Path, notes: Path) -> str | None:
         return archive.noted(notes)
 
 
+def noted_archives(notes: Path) -> dict[Path, tuple[Path, str]]:
+    """Return what is noted of archives, by the note's file: their path when they were read, and their fingerprint."""
+    found: dict[Path, tuple[Path, str]] = {}
+    for path in sorted(notes.glob("*.json")):
+        with suppress(FileNotFoundError, FormatError):
+            note = decode_as(cache_file.read(path), _note_decoder, "note", _NOTE_VERSION)
+            found[path] = Path(note.path), note.fingerprint
+    return found
+
+
 def _stood_for(path: Path) -> str:
     with path.open("rb") as file:
         text = file.read(100).decode(errors="replace")

@@ -111,14 +111,14 @@ def encode(
 
 
 def decode(
-    raw: bytes, lowering: str
+    raw: bytes, lowering: str | None
 ) -> tuple[tuple[Port, ...], tuple[Port, ...], bool, str | None, dict[Bucket, Trace], DynamicShape]:
     """Inputs, outputs, whether there is a batch, how its rows influence one another, traces, dynamic dimensions.
 
-    Raises FormatError, also for another lowering.
+    Raises FormatError, also for another lowering; with None, every lowering will do.
     """
     artifact = decode_as(raw, _decoder, "lowered model", FORMAT_VERSION)
-    if artifact.lowering != lowering:
+    if lowering is not None and artifact.lowering != lowering:
         raise FormatError(f"lowered model was made by {artifact.lowering}, in use is {lowering}; lower it again")
     try:
         traces = {t.bucket: t for t in map(_trace, artifact.traces)}

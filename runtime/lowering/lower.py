@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,8 @@ _CHECKED_BATCHES = 2
 """How many batch sizes are traced at several shapes of a bucket: a batch of 1 is special to torch, others are alike."""
 _LOWERING = "15"
 """Changes whenever lowering writes other bytes for the same archive."""
+_WEIGHTS = "weights.bin"
+_FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 
 
 class NotCached(CohabitError):
@@ -240,7 +243,7 @@ class Entry:
 
     @property
     def weights_path(self) -> Path:
-        return self.folder / "weights.bin"
+        return self.folder / _WEIGHTS
 
     @property
     def files(self) -> list[Path]:
@@ -253,6 +256,26 @@ def _read(archive: ArchiveFile, name: str) -> FxModel:
     from cohabit.runtime.lowering.exported import from_program
 
     return from_program(name, *read(archive))
+
+
+def folders_of(cache: Path) -> dict[Path, str]:
+    """Return the folders of lowered models, with the first 32 digits of the fingerprints of their archives."""
+    if not cache.is_dir():
+        return {}
+    named = {folder: _FOLDER.fullmatch(folder.name) for folder in sorted(cache.iterdir())}
+    return {folder: name[1] for folder, name in named.items() if name is not None and folder.is_dir()}
+
+
+def graphs_of(folder: Path) -> set[str]:
+    """Return the fingerprints of the graphs of all programs in one of `folders_of`; damaged ones have none."""
+    found: set[str] = set()
+    with suppress(OSError, FormatError):
+        manifest = weights.manifest_of(folder / _WEIGHTS)
+        for path in folder.glob("program-*.json"):
+            with suppress(FileNotFoundError, FormatError):
+                _, _, _, _, traces, _ = artifact.decode(cache_file.read(path), None)
+                found |= {build_graph("", trace, manifest).fingerprint for trace in traces.values()}
+    return found
 
 
 def _known(name: str, entry: Entry) -> Lowered | None:

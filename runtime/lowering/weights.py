@@ -232,6 +232,11 @@ def read(path: Path, machine: str | None = None) -> Manifest | None:
     return manifest if whole else None
 
 
+def manifest_of(path: Path) -> Manifest:
+    """Return the manifest of a weights file, which is not read. Raises FileNotFoundError and FormatError."""
+    return _described(path).manifest
+
+
 def known_checksums(path: Path, manifest: Manifest) -> tuple[int, ...] | None:
     """Return the CRC-32 of each range of a weights file as it was written; None if its description is not there."""
     try:

@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 
 from cohabit.server.commands.remote.client import add_server_flags, server_of
-from cohabit.server.errors import RemoteError
+from cohabit.server.errors import RemoteError, did_you_mean
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,10 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     server = server_of(options)
     known = {entry["name"] for entry in server.index()}
     if unknown := [model for model in options.models if model not in known]:
-        raise RemoteError(f"{server.url} has no model '{unknown[0]}'; its models are {', '.join(sorted(known))}")
+        hint = did_you_mean(unknown[0], known)
+        raise RemoteError(
+            f"{server.url} has no model '{unknown[0]}'; its models are {', '.join(sorted(known))}{hint}"
+        )
     for model in options.models:
         server.unload(model)
         if options.json:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
-from cohabit.server.errors import RepositoryError
+from cohabit.server.errors import RepositoryError, did_you_mean
 from cohabit.server.file_state import FileState
 from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable
 from cohabit.server.scheduling.policy import Policy
@@ -55,7 +55,9 @@ def find(path: Path) -> ModelSource:
         name = path.resolve().parent.parent.name if in_repository else path.stem
         return ModelSource(name, int(path.parent.name) if in_repository else 1, path)
     if not path.is_dir():
-        raise RepositoryError(f"model {path} does not exist; give its folder or a .pt2 file")
+        there = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, there) or "; give its folder or a .pt2 file"
+        raise RepositoryError(f"model {path} does not exist{hint}")
     folder = path.resolve()
     try:
         latest = _versions(folder, folder.parent)[-1]

@@ -16,9 +16,11 @@ from tritonclient.utils import InferenceServerException
 from cohabit.planner.memory import Memory
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.runtime.binding.program import Program
+from cohabit.server.cli import main
 from cohabit.server.deploy import place, prepare
 from cohabit.server.deploy.model import Model, Plans, Programs
 from cohabit.server.deploy.worker import MOST_PREPARING
+from cohabit.server.errors import ConfigError
 from cohabit.server.repository.sources import ModelSource
 from tests.e2e.serving import eventually, repository_index
 from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
@@ -98,6 +100,34 @@ def test_models_are_loaded_and_unloaded_on_request_and_give_their_memory_back(
     fields: dict[str, str] = record.fields  # type: ignore[attr-defined]
     assert fields.keys() == {"model", "version", "instance_group.count", "response_cache.enable"}
     assert fields["model"] == "c"
+
+
+def test_a_model_to_load_that_is_not_there_stops_the_start_and_the_one_like_it_is_named(
+    stacks: Stacks, plans: Path, tmp_path: Path
+) -> None:
+    stacks.put(tmp_path, "ranker", 0)
+    with (
+        pytest.raises(ConfigError, match=r"--load-model: there is no model 'rankr' .*; did you mean 'ranker'\?"),
+        controlled(tmp_path, "20MiB", plans, load_models=("rankr",)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("store", ["ram", "file"])
+def test_the_cache_is_emptied_under_a_server_that_answers_and_loads_on(
+    store: str, stacks: Stacks, tmp_path: Path
+) -> None:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    stacks.put(repository, "a", 0)
+    stacks.put(repository, "b", 1)
+    with controlled(repository, "20MiB", cache, load_models=("*",), store=store) as (server, client):
+        client.unload_model("b")
+        with under_load(server, {"a": 0}) as wrong:
+            assert main(["cache", "rm", "--all", "--yes", "--cache", str(cache)]) == 0
+            assert not any(path.name == "weights.bin" for path in cache.rglob("*"))
+            client.load_model("b")
+            assert is_answer_of(1, answer(server, "b"))
+        assert wrong == []
 
 
 def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_client_leaves(

@@ -12,6 +12,8 @@ import yaml
 from metrics_client import FakeNvml, Samples, machine_samples, scrape
 from server_fakes import Running
 
+from cohabit.server.commands import EXIT_USAGE
+from cohabit.server.config.config import cache_of
 from cohabit.server.config.setting import PREFIX
 from cohabit.server.config.sources import add_flags, read_settings
 from cohabit.server.ipc.model import DeviceUse
@@ -113,6 +115,47 @@ def test_the_serving_runtime_starts_the_server_with_settings_that_exist_on_the_p
     assert model["runtime"] == runtime["metadata"]["name"]
     assert model["modelFormat"]["name"] in {f["name"] for f in runtime["spec"]["supportedModelFormats"]}
     assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+
+
+def test_the_kustomization_and_the_service_monitor_fit_the_deployment() -> None:
+    kustomization = yaml.safe_load((DOCS / "kustomization.yaml").read_text())
+    monitor = yaml.safe_load((DOCS / "deploy" / "servicemonitor.yaml").read_text())
+    files = [DOCS / resource for resource in kustomization["resources"]]
+    documents = [document for path in files for document in yaml.safe_load_all(path.read_text())]
+    by_kind = {document["kind"]: document for document in documents}
+    (container,) = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (image,) = kustomization["images"]
+    assert image["name"] == container["image"].partition(":")[0]
+    service, secret = by_kind["Service"], by_kind["Secret"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    credentials = endpoint["authorization"]["credentials"]
+    assert credentials["name"] == secret["metadata"]["name"]
+    assert credentials["key"] in secret["stringData"]
+
+
+def test_the_systemd_unit_starts_the_server_with_settings_that_exist_and_keeps_what_it_needs() -> None:
+    lines = (DOCS / "deploy" / "cohabit.service").read_text().splitlines()
+    settings = [line.partition("=") for line in lines if "=" in line and not line.startswith("#")]
+    unit = {key: value for key, _, value in settings}
+    credentials = {value.partition(":")[0] for key, _, value in settings if key == "LoadCredential"}
+    program, command, *arguments = shlex.split(unit["ExecStart"])
+    assert (Path(program).name, command) == ("cohabit", "serve")
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser)
+    config = read_settings(parser.parse_args([a.replace("%d", "/credentials") for a in arguments]), {}).config
+    tokens = [*config.token_files, *config.control_token_files]
+    assert {path.name for path in tokens} == credentials
+    assert all(path.parent == Path("/credentials") for path in tokens)
+    assert int(unit["TimeoutStopSec"]) > config.exit_timeout_s
+    assert "XDG_CACHE_HOME=%C" in unit["Environment"].split()
+    assert unit["CacheDirectory"] == cache_of(config).name
+    assert int(unit["RestartPreventExitStatus"]) == EXIT_USAGE
+    assert unit["OOMPolicy"] == "continue", "a preparing process may be ended without the server"
+    assert "MemoryDenyWriteExecute" not in unit
+    assert unit["NoNewPrivileges"] == "yes"
+    assert unit["ProtectSystem"] == "strict"
 
 
 def test_developers_use_the_linter_that_ci_uses() -> None:

@@ -264,3 +264,44 @@ def test_process_memory_stands_for_memory_and_bounds_the_queue(tmp_path: Path) -
     assert given.queue_bytes == 5 << 20
     assert refused(*NEEDED, "--process-memory", "320MiB") == "--memory and --process-memory: give one of them"
     assert "--device cpu" in refused("models", "--process-memory", "1GiB", "--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["sreve", "models"], "serve"),
+        (["serve", "models", "--memroy", "1GiB"], "--memory"),
+        (["serve", "models", "--memroy=1GiB"], "--memory"),
+        (["serve", "models", "--memory", "1GiB", "--layout", "partitoned"], "partitioned"),
+        (["export-bundle", "models", "-o", "bundle", "--memroy", "1GiB"], "--memory"),
+        (["cache", "remesure", "models/resnet50"], "remeasure"),
+        (["cache", "rm", "--unusedby", "models"], "--unused-by"),
+        (["cache", "ls", "--cahce", "folder"], "--cache"),
+        (["--verison"], "--version"),
+    ],
+)
+def test_a_mistyped_word_of_the_command_line_is_answered_with_the_one_meant(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "error: " in said
+    assert said.endswith(f"; did you mean '{meant}'?\n")
+
+
+def test_words_like_no_other_get_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["xyzzy"], ["serve", "models", "--xyzzy"], ["serve", "models", "more"], ["load", "--u", "x"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert "did you mean" not in capsys.readouterr().err
+
+
+def test_a_mistyped_model_is_answered_with_its_neighbour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "resnet50" / "1").mkdir(parents=True)
+    assert main(["check", str(tmp_path / "resnt50")]) == 2
+    assert "did you mean 'resnet50'?" in capsys.readouterr().err.replace("\n", " ")

@@ -102,6 +102,8 @@ def test_to_unload_a_model_that_there_is_not_is_an_error(
     said = capsys.readouterr()
     assert "has no model 'nope'; its models are adder, damaged, id" in said.err
     assert (said.out, orders.given) == ("", []), "nothing was unloaded"
+    assert run(own, "unload", "ader") == 1
+    assert "; did you mean 'adder'?" in capsys.readouterr().err
 
 
 def test_a_refused_order_says_why(own: Running, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 CudaDevice = DeviceBackend[CudaProgram]
 _ROUNDS = 9
 _AMPLE_BYTES = 16 << 30
@@ -51,6 +51,8 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fused ops for which the device has no kernel."""
     key: str = ""
     """Fingerprint of the graphs and the device that were measured."""
+    graphs: tuple[str, ...] = ()
+    """Fingerprints of the graphs as they were lowered: those of the profiles have the scratch that was measured."""
     format_version: int = FORMAT_VERSION
 
 
@@ -81,7 +83,9 @@ def measured(
     if known is None:
         known = _measure(device, streams, pinned, lowered, store, on_progress)
         if path is not None:
-            cache_file.write(path, msgspec.json.encode(msgspec.structs.replace(known, key=key)))
+            cache_file.write(
+                path, msgspec.json.encode(msgspec.structs.replace(known, key=key, graphs=tuple(graphs)))
+            )
     for bucket, scratch, refused in zip(lowered.buckets, known.scratch, known.refused, strict=True):
         lowered = with_plain(with_scratch(lowered, bucket, scratch), bucket, refused)
     return lowered, dict(zip(lowered.buckets, known.profiles, strict=True))

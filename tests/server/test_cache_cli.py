@@ -1,0 +1,184 @@
+"""`cohabit cache` as a user meets it: what it lists, what it removes, and what a server then still does."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from cohabit.planner import cache_file
+from cohabit.planner.plan import encode
+from cohabit.planner.profile import Link, Profile
+from cohabit.runtime.cuda.profiling.measure import Measurement
+from cohabit.runtime.host.pages import anonymous_memory
+from cohabit.runtime.host.store import FileStore
+from cohabit.runtime.lowering.lower import lower
+from cohabit.runtime.lowering.weights import manifest_of
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.server.cli import main
+from tests.runtime import models
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two models of different widths, which the cache has, lowered and measured."""
+    for name, width in (("wide", 264), ("narrow", 24)):
+        path = tmp_path / "models" / name / "1" / "model.pt2"
+        models.export(models.Wide(2, width), {"x": torch.zeros(3, width)}, path)
+        while time.time_ns() < path.stat().st_ctime_ns + 200_000_000:
+            time.sleep(
+                0.01
+            )  # an archive's name is noted once its time of change is old enough to tell versions apart
+        assert main(["profile", str(path), "--threads", "1", "--cache", str(tmp_path / "cache")]) == 0
+    return tmp_path / "models"
+
+
+def cache(repository: Path, *arguments: str) -> int:
+    return main(["cache", *arguments, "--cache", str(repository.parent / "cache")])
+
+
+def files(repository: Path, pattern: str) -> list[Path]:
+    return sorted(path for path in (repository.parent / "cache").rglob(pattern) if path.is_file())
+
+
+def rows(shown: str, names: Sequence[str] = ("wide", "narrow")) -> dict[str, list[str]]:
+    found = [line.split() for line in shown.splitlines()]
+    return {row[0]: row for row in found if row and row[0] in names}
+
+
+def test_the_list_has_each_model_its_bytes_and_the_total(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert cache(repository, "ls") == 0
+    shown = capsys.readouterr().out
+    listed = rows(shown)
+    assert set(listed) == {"wide", "narrow"}
+    for row in listed.values():
+        assert row[4:6] == ["1", "0"], "profiles and plans"
+    assert "in all" in shown
+
+
+def test_plans_are_counted_with_the_model_that_they_are_of(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = repository.parent / "cache" / "weights"
+    lowered = lower(repository / "wide" / "1" / "model.pt2", "wide", [1], weights, options=Options())
+    (graph,) = lowered.graphs.values()
+    cache_file.write(repository.parent / "cache" / "plans" / f"{'0' * 64}.json", encode(resident_plan(graph)))
+    capsys.readouterr()
+    assert cache(repository, "ls") == 0
+    listed = rows(capsys.readouterr().out)
+    assert listed["wide"][5] == "1"
+    assert listed["narrow"][5] == "0"
+
+
+def test_nothing_is_removed_without_a_confirmation(
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(repository, "*")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    assert cache(repository, "rm", "--all") == 1
+    said = capsys.readouterr()
+    assert f"to be removed: {len([p for p in before if 'compiled' not in p.parts])} files" in said.out
+    assert "--yes" in said.err
+    assert files(repository, "*") == before
+
+
+def test_what_a_repository_does_not_use_is_removed_and_the_rest_stays(repository: Path) -> None:
+    kept = {path: path.read_bytes() for path in files(repository, "*")}
+    models.export(models.Wide(3, 40), {"x": torch.zeros(3, 40)}, repository.parent / "gone" / "1" / "model.pt2")
+    gone = str(repository.parent / "gone")
+    assert main(["profile", gone, "--threads", "1", "--cache", str(repository.parent / "cache")]) == 0
+    assert len(files(repository, "*")) > len(kept)
+    assert cache(repository, "rm", "--unused-by", str(repository), "--yes") == 0
+    assert {path: path.read_bytes() for path in files(repository, "*")} == kept
+
+
+def test_an_archive_that_cannot_be_read_keeps_what_was_made_of_it(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(repository, "*")
+    (repository / "wide" / "1" / "model.pt2").write_bytes(b"half an upload")
+    assert cache(repository, "rm", "--unused-by", str(repository), "--yes") == 0
+    assert "not a .pt2 archive" in capsys.readouterr().err
+    assert files(repository, "*") == before
+
+
+def test_nothing_is_removed_where_an_archive_s_use_of_the_cache_is_not_known(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(repository, "*")
+    new = repository / "new" / "1" / "model.pt2"
+    new.parent.mkdir(parents=True)
+    new.write_bytes(b"half an upload")
+    assert cache(repository, "rm", "--unused-by", str(repository), "--yes") == 2
+    assert "so nothing is removed" in capsys.readouterr().err
+    assert files(repository, "*") == before
+
+
+def test_all_removes_only_what_the_cache_names(repository: Path) -> None:
+    own = repository.parent / "cache" / "plans" / "resnet50-64MiB.json"
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("{}")
+    assert cache(repository, "rm", "--all", "--yes") == 0
+    left = [path for path in files(repository, "*") if "compiled" not in path.parts]
+    assert left == [own]
+
+
+def test_a_model_is_measured_again_after_its_profiles_are_forgotten(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(repository, "profiles/*")
+    assert cache(repository, "remeasure", str(repository / "wide")) == 0
+    assert "the next start measures wide" in capsys.readouterr().out
+    (kept,) = files(repository, "profiles/*")
+    weights = {path: path.stat().st_mtime_ns for path in files(repository, "weights.bin")}
+    again = ["profile", str(repository / "wide"), "--threads", "1", "--cache", str(repository.parent / "cache")]
+    assert main(again) == 0
+    assert files(repository, "profiles/*") == before
+    assert {path: path.stat().st_mtime_ns for path in files(repository, "weights.bin")} == weights
+    assert kept in before
+
+
+def test_a_store_that_a_server_has_open_reads_its_weights_after_the_cache_was_emptied(repository: Path) -> None:
+    path = files(repository, "weights.bin")[0]
+    manifest = manifest_of(path)
+    segment = manifest.segments[0]
+    expected = path.read_bytes()[segment.offset : segment.offset + segment.nbytes]
+    store = FileStore(path, manifest)
+    assert cache(repository, "rm", "--all", "--yes") == 0
+    assert not path.exists()
+    read = np.frombuffer(anonymous_memory(segment.nbytes), np.uint8)[: segment.nbytes]
+    store.copy(0, read)()
+    assert read.tobytes() == expected
+    spilled = store.spill_buffers([4096])
+    assert len(spilled) == 1, "its folder is still there"
+    store.close()
+
+
+def test_a_gpu_s_measurement_and_its_plans_belong_to_the_model_that_was_lowered(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A GPU's kernels take scratch that is measured there, so profiles and plans are of another graph than the lowered.
+    folder = repository.parent / "cache"
+    weights = folder / "weights"
+    lowered = lower(repository / "wide" / "1" / "model.pt2", "wide", [1], weights, options=Options(packed=True))
+    (graph,) = lowered.graphs.values()
+    link = Link(0.0, 1e9)
+    scratched = msgspec.structs.replace(
+        graph, ops=tuple(msgspec.structs.replace(op, scratch_bytes=64) for op in graph.ops)
+    )
+    profile = Profile(scratched.fingerprint, "cuda", (0.1,) * len(graph.ops), link, link)
+    measured = Measurement(((),), (profile,), ((),), "key", (graph.fingerprint,))
+    cache_file.write(folder / "profiles" / f"cuda-{'0' * 32}.json", msgspec.json.encode(measured))
+    cache_file.write(folder / "plans" / f"{'0' * 64}.json", encode(resident_plan(scratched)))
+    capsys.readouterr()
+    assert cache(repository, "ls") == 0
+    assert rows(capsys.readouterr().out)["wide"][4:6] == ["2", "1"]
+    assert cache(repository, "remeasure", str(repository / "wide")) == 0
+    assert files(repository, "cuda-*") == []
