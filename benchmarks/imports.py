@@ -25,6 +25,13 @@ TEXT = {
     "intermediate_size": 64,
 }
 DEC = TEXT | {"num_key_value_heads": 1, "max_position_embeddings": 64}
+WAVEFORM = TEXT | {
+    "conv_dim": [16] * 3,
+    "conv_stride": [5, 4, 4],
+    "conv_kernel": [10, 4, 4],
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+}
 PAD = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "bert": (transformers.BertConfig, transformers.BertModel, TEXT | {"max_position_embeddings": 40}),
@@ -264,26 +271,12 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "wav2vec2": (
         transformers.Wav2Vec2Config,
         transformers.Wav2Vec2ForCTC,
-        TEXT
-        | {
-            "conv_dim": [16] * 3,
-            "conv_stride": [5, 4, 4],
-            "conv_kernel": [10, 4, 4],
-            "num_conv_pos_embeddings": 8,
-            "num_conv_pos_embedding_groups": 2,
-        },
+        WAVEFORM,
     ),
     "hubert": (
         transformers.HubertConfig,
         transformers.HubertForCTC,
-        TEXT
-        | {
-            "conv_dim": [16] * 3,
-            "conv_stride": [5, 4, 4],
-            "conv_kernel": [10, 4, 4],
-            "num_conv_pos_embeddings": 8,
-            "num_conv_pos_embedding_groups": 2,
-        },
+        WAVEFORM,
     ),
     "clap": (
         transformers.ClapConfig,

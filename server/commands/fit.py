@@ -22,13 +22,15 @@ from cohabit.server.format import gap, make_table, milliseconds, percent
 
 if TYPE_CHECKING:
     from cohabit.server.capacity.fit import Candidate, Fit
+    from cohabit.server.commands.planning.board_profiles import BoardProfile
+    from cohabit.server.config.config import ServeConfig
 
 _rates_decoder = msgspec.json.Decoder(dict[str, Annotated[float, msgspec.Meta(gt=0)]])
 """Of requests per second by model."""
 
 EXIT_MISSED = 1
 REQUEST_MS, EXECUTION_MS = 0.7, 0.15
-"""What docs/results/capacity.md measured on two virtual CPUs, over HTTP."""
+"""Assumed, in milliseconds: `benchmarks.capacity` measures both on a machine."""
 
 _EXAMPLES = """examples:
   cohabit fit models --rate 300 --slo-ms 50                      # the least memory, and p99 over memory
@@ -100,7 +102,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         config = config_of(
             {"repository": str(options.repository), "memory": "1B", **given(options, (*MEASURING, "batch_sizes"))}
         )
-        found, left_out = _candidates(options, progress)
+        board = None if options.profile is None else BOARD_PROFILES[options.profile]
+        found, left_out = _candidates(config, board, progress)
         names = [candidate.demand.name for candidate in found]
         for name in sorted(set(given_rates) - set(names)):
             raise ConfigError(f"--rates: {options.repository} has no model '{name}' that can be served")
@@ -109,7 +112,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             found,
             options.layout,
             overheads=Overheads(options.request_ms / 1e3, options.execution_ms / 1e3),
-            library=Library(cache_of(config)) if options.profile is None else None,
+            library=Library(cache_of(config)) if board is None else None,
             on_progress=progress,
         )
         slo_s = None if options.slo_ms is None else options.slo_ms / 1e3
@@ -146,7 +149,7 @@ def _rates(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _candidates(
-    options: argparse.Namespace, progress: "Callable[[str], None]"
+    config: "ServeConfig", board: "BoardProfile | None", progress: Callable[[str], None]
 ) -> "tuple[list[Candidate], dict[str, str]]":
     """Lower and measure the highest version of every model; returns them, and why others are left out."""
     from cohabit.planner.errors import CohabitError
@@ -157,12 +160,8 @@ def _candidates(
     from cohabit.server.repository.scan import scan
     from cohabit.server.repository.sources import Unloadable, by_name
 
-    config = config_of(
-        {"repository": str(options.repository), "memory": "1B", **given(options, (*MEASURING, "batch_sizes"))}
-    )
-    board = None if options.profile is None else BOARD_PROFILES[options.profile]
     found, left_out = [], {}
-    for name, versions in by_name(scan(options.repository)).items():
+    for name, versions in by_name(scan(config.repository)).items():
         source = versions[-1]
         if isinstance(source, Unloadable):
             left_out[name] = source.reason
@@ -180,7 +179,7 @@ def _candidates(
         found.append(Candidate(demand, model.weight_bytes, rows, source.policy))
     if not found:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        raise ConfigError(f"{options.repository}: no model can be served: {reasons}")
+        raise ConfigError(f"{config.repository}: no model can be served: {reasons}")
     return found, left_out
 
 

@@ -117,6 +117,7 @@ async def test_the_live_page_finds_a_server_that_was_started_again(
     with process(repository, "24MiB", plans, *FLAGS, "--http-port", port) as server:
         server.until_ready()
         await page.until(f"document.querySelector('.banner').hidden && {state_of('a')} === 'ready'")
+        assert "engine restarted" not in await page.value("document.querySelector('header').textContent")
         page.complaints.clear()  # those of the connections that were refused meanwhile
 
 
