@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 from rich.console import Console
 
+from benchmarks.ratio import LIKELY, Ratio
 from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import serving
 from benchmarks.traffic import Client, client_of
@@ -22,7 +23,7 @@ from cohabit.loadgen.server_process import server_command
 
 MODELS, MEMORY = 16, "25%"
 RATES_PER_S = (0.0, 300.0)
-PAIRS = 6
+PAIRS = 12
 """Turns with the page and without, at each rate."""
 TRACED = 10
 """One of so many requests is traced, so that lanes are drawn as well."""
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f" the page's events read and without, in turns; one of {TRACED} requests is traced. *Cores* are CPU"
             " seconds of front end and engine per second: medians; *difference* is the median over pairs of turns,"
             " with the least and the greatest. p50 and p99 are medians of the watched turns; their ratio is the"
-            f" geometric mean over pairs. A document, one a second, took {size / 1024:.1f} KiB.\n"
+            f" geometric mean over pairs with its {LIKELY:.0%} bootstrap interval. A document, one a second, took {size / 1024:.1f} KiB.\n"
         )
         console.print(f"wrote {record('live-page', 'The live page', 'benchmarks.live_page', [intro, table])}")
     return 0
@@ -145,10 +146,10 @@ def _row(rate: float, without: Turns, watched: Turns) -> list[str]:
     cells.append(f"{statistics.median(more):+.1%} ({min(more):+.1%} to {max(more):+.1%})")
     if not rate:
         return ["0", *cells, *["-"] * 4]
-    ratio = float(np.exp(np.mean(np.log(np.divide(watched.p99_s, without.p99_s)))))
+    ratio = Ratio.of(np.divide(watched.p99_s, without.p99_s))
     latencies = [f"{statistics.median(values) * 1e3:.1f} ms" for values in (watched.p50_s, watched.p99_s)]
     answered = f"{watched.answered + without.answered} of {watched.sent + without.sent}"
-    return [f"{rate:.0f}", *cells, *latencies, f"{ratio:.2f}", answered]
+    return [f"{rate:.0f}", *cells, *latencies, str(ratio), answered]
 
 
 def _parser() -> argparse.ArgumentParser:
