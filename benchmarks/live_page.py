@@ -134,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f" the page's events read and without, in turns; one of {TRACED} requests is traced. *Cores* are CPU"
             " seconds of front end and engine per second: medians; *difference* is the median over pairs of turns,"
             " with the least and the greatest. p50 and p99 are medians of the watched turns; their ratio is the"
-            f" geometric mean over pairs with its {LIKELY:.0%} bootstrap interval. A document, one a second, took {size / 1024:.1f} KiB.\n"
+            f" geometric mean over pairs, with its {LIKELY:.0%} bootstrap interval. A document, one a"
+            f" second, took {size / 1024:.1f} KiB.\n"
         )
         console.print(f"wrote {record('live-page', 'The live page', 'benchmarks.live_page', [intro, table])}")
     return 0

@@ -3,8 +3,8 @@
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,8 +40,8 @@ OnProgress = Callable[[str, str], None]
 SHAPE_BUCKETS = "cohabit.shape_buckets"
 """Key of `parameters` in a ModelConfig."""
 _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
-"""After opening a cached model, a load pauses for this multiple of the time taken: a client that loads small models
-in a loop uses at most a third of the interpreter's time."""
+"""After each step of opening a cached model, a load pauses for this multiple of the time taken: a client that loads
+small models in a loop uses at most a third of the interpreter's time."""
 BUNDLED = "bundled"
 """The device of a bundle's profiles, in their files' names."""
 
@@ -139,16 +139,12 @@ def prepare(
     """Open a model from the cache, which a worker process fills first if it lacks the model. Raises CohabitError.
 
     Archives come from clients, so nothing else reads them. A damaged cache is made anew. The model's profiles may be
-    provisional. The caller closes its store. With `yields`, it pauses after opening a model, for serving threads.
+    provisional. The caller closes its store. With `yields`, it pauses after each step, for serving threads.
     """
     archive, anew = noted_fingerprint(source.path, notes_of(cache_of(config) / "weights")), False
     if archive is not None:
-        start_s = time.perf_counter()
         try:
-            model = _opened(source, config, backend, archive, known_only=True)
-            if yields:
-                time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
-            return model
+            return _opened(source, config, backend, archive, known_only=True, yields=yields)
         except NotCached as error:
             if config.bundle is not None:
                 raise
@@ -172,22 +168,24 @@ def _opened(
     archive: str,
     *,
     known_only: bool = False,
+    yields: bool = False,
 ) -> Model:
     """Open a model whose archive has this fingerprint from the cache. Raises NotCached.
 
-    Without `known_only`, it is measured here if a full disk has kept the profiles from being cached.
+    Without `known_only`, it is measured here if a full disk has kept the profiles from being cached. With `yields`, it
+    pauses after each step, for serving threads.
     """
     name, cache = source.name, cache_of(config)
     model = Model(source, _rate(source, config))
-    with stage(f"lowering model '{name}'"):
+    with stage(f"lowering model '{name}'"), _pausing(yields):
         options, buckets = model_options(source, config), wanted_buckets(source, config)
         lowered = cached(archive, name, wanted_batches(source, config), cache / "weights", options, buckets)
         lowered = _with_config_names(source, lowered)
         _refuse_mismatch(source, lowered)
-    with stage(f"opening the weights of model '{name}'"):
+    with stage(f"opening the weights of model '{name}'"), _pausing(yields):
         model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
     try:
-        with stage(f"measuring model '{name}'"):
+        with stage(f"measuring model '{name}'"), _pausing(yields):
             if config.bundle is not None:
                 model.lowered, model.profiles = lowered, bundled_profiles(lowered, cache / "profiles")
             else:
@@ -198,6 +196,15 @@ def _opened(
         model.store.close()
         raise
     return model
+
+
+@contextmanager
+def _pausing(yields: bool) -> Iterator[None]:
+    """Pause after a step that may have held the interpreter lock, for a multiple of its time."""
+    start_s = time.perf_counter()
+    yield
+    if yields:
+        time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
 
 
 def measured_profiles(
