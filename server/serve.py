@@ -20,7 +20,6 @@ from cohabit.server.frontend.engine_connection import EngineConnection
 from cohabit.server.frontend.listening import TlsFiles
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.frontend.supervisor import COMMAND, Supervisor
-from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.app import make_app, make_metrics_app
 from cohabit.server.http.server import HttpServer
 from cohabit.server.in_process import InProcessEngine
@@ -36,6 +35,7 @@ from cohabit.server.view.live import LiveFeed
 if TYPE_CHECKING:
     from cohabit.server.deploy.lifecycle import OpenPlacement
     from cohabit.server.engine_host import Engine, OnProgress
+    from cohabit.server.grpc.server import GrpcServer
 
 _log = logging.getLogger("cohabit.serve")
 _ANSWERS_WRITTEN_S = 2.0
@@ -124,6 +124,8 @@ class Server:
             config.addresses, config.http_port, None if unix is None else unix / "http.sock", "--http-port"
         )
         if config.grpc_port is not None:
+            from cohabit.server.grpc.server import GrpcServer  # 13 MiB, which a server without the port saves
+
             self._grpc = GrpcServer(
                 self.plane,
                 access,

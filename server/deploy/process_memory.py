@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import aligned
 from cohabit.runtime.heap import release_free_memory
+from cohabit.runtime.host.pages import release_code_pages
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sources import QUEUE_SHARE
 from cohabit.server.deploy.model import Model
@@ -66,6 +67,7 @@ class ProcessMemory:
 def measure_process_memory(limit_bytes: int, models: Sequence[Model], config: ServeConfig) -> ProcessMemory:
     """Measure this process, once the models' host stores are open and before anything is loaded."""
     release_free_memory()
+    release_code_pages()
     store_bytes = sum(m.lowered.manifest.file_bytes for m in models) if config.store == "ram" else 0
     base_bytes = resident_bytes() + config.frontend_bytes - store_bytes
     return ProcessMemory(limit_bytes, base_bytes, store_bytes, config.queue_bytes)

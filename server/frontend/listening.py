@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
 from cohabit.server.errors import ConfigError
 
 UNREAD_S = 75.0
@@ -44,13 +42,6 @@ class TlsFiles:
             except OSError as error:
                 raise ConfigError(f"--tls-client-ca {self.client_ca}: {error}") from error
         return context
-
-    def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return the files as gRPC's credentials. Raises as `context` does."""
-        self.context()
-        client_ca = None if self.client_ca is None else self.client_ca.read_bytes()
-        pair = (self.key.read_bytes(), self.cert.read_bytes())
-        return grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
 
 
 def without_covered(hosts: Sequence[str]) -> list[str]:

@@ -96,7 +96,7 @@ class GrpcServer:
 
     async def _serve(self, hosts: Sequence[str], port: int) -> int:
         """Start a server, and return its port. Raises ConfigError."""
-        credentials = None if self._tls is None else self._tls.grpc_credentials()
+        credentials = None if self._tls is None else credentials_of(self._tls)
         server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=_MOST_PENDING)
         inference = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
         health = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -142,6 +142,14 @@ class GrpcServer:
             except ConfigError as error:
                 _log.error("the gRPC port is not available", extra={"fields": {"reason": str(error)}})
                 await asyncio.sleep(_REBIND_S)
+
+
+def credentials_of(tls: TlsFiles) -> grpc.ServerCredentials:
+    """Return the files as gRPC's credentials. Raises ConfigError as `TlsFiles.context` does."""
+    tls.context()
+    client_ca = None if tls.client_ca is None else tls.client_ca.read_bytes()
+    pair = (tls.key.read_bytes(), tls.cert.read_bytes())
+    return grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
 
 
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

@@ -1,6 +1,8 @@
 """What a process may use, in cgroups of both versions; settings that ask for more; what --process-memory counts."""
 
+import ctypes
 import logging
+import mmap
 import os
 import re
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cohabit.planner.errors import format_bytes
+from cohabit.runtime.host.pages import release_code_pages
 from cohabit.server.cli import main
 from cohabit.server.config.config import ServeConfig, decode_config, encode_config
 from cohabit.server.config.sizes import FixedSize
@@ -82,6 +85,39 @@ def test_resident_memory_grows_with_what_is_written() -> None:
     )
     grown = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
     assert 60 << 20 < grown < 200 << 20
+
+
+def test_code_that_only_an_import_needs_is_released() -> None:
+    """In a process of its own. It goes on computing: what it needs is read again."""
+    program = (
+        "import torch\n"
+        "from cohabit.runtime.host.pages import release_code_pages\n"
+        "from cohabit.server.resources import resident_bytes\n"
+        "before = resident_bytes()\n"
+        "release_code_pages()\n"
+        "released = before - resident_bytes()\n"
+        "assert (torch.ones(3, 3) @ torch.ones(3, 3)).sum() == 27\n"
+        "print(released)\n"
+    )
+    released = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    assert released > 40 << 20
+
+
+def test_code_that_was_changed_in_memory_is_kept(tmp_path: Path) -> None:
+    """As a debugger or a profiler changes it: the file does not have these bytes."""
+    (tmp_path / "library").write_bytes(b"file" * mmap.PAGESIZE)
+    libc = ctypes.CDLL(None)
+    with (
+        (tmp_path / "library").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as mapped,
+    ):
+        mapped[:7] = b"changed"
+        view = (ctypes.c_char * len(mapped)).from_buffer(mapped)
+        assert libc.mprotect(view, ctypes.c_size_t(len(mapped)), mmap.PROT_READ | mmap.PROT_EXEC) == 0
+        release_code_pages()
+        kept = mapped[:7]
+        del view
+    assert kept == b"changed"
 
 
 def test_the_front_end_counts_as_it_was_when_the_server_started(monkeypatch: pytest.MonkeyPatch) -> None:

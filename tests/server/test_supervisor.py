@@ -344,8 +344,11 @@ async def test_nothing_is_left_of_an_engine_that_was_stopped(tmp_path: Path) -> 
         os.kill(pid, 0)
 
 
-def test_the_front_end_loads_no_computing_library(tmp_path: Path) -> None:
-    """Everything that a front end with all its ports imports is there after its start."""
+@pytest.mark.parametrize(("grpc_port", "unused"), [(0, "transformers"), (None, "grpc")])
+def test_the_front_end_loads_no_library_that_it_does_not_use(
+    tmp_path: Path, grpc_port: int | None, unused: str
+) -> None:
+    """Everything that a front end imports is there after its start."""
     script = f"""
 import asyncio, sys
 from pathlib import Path
@@ -355,7 +358,7 @@ from cohabit.server.config.sizes import FixedSize
 from cohabit.server.serve import Server
 
 async def start():
-    folder, ports = Path({str(tmp_path)!r}), dict(http_port=0, grpc_port=0, metrics_port=0)
+    folder, ports = Path({str(tmp_path)!r}), dict(http_port=0, grpc_port={grpc_port}, metrics_port=0)
     config = ServeConfig(repository=folder, memory=FixedSize(1), **ports)
     server = Server(config)
     await server.start()
@@ -364,7 +367,7 @@ async def start():
 
 asyncio.run(start())
 heavy = {{name.partition('.')[0] for name in sys.modules}}
-heavy &= {{'torch', 'numba', 'llvmlite', 'scipy', 'transformers'}}
+heavy &= {{'torch', 'numba', 'llvmlite', 'scipy', 'transformers', {unused!r}}}
 words = {{f'cohabit.planner.{{name}}' for name in ('errors', 'free_list', 'memory', 'shapes')}}
 ours = {{name for name in sys.modules if name.startswith(('cohabit.planner.', 'cohabit.runtime'))}}
 assert not heavy, heavy

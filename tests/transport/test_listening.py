@@ -4,6 +4,7 @@ import http.client
 import socket
 import ssl
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -13,6 +14,7 @@ from tritonclient.grpc.service_pb2 import ServerLiveResponse
 
 from cohabit.server.errors import ConfigError
 from cohabit.server.frontend.listening import TlsFiles, address_of, without_covered
+from cohabit.server.grpc.server import credentials_of
 from cohabit.server.http.app import make_metrics_app
 from cohabit.server.http.server import HttpServer
 
@@ -114,7 +116,7 @@ def test_tls_files_that_cannot_be_used_are_named(
     certificates: Path, cert: str, key: str, ca: str | None, message: str
 ) -> None:
     tls = TlsFiles(certificates / cert, certificates / key, None if ca is None else certificates / ca)
-    for use in (tls.context, tls.grpc_credentials):
+    for use in (tls.context, partial(credentials_of, tls)):
         with pytest.raises(ConfigError, match=message):
             use()
 
