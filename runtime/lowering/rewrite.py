@@ -14,6 +14,7 @@ from cohabit.runtime.lowering.allowed_ops import is_random
 from cohabit.runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from cohabit.runtime.lowering.model import TABLE_OPS, FxModel
 from cohabit.runtime.lowering.rewrites.in_place import undo_own_changes, work_in_place
+from cohabit.runtime.lowering.rewrites.padding import absorb_padding
 from cohabit.runtime.lowering.rewrites.precision import apply_options
 from cohabit.runtime.lowering.rewrites.recurrent import pack_lstms, split_directions, split_recurrent_layers
 from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, split_large_layers
@@ -57,6 +58,7 @@ def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int
     fold_batch_norms(model)
     split_recurrent_layers(model)
     if options.packed:
+        absorb_padding(model)
         convolve_transposed(model)
         join_tables(model)
     leave_tables_on_host(model)

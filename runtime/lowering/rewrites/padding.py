@@ -1,0 +1,69 @@
+"""Zero padding before convolutions, done by the convolutions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.functional import pad
+
+from cohabit.runtime.lowering.model import FxModel
+
+aten = torch.ops.aten
+
+_DIMENSIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2}
+_DEFAULTS: tuple[Any, ...] = (None, [1], [0], [1], 1)
+"""Of the arguments after the weight: bias, stride, padding, dilation, groups."""
+_MOST_GROWTH = 2.0
+"""How much larger a depthwise kernel may become. Its zeros cost less time than a copy of the image."""
+
+
+def absorb_padding(model: FxModel) -> None:
+    """Let convolutions pad with the zeros that an op before them adds, for the same results and one image less.
+
+    Convolutions pad both sides of a dimension alike. Where the op does not, a depthwise convolution pads by the larger
+    number, and its kernel gets zeros on the other side.
+    """
+    for node in list(model.graph.nodes):
+        amounts = _zeros(node)
+        if amounts is None:
+            continue
+        for conv in list(node.users):
+            _absorb(model, conv, node, amounts)
+    model.graph.eliminate_dead_code()
+
+
+def _zeros(node: fx.Node) -> Sequence[int] | None:
+    """How many zeros an op adds, in torch's order: both sides of the last dimension, of the one before, and so on."""
+    if node.target is aten.constant_pad_nd.default:
+        mode, value = "constant", (*node.args, 0)[2]
+    elif node.target is aten.pad.default:
+        mode, value = (*node.args, "constant", None)[2:4] if len(node.args) > 2 else ("constant", None)
+    else:
+        return None
+    amounts: Any = node.args[1]
+    plain = all(isinstance(n, int) and n >= 0 for n in amounts) and not node.kwargs
+    return amounts if plain and mode == "constant" and not value else None
+
+
+def _absorb(model: FxModel, conv: fx.Node, padded: fx.Node, amounts: Sequence[int]) -> None:
+    """Give a convolution what an op pads, if it is one that can take that."""
+    dims = _DIMENSIONS.get(conv.target)
+    weight = model.weight_of(conv.args[1]) if dims is not None else None
+    if weight is None or conv.args[0] is not padded or conv.kwargs or len(amounts) > 2 * weight.dim() - 4:
+        return
+    bias, stride, padding, dilation, groups = (*conv.args[2:], *_DEFAULTS[len(conv.args) - 2 :])
+    own, steps = ([*n] * (weight.dim() - 2 if len(n) == 1 else 1) for n in (padding, dilation))
+    sides = [(amounts[2 * n], amounts[2 * n + 1]) if 2 * n < len(amounts) else (0, 0) for n in range(len(own))][::-1]
+    zeros = [(max(side) - side[0], max(side) - side[1]) for side in sides]
+    if any(map(any, zeros)):
+        if weight.shape[1] != 1 or any(n % step for pair, step in zip(zeros, steps, strict=True) for n in pair):
+            return
+        kernel = pad(weight, [n // steps[k] for k in reversed(range(len(zeros))) for n in zeros[k]])
+        if kernel.nbytes > _MOST_GROWTH * weight.nbytes:
+            return
+        old = conv.args[1]
+        conv.args = (conv.args[0], model.add_weight(f"{old.name}_padded", model.in_file(kernel)), *conv.args[2:])
+        model.drop_unused_weight(old)
+    total = [n + max(side) for n, side in zip(own, sides, strict=True)]
+    conv.args = (padded.args[0], conv.args[1], bias, stride, total, dilation, groups)
