@@ -50,9 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("benchmarks.training", __doc__)
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.6, 0.8, 0.4])
-    parser.add_argument("--contestants", nargs="+", help="at every share; by default, all at 0.6 and few elsewhere")
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        help="at each of the shares, after best at 1.0",
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each search (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="measured, after two others (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="measured, after five others (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no cell after so many")
     parser.add_argument("--tiny", action="store_true", help="nets of tens of MB, to try this with")
     arguments = parser.parse_args(argv)
@@ -85,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def jobs(nets: Sequence[str], shares: Sequence[float], contestants: Sequence[str] | None) -> Iterator[Key]:
     """What to measure, in order: the whole of memory and 60 %; best elsewhere; baselines; the others elsewhere."""
     if contestants:
-        groups = [(1.0, ("best",)), *((share, tuple(contestants)) for share in shares)]
+        groups = [(share, tuple(contestants)) for share in shares]
     else:
         others = [share for share in shares if share != 0.6]
         groups = [(1.0, ("best",)), (0.6, (*TORCH, *SEARCHERS))] if 0.6 in shares else [(1.0, ("best",))]

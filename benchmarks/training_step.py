@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.edge.cgroup import MIB
 from benchmarks.training_nets import NETS, TINY, Blocks, loss
 from cohabit.runtime.heap import keep_freed_memory, release_free_memory
-from cohabit.runtime.training.trainer import KEPT_BYTES, Trainer
+from cohabit.runtime.training.trainer import KEPT_BYTES, MEASURED_FIRST, Trainer
 
 TORCH = ("eager", "checkpoint", "activation_budget", "saved_to_file")
 LEAST_SAVED_BYTES = 64 << 10
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--unlimited", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=MEASURED_FIRST, help="steps until a plan was reviewed")
     parser.add_argument("--steps", type=int, default=3)
     run(parser.parse_args())
     os._exit(0)  # nothing is to be written back

@@ -129,7 +129,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "tiling": {"lowering"},
         "cpu": {"binding", "host", "lowering", "profiling", "shared_region"},
         "cuda": {"binding", "host", "lowering", "offload", "profiling", "shared_region"},
-        "training": {"binding", "cpu", "host", "lowering", "offload"},
+        "training": {"binding", "cpu", "host", "lowering", "offload", "profiling"},
     },
 }
 PUT_TOGETHER = {

@@ -11,7 +11,8 @@ Identification and Hyperparameter Optimization", AISTATS 2016). Once it has spen
 gets the rest of its own, in order of the best latency so far, so that the portfolio is never worse than a member at
 that effort. The best one that has more to try then goes on. Where ops share weights, as the time steps of a recurrent
 network do, they can also run in an order in which such ops come together; `on_demand`, the quickest member, plans both
-orders, and all others take its better one.
+orders, and all others take its better one. Graphs that change state, as a training step does, are planned as
+chains, too, which takes a few candidates.
 """
 
 import math
@@ -32,6 +33,8 @@ from cohabit.planner.search.searcher import Searcher
 QUICKEST: Final = "on_demand"
 SAMPLED: Final = ("interval", "particle_swarm")
 """Quick ones first."""
+OF_CHAINS: Final = ("dynprog", "chain_checkpointing")
+"""Offload, or compute again, the layers of a chain, of a few candidates each."""
 SAMPLE: Final = 1 / 16
 """Share of its effort that each of these gets before they are ranked."""
 BY_WEIGHTS: Final = " in the order of weights"
@@ -70,6 +73,8 @@ class Best(Searcher[MemberCandidate]):
             self._order = self._weights_order()
             if self._order is not None:
                 self._names += [f"{name}{BY_WEIGHTS}" for name in (QUICKEST, *SAMPLED)]
+            if any(op.mutates for op in problem.graph.ops):
+                self._names += OF_CHAINS
         else:
             self._choose_serving_members()
         self._told: Sequence[Cost] = ()
@@ -144,8 +149,9 @@ class Best(Searcher[MemberCandidate]):
 
     def _ask_counted(self) -> Iterator[Sequence[MemberCandidate]]:
         quickest = [i for i, name in enumerate(self._names) if name.startswith(QUICKEST)]
+        chains = [i for i, name in enumerate(self._names) if name in OF_CHAINS]
         left: dict[int, float] = {}
-        for i in quickest:
+        for i in (*quickest, *chains):
             if self._is_at_bound():
                 return
             left[i] = 0

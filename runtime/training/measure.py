@@ -3,9 +3,11 @@
 That takes the memory of one op at a time, and changes nothing of the training.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -17,6 +19,7 @@ from torch.utils import _pytree as pytree
 from cohabit.planner.profile import Link
 from cohabit.runtime.allocations import measuring_allocations
 from cohabit.runtime.lowering.trace import Storage, Trace
+from cohabit.runtime.profiling.stopwatch import repeating
 from cohabit.runtime.training.capture import OpCall
 from cohabit.runtime.training.state import StateTensor
 from cohabit.runtime.training.store import StateStore
@@ -31,6 +34,10 @@ _NUMBER: Final = 1e-3
 """For numbers that a step reads out of tensors, such as a learning rate."""
 _LINK_BYTES: Final = (4096, 4 << 20)
 _LINK_TENSORS: Final = 8
+_CONTENDED_SHARE: Final = 0.5
+"""Of a step's time: the ops that take so much are timed with copies at the same time, too, ..."""
+_CONTENDED_S: Final = 0.02
+"""... for so many seconds each."""
 
 
 def measured(
@@ -94,6 +101,53 @@ def measure_link(store: StateStore) -> tuple[Link, Link]:
     return _link(came_s), _link(left_s)
 
 
+def measure_contention(calls: Sequence[OpCall], seconds: Sequence[float], store: StateStore) -> tuple[float, float]:
+    """Return the factors by which ops take longer while copies are made, and copies while ops run: at least 1.
+
+    The longest ops run by themselves, and while a thread has a tensor leave memory and come back, again and again.
+    """
+    tensor = StateTensor(torch.zeros(_LINK_BYTES[1], dtype=torch.uint8))
+    (buffer,) = store.spill_buffers(_LINK_BYTES[1:])
+    rounds_s: list[float] = []
+
+    def copy() -> None:
+        rounds_s.append(_seconds(partial(tensor.save, buffer)) + _seconds(partial(tensor.load, buffer)))
+
+    for _ in range(_LINK_TENSORS):
+        copy()
+    copy_alone_s = statistics.median(rounds_s)
+    rounds_s.clear()
+    alone_s, contended_s = 0.0, 0.0
+    with torch.inference_mode(), torch.random.fork_rng([]):
+        for call, count, op_s in _longest(calls, seconds):
+            args, kwargs = _stand_ins(call)
+            run = partial(call.target, *args, **kwargs)
+            times = max(2, math.ceil(_CONTENDED_S / max(op_s, 1e-6)))
+            try:
+                op_alone_s = statistics.median(_seconds(run) for _ in range(times))
+            except RuntimeError:
+                continue  # stand-ins do not do
+            with repeating(copy, "busy-link"):
+                contended_s += count * statistics.median(_seconds(run) for _ in range(times))
+            alone_s += count * op_alone_s
+    if not rounds_s or not alone_s:
+        return 1.0, 1.0
+    return max(1.0, contended_s / alone_s), max(1.0, statistics.median(rounds_s) / copy_alone_s)
+
+
+def _longest(calls: Sequence[OpCall], seconds: Sequence[float]) -> Iterator[tuple[OpCall, int, float]]:
+    """Yield calls that differ, how often a step has them, and the seconds of one, those that take most first."""
+    keys = [_key(call) for call in calls]
+    known, counts = dict(zip(keys, zip(calls, seconds, strict=True), strict=True)), Counter(keys)
+    left_s = _CONTENDED_SHARE * sum(seconds)
+    for key, count in sorted(counts.items(), key=lambda item: -item[1] * known[item[0]][1]):
+        if left_s <= 0:
+            return
+        call, op_s = known[key]
+        left_s -= count * op_s
+        yield call, count, op_s
+
+
 def _link(seconds: Sequence[float]) -> Link:
     (small, large), (small_s, large_s) = _LINK_BYTES, seconds
     return Link(small_s, (large - small) / max(large_s - small_s, 0.05 * large_s, 1e-9))
@@ -114,7 +168,7 @@ def _result_bytes(call: OpCall, name: str) -> tuple[int, ...]:
 
 
 def _timed(call: OpCall) -> float:
-    """Return the seconds of the fastest run."""
+    """Return the seconds of the median run."""
     args, kwargs = _stand_ins(call)
     try:
         first_s = _seconds(lambda: call.target(*args, **kwargs))
@@ -122,7 +176,7 @@ def _timed(call: OpCall) -> float:
         return sum(t.nbytes for t in _tensors((args, kwargs))) / UNMEASURED_BYTES_PER_S
     if first_s > ENOUGH_S:
         return first_s
-    return min(first_s, *(_seconds(lambda: call.target(*args, **kwargs)) for _ in range(RUNS)))
+    return statistics.median(_seconds(lambda: call.target(*args, **kwargs)) for _ in range(RUNS))
 
 
 def _seconds(run: Callable[[], Any]) -> float:

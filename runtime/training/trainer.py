@@ -14,7 +14,7 @@ from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
 from cohabit.planner.memory import Memory, parse_share, parse_size
-from cohabit.planner.plan import Compute, Plan, Provenance
+from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
@@ -31,7 +31,8 @@ from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import Recording
 from cohabit.runtime.training.capture import BUCKET, Loss, StepOptions, capture
 from cohabit.runtime.training.checkpoint import read_checkpoint, write_checkpoint
-from cohabit.runtime.training.measure import measure_link, measured
+from cohabit.runtime.training.learn import learned
+from cohabit.runtime.training.measure import measure_contention, measure_link, measured
 from cohabit.runtime.training.state import TrainingState
 from cohabit.runtime.training.store import StateStore
 
@@ -39,9 +40,9 @@ OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is, or 0 where that is not known."""
 
 DRIFT: Final = 0.1
-"""Relative change of a step's compute time after which it is planned anew (TENSILE, section IV-E)."""
+"""Relative change of a step's predicted time after which it is planned anew (TENSILE, section IV-E)."""
 SMOOTHING: Final = 0.3
-"""Weight of the latest measured step in the moving averages of op times."""
+"""Weight of the latest measured step in the moving averages of times."""
 MEASURED_FIRST: Final = 4
 """So many steps are measured op by op, then one in `MEASURED_EVERY`."""
 MEASURED_EVERY: Final = 50
@@ -99,11 +100,13 @@ class Trainer:
         self._constants = constants_of(optimizer)
         options = StepOptions(clip_norm, micro_batches, autocast)
         with self._state.undone_on_failure(optimizer):
-            self._lowered, seconds = self._measured(model, loss, example_batch, options)
+            self._lowered, seconds, contention = self._measured(model, loss, example_batch, options)
             self.graph: Graph = self._lowered.graphs[BUCKET]
             """Of one step."""
-            self.profile = Profile(self.graph.fingerprint, "cpu", tuple(seconds), *measure_link(self._store))
-            """Times of its ops: measured one by one at first, then moving averages over steps."""
+            self.profile = Profile(
+                self.graph.fingerprint, "cpu", tuple(seconds), *measure_link(self._store), *contention
+            )
+            """Times of its ops and copies: measured one by one at first, then moving averages over steps."""
             self.peak_bytes: int = resident_bytes(self.graph)
             """The most that a step needs if nothing ever leaves memory."""
             self.memory_bytes: int = memory_bytes(memory, self.peak_bytes)
@@ -225,22 +228,24 @@ class Trainer:
 
     def _measured(
         self, model: nn.Module, loss: Loss, batch: Sequence[torch.Tensor], options: StepOptions
-    ) -> tuple[Lowered, list[float]]:
-        """Capture the step; return it with the bytes that its ops take, and each op's seconds."""
+    ) -> tuple[Lowered, list[float], tuple[float, float]]:
+        """Capture the step; return it with the bytes that its ops take, each op's seconds, and what overlaps cost."""
         self._on_progress("capturing the step", 0, 0)
         trace, calls = capture(model, self._optimizer, loss, batch, self._state, options)
         trace, seconds = measured(
             trace, calls, lambda done, total: self._on_progress("measuring its ops", done, total)
         )
-        return Lowered("training", (), (), False, {BUCKET: trace}, self._state.manifest(), Path()), seconds
+        lowered = Lowered("training", (), (), False, {BUCKET: trace}, self._state.manifest(), Path())
+        return lowered, seconds, measure_contention(calls, seconds, self._store)
+
+    def _problem(self) -> Problem:
+        return Problem(self.graph, self.profile, Memory(self.memory_bytes, counted=True), objective="period")
 
     def _search(self) -> Plan:
-        problem = Problem(self.graph, self.profile, Memory(self.memory_bytes, counted=True), objective="period")
-
         def show(evaluations: int, best_s: float, bound_s: float) -> None:
             self._on_progress(f"planning: {best_s:.3g} s per step, bound {bound_s:.3g} s", evaluations, 0)
 
-        return search(problem, self._searcher, limit=Limit(seconds=self._search_seconds), on_progress=show)
+        return search(self._problem(), self._searcher, limit=Limit(seconds=self._search_seconds), on_progress=show)
 
     def _bound(self) -> Program:
         """Bind the plan, and load what it begins with. All state has left memory."""
@@ -290,39 +295,36 @@ class Trainer:
         if recording is None or self._is_synced:
             return
         self._steps_measured += 1
-        weight = max(1 / self._steps_measured, SMOOTHING)
-        seconds = list(self.profile.op_seconds)
-        for op, measured_s in measured_seconds(recording).items():
-            seconds[op] += weight * (measured_s - seconds[op])
-        self.profile = msgspec.structs.replace(self.profile, op_seconds=tuple(seconds))
-        planned_s = self.prediction.resident_s
-        if self._steps_measured >= MEASURED_FIRST and abs(self.profile.compute_s / planned_s - 1) > DRIFT:
-            self._plan_anew()
+        self.profile = learned(self.profile, recording, max(1 / self._steps_measured, SMOOTHING))
+        if self._steps_measured >= MEASURED_FIRST:
+            self._review_plan()
 
-    def _plan_anew(self) -> None:
-        """Search with what the steps have taken; the plan in use stays if it is as good by the same times."""
+    def _review_plan(self) -> None:
+        """Search anew where steps take another time than was promised; promise what the first steps took in any case.
+
+        The plan in use stays if it is as good by the same times.
+        """
         kept = msgspec.structs.replace(self.plan, profile=self.profile.fingerprint)
         timeline = simulate(self.graph, kept, self.profile)
         assert timeline.period_s is not None
-        found = self._search()
-        assert found.provenance is not None
-        if found.provenance.period_s < timeline.period_s:
-            self._finish()
-            self._leave()
-            self.plan = found
-            self._program = self._bound()
-        else:
+        if abs(timeline.period_s / self.prediction.period_s - 1) > DRIFT:
+            found = self._search()
+            assert found.provenance is not None
+            promise = found.provenance
+            if promise.period_s < timeline.period_s:
+                self._finish()
+                self._leave()
+                self.plan = found
+                self._program = self._bound()
+                return
+        elif self._steps_measured == MEASURED_FIRST:
             promise = msgspec.structs.replace(
-                found.provenance, latency_s=timeline.latency_s, period_s=timeline.period_s
+                self.prediction, resident_s=self.profile.compute_s, bound_s=self._problem().bound_s
             )
-            self.plan = msgspec.structs.replace(kept, provenance=promise)
-
-
-def measured_seconds(recording: Recording) -> dict[int, float]:
-    """Return what each op took, by its index in the graph; the last time of an op that was computed again."""
-    steps = recording.program.plan.steps
-    computes = ((steps[span.step], span) for span in recording.measured(0.0))
-    return {step.op: span.end_s - span.start_s for step, span in computes if isinstance(step, Compute)}
+        else:
+            return
+        promise = msgspec.structs.replace(promise, latency_s=timeline.latency_s, period_s=timeline.period_s)
+        self.plan = msgspec.structs.replace(kept, provenance=promise)
 
 
 def memory_bytes(memory: int | str, peak_bytes: int) -> int:

@@ -26,13 +26,14 @@ from cohabit.planner.papers.baselines.scores import Absences, AutoSwap, Capuchin
 from cohabit.planner.papers.baselines.searcher import Baseline
 from cohabit.planner.papers.beaumont.layers import LayerChain
 from cohabit.planner.plan import Compute, Drop, Objective, Plan, SwapIn, SwapOut
-from cohabit.planner.problem import Problem
+from cohabit.planner.problem import TIE, Limit, Problem
 from cohabit.planner.schedule.alap import RECOMPUTE, SWAP, alap, codes, tables
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.serial import least_bytes, serial_schedule
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
+from cohabit.planner.search.portfolio import OF_CHAINS
 from cohabit.planner.search.registry import BASELINES, SEARCHERS
 from tests.planner.graphs import PAGE, profile_of, random_profile, random_training_graph, unrolled_training
 
@@ -367,6 +368,19 @@ def test_chain_checkpointing_is_never_slower_than_sqrt_where_that_fits_and_fits_
             assert chain.provenance.period_s <= sqrt.provenance.period_s
             compared += 1
     assert compared >= 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_is_no_slower_on_a_training_step_than_plans_of_its_chain(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = trained([("linear", rng.randint(1, 6)) for _ in range(24)])
+    problem = problem_of(graph, Memory(peak_bytes(problem_of(graph)) // 2, counted=True), bandwidth=PAGE)
+    best = search(problem, limit=Limit(evaluations=20)).provenance
+    assert best is not None
+    for searcher in OF_CHAINS:
+        other = search(problem, searcher).provenance
+        assert other is not None
+        assert best.period_s <= other.period_s * TIE
 
 
 def exhaustive_s(chain: LayerChain, kept: Sequence[float], memory: float) -> float:

@@ -1,5 +1,6 @@
 """TENSILE's schedules: the peak is found and lowered, transfers never meet, plans hold what the schedule says."""
 
+import math
 import random
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,13 +15,14 @@ from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
 from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis
 from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
+from cohabit.planner.papers.tensile.latency import predicted
 from cohabit.planner.papers.tensile.order import actions_of, choices_of
 from cohabit.planner.papers.tensile.peak import MemoryUsage
 from cohabit.planner.papers.tensile.schedule import TensileSchedule
 from cohabit.planner.papers.tensile.searcher import RATES, ScheduleCandidate, Tensile
 from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Problem
-from cohabit.planner.profile import Profile
+from cohabit.planner.profile import Link, Profile
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
@@ -325,3 +327,43 @@ def test_recomputing_plan_beats_one_that_can_only_swap() -> None:
     assert plan.provenance is not None
     assert plan.provenance.latency_s == pytest.approx(7.0)
     assert [s.op for s in plan.steps if isinstance(s, Compute)] == [0, 1, 2, 3, 4, 0, 5]
+
+
+# Section IV-A: the latency predictor
+
+
+def of_kinds(count: int, seed: int, times: dict[str, tuple[float, float, float]]) -> tuple[Graph, Profile]:
+    """Ops of several kinds, one after another, on tensors of many sizes; each kind's times are its own sum of parts."""
+    rng = random.Random(seed)
+    tensors = [Tensor("x", 4 * rng.randint(1, 500), "input")]
+    ops, seconds = [], []
+    for k in range(count):
+        target = rng.choice([*times])
+        weight, result = len(tensors), len(tensors) + 1
+        tensors += [Tensor(f"w{k}", 4 * rng.randint(1, 500), "parameter")]
+        tensors += [Tensor(f"y{k}", 4 * rng.randint(1, 500), "activation")]
+        read = weight - 1 if k else 0
+        ops.append(Op(f"op{k}", target, (read, weight), (result,)))
+        sizes = [tensors[t].nbytes for t in (read, weight, result)]
+        parts = (1.0, sum(sizes), math.sqrt(math.prod(n / 4 for n in sizes)))
+        seconds.append(sum(a * b for a, b in zip(times[target], parts, strict=True)))
+    graph = Graph("kinds", 1, "weights", tuple(tensors), tuple(ops), (len(tensors) - 1,))
+    link = Link(1e-5, 1e9 * (1 + seed % 3))
+    return graph, Profile(graph.fingerprint, "board", tuple(seconds), link, link)
+
+
+def test_op_times_are_predicted_from_bytes_and_multiplications_per_kind() -> None:
+    times = {"mm": (2e-5, 1e-9, 4e-7), "relu": (5e-6, 3e-8, 0.0), "loss": (1e-3, 0.0, 0.0)}
+    known = [of_kinds(60, seed, times) for seed in range(3)]
+    graph, expected = of_kinds(40, 3, times)
+    found = predicted(graph, known)
+    assert found.op_seconds == pytest.approx(expected.op_seconds, rel=1e-3)
+    assert found.swap_in == Link(1e-5, 2e9), "the median link"
+    assert found.device == "board, predicted from 3 profiles"
+    assert found.graph == graph.fingerprint
+
+
+def test_ops_of_an_unknown_kind_are_predicted_as_all_kinds_together_are() -> None:
+    known = [of_kinds(60, 0, {"mm": (2e-5, 1e-9, 4e-7)})]
+    graph, expected = of_kinds(20, 1, {"bmm": (2e-5, 1e-9, 4e-7)})
+    assert predicted(graph, known).op_seconds == pytest.approx(expected.op_seconds, rel=1e-3)

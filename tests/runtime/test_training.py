@@ -1,5 +1,6 @@
 """Training in too little memory: eager's bits at every budget, within it, and never half a step or checkpoint."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -7,10 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +28,7 @@ from cohabit.planner.errors import FormatError, InfeasibleBudget
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Compute, Drop, Plan, Provenance, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
+from cohabit.planner.profile import Link, Profile
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.simulate import simulate
@@ -32,7 +38,11 @@ from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import Copy
-from cohabit.runtime.training.trainer import Trainer, TrainingLost, memory_bytes
+from cohabit.runtime.training.capture import OpCall
+from cohabit.runtime.training.learn import learned
+from cohabit.runtime.training.measure import measure_contention
+from cohabit.runtime.training.store import StateStore
+from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer, TrainingLost, memory_bytes
 from tests.runtime.observing import observed
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -288,7 +298,8 @@ def test_times_of_steps_lead_to_a_new_plan_where_they_are_others(monkeypatch: py
     trainer = trainer_of(model, optimizer, "60%")
     slow = [1e-3 * (k % 3) for k in range(len(trainer.graph.ops))]
     monkeypatch.setattr(
-        "cohabit.runtime.training.trainer.measured_seconds", lambda recording: dict(enumerate(slow))
+        "cohabit.runtime.training.trainer.learned",
+        lambda profile, recording, weight: structs.replace(profile, op_seconds=tuple(slow)),
     )
     torch.manual_seed(2)
     losses = [trainer.step(*batch).item() for batch in batches()]
@@ -296,6 +307,84 @@ def test_times_of_steps_lead_to_a_new_plan_where_they_are_others(monkeypatch: py
     assert trainer.plan.profile == trainer.profile.fingerprint
     trainer.close()
     assert_same((losses, tensors_of(model, optimizer)), eager(sgd))
+
+
+def test_after_the_first_steps_the_promise_is_what_they_took() -> None:
+    """Also where that is so close to the first promise that the plan stays."""
+    model = net()
+    with trainer_of(model, sgd(model)) as trainer:
+        first = trainer.prediction
+        for batch in batches(MEASURED_FIRST + 4):
+            trainer.step(*batch)
+            trainer._finish()
+        assert trainer.prediction.resident_s != first.resident_s
+        timeline = simulate(trainer.graph, trainer.plan, trainer.profile)
+        assert trainer.plan.profile == trainer.profile.fingerprint
+        assert trainer.prediction.period_s == timeline.period_s
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.5])
+def test_steps_teach_the_profile_that_they_ran_by(slowdown: float) -> None:
+    """Steps are simulated by one profile; from another one, their times lead back to it."""
+    model = net()
+    with trainer_of(model, sgd(model), "50%") as trainer:
+        graph, plan = trainer.graph, trainer.plan
+    assert {type(step) for step in plan.steps} >= {Compute, SwapIn, SwapOut}
+    link = Link(1e-5, 1e9)
+    true = Profile(
+        graph.fingerprint,
+        "cpu",
+        tuple(1e-4 * (1 + k % 5) for k in range(len(graph.ops))),
+        link,
+        link,
+        slowdown,
+        2 * slowdown,
+    )
+    wrong = structs.replace(
+        true, op_seconds=(1e-3,) * len(graph.ops), swap_in=Link(2e-5, 5e8), swap_out=Link(5e-6, 2e9)
+    )
+    spans = simulate(graph, plan, true).spans
+    recording: Any = SimpleNamespace(
+        program=SimpleNamespace(plan=plan, graph=graph), measured=lambda start_s: spans
+    )
+    found = learned(wrong, recording, 1.0)
+    assert found.op_seconds == pytest.approx(true.op_seconds)
+    for side in (found.swap_in, found.swap_out):
+        assert (side.latency_s, side.bandwidth_bytes_per_s) == pytest.approx((1e-5, 1e9))
+    half = learned(wrong, recording, 0.5)
+    assert half.op_seconds == pytest.approx(
+        [(a + b) / 2 for a, b in zip(wrong.op_seconds, true.op_seconds, strict=True)]
+    )
+
+
+def test_contention_is_what_ops_and_copies_take_longer_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock by which an op takes three times as long while another thread copies, and a copy twice."""
+    copied = threading.Event()
+
+    def is_contended() -> bool:
+        return any(thread.name == "busy-link" for thread in threading.enumerate())
+
+    def seconds(run: Callable[[], Any]) -> float:
+        run()
+        if threading.current_thread().name == "busy-link":
+            copied.set()
+            return 2.0
+        return 3.0 if is_contended() else 1.0
+
+    calls_made: list[torch.Tensor] = []
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        calls_made.append(x)
+        if is_contended():
+            copied.wait()
+        return x
+
+    monkeypatch.setattr("cohabit.runtime.training.measure._seconds", seconds)
+    calls = [OpCall(op, (torch.zeros(4),), {}), OpCall(op, (torch.zeros(8),), {})]
+    assert measure_contention(calls, [5.0, 1.0], StateStore("ram", tmp_path)) == (3.0, 2.0)
+    assert {len(x) for x in calls_made} == {4}, "the longest op has half of the time"
 
 
 def test_a_step_that_fails_loses_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,50 +712,55 @@ def test_an_optimizer_of_another_kind_goes_on_after_its_first_step() -> None:
     assert all(map(torch.equal, tensors_of(other, other_optimizer), tensors_of(model, optimizer)))
 
 
-_KILLED = """
-import sys
-from pathlib import Path
-from typing import Any
-from tests.runtime.test_training import batches, net, sgd, trainer_of
-import torch
-torch.set_num_threads(1)
-model, path = net(), Path(sys.argv[1])
-trainer = trainer_of(model, sgd(model), "60%")
-if path.exists():
-    trainer.resume(path)
-else:
-    torch.manual_seed(2)
-while True:
-    loss = trainer.step(*batches()[trainer.steps % 10])
-    print(trainer.steps, loss.item(), flush=True)
-    trainer.save_checkpoint(path)
-"""
+FORKS = multiprocessing.get_context("forkserver")
+"""Processes that begin with everything imported: of fifty, each would take seconds for that."""
+FORKS.set_forkserver_preload([__name__])
+
+
+def train_with_checkpoints(path: Path, losses: Connection) -> None:
+    """Go on from the checkpoint, if there is one, write one after every step, and say each step's loss; never end."""
+    torch.set_num_threads(1)
+    model = net()
+    trainer = trainer_of(model, sgd(model), "60%")
+    if path.exists():
+        trainer.resume(path)
+    else:
+        torch.manual_seed(2)
+    while True:
+        loss = trainer.step(*batches()[trainer.steps % 10])
+        losses.send((trainer.steps, loss.item()))
+        trainer.save_checkpoint(path)
+
+
+def losses_until_killed(path: Path, steps: int, after_s: float) -> Iterator[tuple[int, float]]:
+    """Losses of a process that is killed so long after so many steps."""
+    losses, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=train_with_checkpoints, args=(path, sender), daemon=True)
+    process.start()
+    sender.close()
+    yield from [losses.recv() for _ in range(steps)]
+    time.sleep(after_s)
+    process.kill()
+    with suppress(EOFError, OSError):  # the end, also in the middle of a loss
+        while True:
+            yield losses.recv()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def steps_of_killed_processes(path: Path, kills: int, rng: random.Random) -> dict[int, float]:
     """Losses by step, of processes that train one after another and are killed at random moments."""
-    losses: dict[int, float] = {}
+    known: dict[int, float] = {}
     for _ in range(kills):
-        command = [sys.executable, "-c", _KILLED, str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            lines = [process.stdout.readline().split() for _ in range(rng.randint(2, 6))]
-            time.sleep(rng.uniform(0, 0.05))  # into any moment of a step or a checkpoint
-            process.send_signal(signal.SIGKILL)
-            lines += [line.split() for line in process.stdout.read().splitlines() if len(line.split()) == 2]
-        for step, loss in lines:
-            known = losses.setdefault(int(step), float(loss))
-            assert known == float(loss), f"step {step} was repeated with another loss"
-    return losses
+        # 50 ms reach into any moment of a step or a checkpoint
+        for step, loss in losses_until_killed(path, rng.randint(2, 6), rng.uniform(0, 0.05)):
+            assert known.setdefault(step, loss) == loss, f"step {step} was repeated with another loss"
+    return known
 
 
 def assert_losses_of_one_process(losses: dict[int, float], path: Path) -> None:
-    command = [sys.executable, "-c", _KILLED, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline().split() for _ in range(max(losses))]
-        process.kill()
-    assert losses == {int(step): float(loss) for step, loss in lines}
+    alone = dict(losses_until_killed(path, max(losses), 0.0))
+    assert losses == {step: alone[step] for step in losses}
 
 
 def test_a_kill_at_any_moment_leaves_a_checkpoint_that_training_goes_on_from(tmp_path: Path) -> None:
@@ -678,7 +772,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_training_goes_on_from(tmp
 @pytest.mark.slow
 def test_fifty_kills_leave_the_losses_of_one_process(tmp_path: Path) -> None:
     losses = steps_of_killed_processes(tmp_path / "last.safetensors", 50, random.Random(1))
-    print(f"50 kills, {len(losses)} steps")
+    assert len(losses) >= 50
     assert_losses_of_one_process(losses, tmp_path / "other.safetensors")
 
 

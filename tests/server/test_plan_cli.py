@@ -133,6 +133,12 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
         (["plan", *PAIR[:3], "chain.graph.json", "--memory", "1MiB"], "chain.graph.json: profile file"),
         (["plan", "--graph", "no", "--profile", "no", "--memory", "1MiB"], "no cannot be read: No such file"),
         (["plan", *PAIR, "--memory", "1MiB", "--output", "chain.graph.json"], "cannot be written"),
+        (["plan", *PAIR, "--memory", "1MiB", "--predicted", "."], "--predicted takes the place of --profile"),
+        (["plan", "--memory", "1MiB", "--predicted", "."], "--predicted needs what to predict for"),
+        (
+            ["plan", *PAIR[:2], "--memory", "1MiB", "--predicted", "no"],
+            "no has no NAME.graph.json with its NAME.pro",
+        ),
         (["show", "no.plan.json"], "no.plan.json cannot be read"),
         (["show", "chain.graph.json"], "chain.graph.json: plan file has format version 1"),
         (["show", "x", "--html", "-", "--open"], "--open: a page on standard output"),
@@ -149,6 +155,26 @@ def test_wrong_commands_say_what_is_wrong(
     assert "cohabit" in shown.err.splitlines()[-1]
     assert "Traceback" not in shown.err
     assert shown.out == ""
+
+
+def test_plans_are_predicted_from_profiles_of_other_models_on_a_device(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = chain([PAGE, PAGE, 2 * PAGE])
+    for name, device in (("other", "board"), ("more", "phone")):
+        profile = replace(profile_of(other, op_s=2e-3, bandwidth=PAGE / 1e-3), device=device)
+        (folder / device).mkdir()
+        (folder / device / f"{name}.graph.json").write_bytes(cohabit.planner.graph.encode(other))
+        (folder / device / f"{name}.profile.json").write_bytes(cohabit.planner.profile.encode(profile))
+    flags = ["plan", *PAIR[:2], "--memory", "28KiB", "--search", "on_demand", "--predicted"]
+    assert main([*flags, "board"]) == 0
+    assert "on board, predicted from 1 profiles" in capsys.readouterr().out
+    profile = cohabit.planner.profile.decode(Path("plans/chain-b1.profile.json").read_bytes())
+    assert profile.op_seconds == pytest.approx((2e-3,) * len(GRAPH.ops))
+    for path in (folder / "phone").iterdir():
+        path.rename(folder / "board" / path.name)
+    assert main([*flags, "board"]) == 2
+    assert "board has profiles of several devices: board, phone" in capsys.readouterr().err
 
 
 def test_show_finds_the_graph_and_the_profile_near_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

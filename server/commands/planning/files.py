@@ -19,6 +19,7 @@ from cohabit.server.errors import ConfigError
 _T = TypeVar("_T", Graph, Profile)
 _Decoded = TypeVar("_Decoded", Plan, Graph, Profile)
 
+_GRAPH, _PROFILE = ".graph.json", ".profile.json"
 _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -42,12 +43,30 @@ def read_profile(path: Path, graph: Graph) -> Profile:
     return profile
 
 
+def read_profiles(folder: Path) -> list[tuple[Graph, Profile]]:
+    """Read a folder's graphs that have a profile, all of one device. Raises FormatError or ConfigError."""
+    found = []
+    for path in sorted(folder.glob(f"*{_GRAPH}")):
+        profile = path.with_name(path.name.removesuffix(_GRAPH) + _PROFILE)
+        if profile.exists():
+            graph = read_graph(path)
+            found.append((graph, read_profile(profile, graph)))
+    if not found:
+        raise ConfigError(
+            f"{folder} has no NAME{_GRAPH} with its NAME{_PROFILE}; run `cohabit plan MODEL --output DIR` on the device"
+        )
+    devices = sorted({profile.device for _, profile in found})
+    if len(devices) > 1:
+        raise ConfigError(f"{folder} has profiles of several devices: {', '.join(devices)}; give each a folder")
+    return found
+
+
 def write_graph(folder: Path, graph: Graph) -> Path:
-    return write_file(folder / f"{_stem(graph)}.graph.json", cohabit.planner.graph.encode(graph))
+    return write_file(folder / f"{_stem(graph)}{_GRAPH}", cohabit.planner.graph.encode(graph))
 
 
 def write_profile(folder: Path, graph: Graph, profile: Profile) -> Path:
-    return write_file(folder / f"{_stem(graph)}.profile.json", cohabit.planner.profile.encode(profile))
+    return write_file(folder / f"{_stem(graph)}{_PROFILE}", cohabit.planner.profile.encode(profile))
 
 
 def write_plan(folder: Path, graph: Graph, plan: Plan, memory: str, searcher: str) -> Path:

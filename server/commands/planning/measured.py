@@ -11,7 +11,7 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.registry import SERVING
 from cohabit.server.commands.planning.board_profiles import BoardProfile
-from cohabit.server.commands.planning.files import read_graph, read_profile
+from cohabit.server.commands.planning.files import read_graph, read_profile, read_profiles
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import MEASURING, MemoryBudget
 from cohabit.server.config.sources import config_of, given
@@ -63,6 +63,8 @@ class MeasuredGraph:
 
 def measured_graphs(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
     """Return one per bucket, smallest first. Raises CohabitError."""
+    if options.predicted is not None:
+        return _predicted(options, on_progress)
     if options.model is None:
         if isinstance(options.profile, BoardProfile):
             raise ConfigError(
@@ -72,9 +74,7 @@ def measured_graphs(options: argparse.Namespace, on_progress: Callable[[str], No
             raise ConfigError("give a MODEL, or both --graph and --profile")
         graph = read_graph(options.graph)
         profile = read_profile(options.profile, graph)
-        if options.batch_sizes not in (None, (graph.batch,)):
-            raise ConfigError(f"--batch-sizes: {options.graph} is a graph for batch {graph.batch}")
-        return [MeasuredGraph(graph, profile, graph.weight_bytes)]
+        return [_of_file(options, graph, profile)]
     board = options.profile
     if options.graph is not None or not isinstance(board, BoardProfile | None):
         raise ConfigError("--graph and --profile FILE are there to plan without a model; leave out MODEL or them")
@@ -82,7 +82,30 @@ def measured_graphs(options: argparse.Namespace, on_progress: Callable[[str], No
     return measured if board is None else [replace(i, profile=board.scaled(i.profile)) for i in measured]
 
 
-def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
+def _predicted(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
+    """Return graphs with the profiles that the device of a folder's profiles would have."""
+    from cohabit.planner.papers.tensile.latency import predicted
+
+    if options.profile is not None:
+        raise ConfigError("--predicted takes the place of --profile; leave out one of them")
+    if (options.model is None) == (options.graph is None):
+        raise ConfigError("--predicted needs what to predict for: give a MODEL or --graph")
+    known = read_profiles(options.predicted)
+    if options.graph is not None:
+        graph = read_graph(options.graph)
+        return [_of_file(options, graph, predicted(graph, known))]
+    return [replace(i, profile=predicted(i.graph, known)) for i in _measured(options, on_progress, quick=True)]
+
+
+def _of_file(options: argparse.Namespace, graph: Graph, profile: Profile) -> MeasuredGraph:
+    if options.batch_sizes not in (None, (graph.batch,)):
+        raise ConfigError(f"--batch-sizes: {options.graph} is a graph for batch {graph.batch}")
+    return MeasuredGraph(graph, profile, graph.weight_bytes)
+
+
+def _measured(
+    options: argparse.Namespace, on_progress: Callable[[str], None], *, quick: bool = False
+) -> list[MeasuredGraph]:
     from cohabit.server.repository.scan import find
 
     config = config_of({"repository": str(options.model), "memory": "1B", **given(options, MEASURING)})
@@ -91,7 +114,9 @@ def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -
     on_progress(f"{source.name}: starting torch")
     from cohabit.server.deploy.prepare import lowered_and_measured
 
-    prepared = lowered_and_measured(source, config, lambda name, stage: on_progress(f"{name}: {stage}"))
+    prepared = lowered_and_measured(
+        source, config, lambda name, stage: on_progress(f"{name}: {stage}"), quick=quick
+    )
     graphs, profiles, batches = prepared.lowered.graphs, prepared.profiles, prepared.lowered.batches
     if missing := sorted(set(options.batch_sizes or ()) - set(batches)):
         has = ", ".join(map(str, batches)) if not prepared.lowered.batched else "smaller ones"

@@ -45,6 +45,13 @@ def add_subject(
         metavar="FILE|BOARD",
         help=f"profile of that graph; or, with MODEL, the board to predict for: {', '.join(BOARD_PROFILES)}",
     )
+    measured.add_argument(
+        "--predicted",
+        type=Path,
+        metavar="DIR",
+        help="predict op times, of MODEL or --graph, from graphs and profiles of other models that were measured on a"
+        " device which is not here: a folder that `cohabit plan` wrote there",
+    )
     add_measuring(parser)
 
 

@@ -1,0 +1,69 @@
+"""Predicts the times of a graph's ops on a device from profiles of other graphs there (TENSILE, section IV-A).
+
+Theirs is a network of four layers per operator, on the dimensions of its inputs and its parameters. Here it is a
+regression per kind of op: seconds per op, per byte that it reads or writes, and per multiplication. A graph has sizes
+and no shapes, so multiplications are the square root of the product of the sizes, in elements, of the three largest
+tensors: exact for a product of matrices, and too few by the width of its kernel for a convolution.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+from scipy.optimize import nnls
+
+from cohabit.planner.arrays import Floats
+from cohabit.planner.graph import Graph, Op
+from cohabit.planner.profile import Link, Profile
+
+LEAST_OPS: Final = 6
+"""Kinds with fewer ops in the known profiles are predicted as ops of all kinds are together."""
+_ELEMENT_BYTES: Final = 4
+_LEAST_S: Final = 1e-6
+"""Shorter times differ by what the clock says."""
+
+
+def predicted(graph: Graph, known: Sequence[tuple[Graph, Profile]]) -> Profile:
+    """Return the profile of a graph that the device of the known profiles, at least one, would have."""
+    work: defaultdict[str, list[list[float]]] = defaultdict(list)
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for other, profile in known:
+        for op, op_s in zip(other.ops, profile.op_seconds, strict=True):
+            for kind in (op.target, ""):
+                work[kind].append(_work(other, op))
+                seconds[kind].append(op_s)
+    costs = {kind: _fitted(work[kind], seconds[kind]) for kind in work if not kind or len(work[kind]) >= LEAST_OPS}
+    profiles = [profile for _, profile in known]
+    return Profile(
+        graph.fingerprint,
+        f"{profiles[0].device}, predicted from {len(known)} profiles",
+        tuple(float(costs.get(op.target, costs[""]) @ _work(graph, op)) for op in graph.ops),
+        _middle(profile.swap_in for profile in profiles),
+        _middle(profile.swap_out for profile in profiles),
+        statistics.median(profile.compute_slowdown for profile in profiles),
+        statistics.median(profile.swap_slowdown for profile in profiles),
+    )
+
+
+def _work(graph: Graph, op: Op) -> list[float]:
+    """One op, its bytes, and its multiplications."""
+    sizes = sorted((graph.tensors[t].nbytes for t in (*op.reads, *op.writes)), reverse=True)
+    return [1.0, float(sum(sizes)), math.sqrt(math.prod(n / _ELEMENT_BYTES for n in sizes[:3]))]
+
+
+def _fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Floats:
+    """What each part of the work costs, none less than nothing. Long ops count more, and short ones still count."""
+    scale = 1 / np.sqrt(np.maximum(seconds, _LEAST_S))
+    rows = np.array(work) * scale[:, None]
+    units = np.maximum(rows.max(axis=0), 1e-300)  # the solver wants columns of like size
+    costs: Floats = nnls(rows / units, np.array(seconds) * scale)[0] / units
+    return costs
+
+
+def _middle(links: Iterable[Link]) -> Link:
+    """A link of the median latency and the median bandwidth."""
+    latencies, bandwidths = zip(*((link.latency_s, link.bandwidth_bytes_per_s) for link in links), strict=True)
+    return Link(statistics.median(latencies), statistics.median(bandwidths))
