@@ -1,7 +1,6 @@
 """Latency as a function of the partition's size, from quick plans."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -11,18 +10,12 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.offloading import searcher as offloading
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
+from cohabit.planner.sizing.shares import Curve, Point
 from cohabit.planner.streaming import searcher as streaming
 
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    partition_bytes: int
-    latency_s: float
-
-
-Curve = tuple[Point, ...]
 Estimates = dict[tuple[str, bool, str, int, int], float]
 """Latencies of quick plans: by graph, whether activations are offloaded, profile, partition and workspace."""
 
@@ -43,6 +36,11 @@ def estimate_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -
     return latency_s
 
 
+def partition_sizes(least: int, most: int) -> list[int]:
+    """Return the sizes of partitions that are tried, in whole pages more than the least."""
+    return [least + int(max(most - least, 0) * share) // PAGE_BYTES * PAGE_BYTES for share in SHARES]
+
+
 def latency_curve(
     footprint: Footprint, profile: Profile, least: int, most: int, workspace_bytes: int, known: Estimates
 ) -> Curve:
@@ -51,8 +49,7 @@ def latency_curve(
     Models with the same graph and profile share what is `known`.
     """
     points: list[Point] = []
-    for share in SHARES:
-        size = least + int(max(most - least, 0) * share) // PAGE_BYTES * PAGE_BYTES
+    for size in partition_sizes(least, most):
         key = (footprint.graph.fingerprint, footprint.offloads, profile.fingerprint, size, workspace_bytes)
         if key not in known:
             known[key] = estimate_latency_s(footprint, profile, Memory(workspace_bytes, size))

@@ -6,7 +6,7 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.curves import Curve, Estimates, latency_curve
+from cohabit.planner.sizing.curves import Estimates, latency_curve
 from cohabit.planner.sizing.demand import Demand, workspaces
 from cohabit.planner.sizing.deployment import (
     ONE_REGION,
@@ -18,6 +18,7 @@ from cohabit.planner.sizing.deployment import (
     laid_out,
 )
 from cohabit.planner.sizing.fitting import plan_model
+from cohabit.planner.sizing.shares import Curve, latency_weights, share_out, weighted_latency_s
 
 
 def deploy(
@@ -111,39 +112,12 @@ def _share_out(
         for d, low in zip(demands, least, strict=True)
         for b in [d.smallest]
     ]
-    weights = _weights(demands)
-    at = [0] * len(demands)
-    left = room - sum(least)
-    while True:
-        best: tuple[float, int, int] | None = None
-        for i, (weight, line) in enumerate(zip(weights, lines, strict=True)):
-            for j in range(at[i] + 1, len(line)):
-                more = line[j].partition_bytes - line[at[i]].partition_bytes
-                saved = (line[at[i]].latency_s - line[j].latency_s) * weight
-                if 0 < more <= left and saved > 0 and (best is None or saved / more > best[0]):
-                    best = (saved / more, i, j)
-        if best is None:
-            break
-        _, i, j = best
-        left -= lines[i][j].partition_bytes - lines[i][at[i]].partition_bytes
-        at[i] = j
-    cost = sum(weight * line[k].latency_s for weight, line, k in zip(weights, lines, at, strict=True))
-    partitions = [line[k].partition_bytes for line, k in zip(lines, at, strict=True)]
-    return cost, _give_rest(demands, partitions, left)
-
-
-def _weights(demands: Sequence[Demand]) -> list[float]:
-    """Return what a second of each model's latency costs: its own requests, and those that wait for them.
-
-    This is the derivative of an M/G/1 queue's mean response time (Pollaczek and Khinchine) by the model's service time,
-    at half of the load that all-resident models can bear: only the proportions of the rates count.
-    """
-    rates = [max(d.model.rate_per_s, 1e-9) for d in demands]
-    seconds = [max(d.model.profiles[d.smallest].compute_s, 1e-9) for d in demands]
-    mean = sum(r * s for r, s in zip(rates, seconds, strict=True)) / sum(rates)
-    square = sum(r * s * s for r, s in zip(rates, seconds, strict=True)) / sum(rates)
-    waiting = 1 + square / (2 * mean * mean)
-    return [r * (waiting + s / mean) for r, s in zip(rates, seconds, strict=True)]
+    weights = latency_weights(
+        [d.model.rate_per_s for d in demands], [d.model.profiles[d.smallest].compute_s for d in demands]
+    )
+    chosen = share_out(lines, weights, room)
+    partitions = [point.partition_bytes for point in chosen]
+    return weighted_latency_s(chosen, weights), _give_rest(demands, partitions, room - sum(partitions))
 
 
 def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> list[int]:

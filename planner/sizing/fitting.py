@@ -12,7 +12,7 @@ from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.curves import estimate_latency_s
+from cohabit.planner.sizing.curves import estimate_latency_s, partition_sizes
 from cohabit.planner.sizing.demand import Demand, workspaces
 from cohabit.planner.sizing.deployment import ModelDemand
 
@@ -95,6 +95,27 @@ def plan_model(
             plans[bucket] = known_or_searched(problem, library, searcher)
         residents = plans[bucket].residents
     return plans
+
+
+def plans_by_size(model: ModelDemand, workspace_bytes: int, searcher: str = "best") -> list[dict[Bucket, Plan]]:
+    """Return quick plans of every bucket for partitions of several sizes, the least first, until none is faster.
+
+    Empty if no partition is enough next to this workspace.
+    """
+    demand = Demand.of(model)
+    least = demand.least_partition_bytes(workspace_bytes)
+    if least is None:
+        demand = demand.with_offloading()
+        least = demand.least_partition_bytes(workspace_bytes)
+    found: list[dict[Bucket, Plan]] = []
+    for size in () if least is None else partition_sizes(least, demand.parameter_bytes):
+        found.append(plan_model(model, Memory(workspace_bytes, size), searcher=searcher, quick=True))
+        provenance = found[-1][demand.smallest].provenance
+        if provenance is not None and provenance.latency_s <= model.profiles[demand.smallest].compute_s * (
+            1 + 1e-6
+        ):
+            break
+    return found
 
 
 def known_or_searched(problem: Problem, library: Library | None, searcher: str = "best") -> Plan:

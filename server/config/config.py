@@ -27,7 +27,7 @@ from cohabit.server.config.values import (
 )
 from cohabit.server.errors import ConfigError
 
-Layout = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
+Layout = Literal["partitioned", "elastic", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 Store = Literal["ram", "file", "verified-file"]
 LogFormat = Literal["text", "json"]
 ClientShm = Literal["auto", "on", "off", "any-user"]
@@ -41,7 +41,7 @@ MOST_WAITING = 8192
 _UNIX = "unix:"
 _TRACE_RATE = 1000
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-_PARTITIONED: tuple[Layout, ...] = ("partitioned", "resident")
+_PARTITIONED: tuple[Layout, ...] = ("partitioned", "elastic", "resident")
 
 
 def _commas(sizes: tuple[int, ...]) -> str:
@@ -80,9 +80,9 @@ class ServeConfig:
     layout: Layout = setting(
         "partitioned",
         "--layout",
-        "how models share the memory: a partition each (partitioned), all weights resident (resident), one model at a"
-        " time, copied before it computes (time_shared) or while it does (pipelined), LRU of models (lru) or of"
-        " parameters (on_demand)",
+        "how models share the memory: a partition each (partitioned), whose sizes follow measured request rates"
+        " (elastic); all weights resident (resident); one model at a time, copied before (time_shared) or while it"
+        " computes (pipelined); LRU (lru, on_demand)",
     )
     model_rates: Mapping[str, float] = setting(
         dict,
@@ -383,6 +383,8 @@ def check_consistent(config: ServeConfig) -> None:
         raise ConfigError(
             f"--model-control-mode {config.model_control} needs a layout in which models have partitions"
         )
+    if config.layout == "elastic" and config.bundle is not None:
+        raise ConfigError("--layout elastic: a bundle's plans are for partitions of one size; serve its repository")
     if config.compute_lanes > 1 and not partitioned:
         raise ConfigError(
             f"--compute-lanes {config.compute_lanes} needs a layout in which models have partitions; in"

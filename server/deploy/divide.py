@@ -13,7 +13,7 @@ from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Division, ModelDemand
+from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
 from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.deploy.partitions import Partitions
 from cohabit.server.deploy.worker import WorkerProcesses, stage
@@ -30,7 +30,7 @@ class Planner:
     def __init__(self, config: ServeConfig, workers: WorkerProcesses) -> None:
         self._workers = workers
         self._searcher = config.search
-        self._layout = config.layout
+        self._layout: LayoutName = "partitioned" if config.layout == "elastic" else config.layout
         self._lanes = config.compute_lanes
         self._library = Library(cache_of(config))
 
@@ -83,6 +83,10 @@ class Planner:
         """Return the first plans that work. Raises InfeasibleBudget, or WorkerFailed with its message."""
         return self._workers.call(_plan, model, memory, None, self._searcher, quick=True)
 
+    def plans_by_size(self, model: ModelDemand, workspace_bytes: int) -> list[Mapping[Bucket, Plan]]:
+        """Return quick plans for partitions of several sizes, the least first. Raises WorkerFailed."""
+        return self._workers.call_later(_plans_by_size, model, workspace_bytes, self._searcher)
+
     def best_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
         """Return what a full search finds, which is kept. Raises as `quick_plans`."""
         known = self.known_plans(model, memory)
@@ -124,6 +128,12 @@ def _plan(
 ) -> Mapping[Bucket, Plan]:
     with stage(f"planning model '{model.name}'"):
         plans: Mapping[Bucket, Plan] = _planner("fitting").plan_model(model, memory, library, searcher, quick=quick)
+    return plans
+
+
+def _plans_by_size(model: ModelDemand, workspace_bytes: int, searcher: str) -> list[Mapping[Bucket, Plan]]:
+    with stage(f"planning model '{model.name}'"):
+        plans: list[Mapping[Bucket, Plan]] = _planner("fitting").plans_by_size(model, workspace_bytes, searcher)
     return plans
 
 

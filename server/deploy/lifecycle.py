@@ -7,6 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from msgspec.structs import replace
+
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.warmup import warm_up
 from cohabit.server.deploy.worker import (
@@ -34,6 +36,7 @@ from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloa
 from cohabit.server.triton.model_config import parse_config
 
 if TYPE_CHECKING:
+    from cohabit.server.deploy.elastic import Elastic
     from cohabit.server.deploy.model import Model
     from cohabit.server.deploy.place import ModelPlacement
 
@@ -72,7 +75,8 @@ class Lifecycle:
         self._lanes = lanes
         self._open_placement = open_placement
         self._placement: ModelPlacement | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._elastic: Elastic | None = None
+        self._watches: list[asyncio.Task[None]] = []
         self._opened = asyncio.Event()
         self.serving: dict[ModelKey, Model] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -92,8 +96,18 @@ class Lifecycle:
         self._placement.workers.here = False  # from now on, there are requests to answer in this process
         self._opened.set()
         if self._config.plans_later and self._config.device == "cpu":
-            self._watch = asyncio.create_task(self._placement.improver.watch())
+            self._watches.append(asyncio.create_task(self._placement.improver.watch()))
+        if self._config.layout == "elastic":
+            from cohabit.server.deploy.elastic import Elastic
+
+            self._elastic = Elastic(self._placement, self._requests)
+            self._watches.append(asyncio.create_task(self._elastic.watch()))
         return failures
+
+    def _requests(self) -> dict[str, int]:
+        """Return the requests that each model has had, by owner."""
+        counted = {model.owner: self._registry.statistics(key) for key, model in self.serving.items()}
+        return {owner: statistics.answered.count + statistics.failed_count for owner, statistics in counted.items()}
 
     async def _deploy(
         self,
@@ -133,7 +147,7 @@ class Lifecycle:
 
     async def close(self) -> None:
         """Cancel pending operations, and end the processes that prepare and plan; models stay as they are."""
-        pending = [*self._operations] if self._watch is None else [self._watch, *self._operations]
+        pending = [*self._watches, *self._operations]
         if self._placement is not None:
             self._placement.workers.close()
             await self._placement.improver.close()
@@ -149,7 +163,8 @@ class Lifecycle:
 
     @property
     def use(self) -> DeviceUse:
-        return DeviceUse() if self._placement is None else self._placement.use()
+        use = DeviceUse() if self._placement is None else self._placement.use()
+        return use if self._elastic is None else replace(use, divisions=self._elastic.divisions)
 
     @property
     def memory_map(self) -> str:

@@ -22,7 +22,7 @@ from cohabit.server.deploy.improve import Improver
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.memory_map import draw
 from cohabit.server.deploy.model import Model, Plans, Programs
-from cohabit.server.deploy.moves import Move, ReleaseForMove, moves, packed, vacate_all
+from cohabit.server.deploy.partitions import Move, ReleaseForMove, moves, packed, vacate_all
 from cohabit.server.deploy.prepare import (
     OnProgress,
     TimeLeft,
@@ -263,27 +263,52 @@ class ModelPlacement:
         held = {model.owner: partitions.held[model.owner] for model in others}
         shares, own = division.partition_bytes[: len(others)], division.partition_bytes[len(others) :]
         kept = {m.owner: min(nbytes, held[m.owner].nbytes) for m, nbytes in zip(others, shares, strict=True)}
-        wanted = packed(kept, held, partitions.arena_bytes)
         plans = {
             model.owner: await in_thread(self._first_plans, model, Memory(workspace, kept[model.owner]))
             for model in others
             if kept[model.owner] < held[model.owner].nbytes
         }
+        await self._resize({m.owner: m for m in others}, kept, workspace, plans, old, stop_old)
+        return [Memory(workspace, nbytes) for nbytes in own]
+
+    async def redivide(self, plans: Mapping[str, tuple[Plans, bool]]) -> None:
+        """Give some models, by owner, the partitions that these plans are for, and move what is in the way.
+
+        The second value is whether a full search has found them. The sizes must fit together. The caller holds
+        `changing`. Raises CohabitError before anything has moved.
+        """
+        partitions = self.memory.partitions
+        sizes = {owner: partitions.held[owner].nbytes for owner in self.memory.models}
+        sizes |= {owner: made[min(made)].memory.partition_bytes for owner, (made, _) in plans.items()}
+        await self._resize(dict(self.memory.models), sizes, partitions.workspace_bytes, plans)
+
+    async def _resize(
+        self,
+        models: Mapping[str, Model],
+        sizes: Mapping[str, int],
+        workspace: int,
+        plans: Mapping[str, tuple[Plans, bool]],
+        old: Model | None = None,
+        stop_old: StopOld = _nothing_to_stop,
+    ) -> None:
+        """Pack the partitions of models, by owner, in these sizes, with new plans for some; `old` leaves before."""
+        memory, partitions = self.memory, self.memory.partitions
+        held = {owner: partitions.held[owner] for owner in models}
+        wanted = packed(sizes, held, partitions.arena_bytes)
         # With several lanes, all workspaces but the first move when they grow.
         elsewhere = partitions.lanes > 1 and workspace > partitions.workspace_bytes
         steps = vacate_all(wanted) if elsewhere else moves(held, wanted, workspace)
         moving = {step.owner for step in steps}
         programs: dict[str, Programs] = {}
-        for model in others:  # all before any moves: an unsupported plan is refused first
-            if model.owner in moving:
-                made, _ = plans.get(model.owner, (model.plans, model.searched))
-                programs[model.owner] = await in_thread(
-                    memory.bind, model, made, wanted[model.owner], workspace_bytes=workspace, yields=True
+        for owner, model in models.items():  # all before any moves: an unsupported plan is refused first
+            if owner in moving:
+                made, _ = plans.get(owner, (model.plans, model.searched))
+                programs[owner] = await in_thread(
+                    memory.bind, model, made, wanted[owner], workspace_bytes=workspace, yields=True
                 )
         if old is not None:
             await self._vacate_old(old, stop_old)
-        await self._migrate({model.owner: model for model in others}, steps, workspace, plans, programs)
-        return [Memory(workspace, nbytes) for nbytes in own]
+        await self._migrate(models, steps, workspace, plans, programs)
 
     def _division(self, others: list[Model], models: Sequence[Model], on_divided: Callable[[], None]) -> Division:
         """Return how the memory is divided among models, those that are there first. Raises InfeasibleBudget."""

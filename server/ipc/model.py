@@ -123,6 +123,8 @@ class DeviceUse(msgspec.Struct, frozen=True):
     """The arena's address map."""
     outside_bytes: int | None = None
     """Device memory that the process takes outside of the arena; None on devices where it takes none."""
+    divisions: int | None = None
+    """Times that memory was divided anew by measured request rates; None where it never is."""
 
 
 def lane_name(kind: str, lane: int, lanes: int) -> str:

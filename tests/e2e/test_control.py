@@ -1,5 +1,6 @@
 """Models are loaded, replaced and unloaded while others are served: no wrong answer, no lost request, no lost byte."""
 
+import itertools
 import json
 import shutil
 import socket
@@ -22,7 +23,7 @@ from cohabit.server.deploy.model import Model, Plans, Programs
 from cohabit.server.deploy.worker import MOST_PREPARING
 from cohabit.server.errors import ConfigError
 from cohabit.server.repository.sources import ModelSource
-from tests.e2e.serving import eventually, repository_index
+from tests.e2e.serving import eventually, repository_index, serving
 from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
 
 
@@ -168,6 +169,62 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
         assert len({id(p) for p in released}) == len(released)
         assert {id(p) for p in bound} == running | {id(p) for p in released}
         assert not running & {id(p) for p in released}
+
+
+def test_200_moves_under_requests_lose_none_and_change_no_bit(
+    stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is divided anew again and again, so that each of three models has the most of it in turn."""
+    names = "abc"
+    for number, name in enumerate(names):
+        stacks.put(tmp_path, name, number)
+    with serving(tmp_path, "9MiB", plans, layout="elastic", batch_sizes=(1,)) as server:
+        server.until_planned()
+        placement, before = server.placement, {name: answer(server, name).tobytes() for name in names}
+        elastic = server.engine.lifecycle._elastic
+        assert elastic is not None
+        requests = dict.fromkeys(placement.memory.models, 0)
+        monkeypatch.setattr(elastic, "_requests", lambda: requests)
+        monkeypatch.setattr(elastic, "_clock", itertools.count(step=10.0).__next__)
+        moved: list[str] = []
+        move = placement._move
+
+        async def noted(model: Model, *arguments: Any) -> None:
+            moved.append(model.key.name)
+            await move(model, *arguments)
+
+        monkeypatch.setattr(placement, "_move", noted)
+        stop, wrong = threading.Event(), list[str]()
+
+        def ask_on(name: str) -> None:
+            while not stop.is_set():
+                try:
+                    if answer(server, name).tobytes() != before[name]:
+                        wrong.append(f"{name} gave other bits")
+                except InferenceServerException as error:
+                    wrong.append(f"{name}: {error}")
+
+        with ThreadPoolExecutor(len(names)) as clients:
+            for name in names:
+                clients.submit(ask_on, name)
+            try:
+                largest = set()
+                for popular in itertools.cycle(list(requests)):
+                    server.on_loop(elastic.check())  # a window begins
+                    requests[popular] += 1000
+                    server.on_loop(elastic.check())
+                    sizes = held(server)
+                    largest.add(max(sizes, key=lambda name: sizes[name]))
+                    if len(moved) >= 200:
+                        break
+            finally:
+                stop.set()
+        assert wrong == []
+        assert largest == set(names)
+        assert sum(sizes.values()) + placement.memory.partitions.workspace_bytes <= 9 << 20
+        use = placement.memory.use()
+        assert use.partition_bytes + use.workspace_bytes + use.free_bytes == placement.memory.partitions.arena_bytes
+        assert server.engine.report().device.divisions == elastic.divisions > 50
 
 
 def test_a_model_that_comes_back_runs_the_plans_that_were_found_for_it(

@@ -144,7 +144,7 @@ def test_tracing_is_set_as_in_triton() -> None:
         ("load_model = true", "load_model in FILE: it must be a list"),
         (
             "layout = 'flat'",
-            "layout in FILE: 'flat' is none of partitioned, resident, time_shared, pipelined, lru, on_demand",
+            "layout in FILE: 'flat' is none of partitioned, elastic, resident, time_shared, pipelined, lru, on_demand",
         ),
         ("[http]\nport = 1", "http in FILE: there is no such setting"),
         ("[models.a]\nrate = 3", "models in FILE: there is no such setting"),

@@ -5,8 +5,15 @@ import random
 import pytest
 
 from cohabit.planner.memory import Memory
-from cohabit.server.deploy.moves import Move, ReleaseForMove, moves, packed, vacate_all
-from cohabit.server.deploy.partitions import Extent, Partitions
+from cohabit.server.deploy.partitions import (
+    Extent,
+    Move,
+    Partitions,
+    ReleaseForMove,
+    moves,
+    packed,
+    vacate_all,
+)
 
 
 def no_overlap(extents: list[Extent], workspace_bytes: int, arena_bytes: int) -> bool:

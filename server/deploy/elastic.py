@@ -1,0 +1,162 @@
+"""Divides memory anew among models while they are served, when measured request rates make that worth moving them."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cohabit.planner.errors import CohabitError
+from cohabit.planner.profile import Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.shares import Curve, Point, latency_weights, share_out, weighted_latency_s
+from cohabit.server.deploy.model import Model, Plans
+from cohabit.server.deploy.worker import in_thread
+
+if TYPE_CHECKING:
+    from cohabit.server.deploy.place import ModelPlacement
+
+_log = logging.getLogger("cohabit.elastic")
+
+INTERVAL_S = 1.0
+LEAST_WINDOW_S = 2.0
+REQUESTS_PER_MODEL = 25
+"""Requests that a window has, of all models together, per model: rates from fewer are chance."""
+LEAST_GAIN = 0.1
+"""Share of the predicted latency that a division must save: what less would save, chance in the rates takes back."""
+
+Requests = Callable[[], Mapping[str, int]]
+"""Returns the requests that each model has had since it was loaded, by owner; without those that are not served."""
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """Plans of a model for partitions of several sizes."""
+
+    workspace_bytes: int
+    profiles: Mapping[Bucket, Profile]
+    """What it was planned for: a model that is measured again is planned again."""
+    plans: dict[int, tuple[Plans, bool]]
+    """By bytes of partition, and whether a full search found them."""
+
+    def curve(self, model: Model) -> Curve:
+        """Return the predicted latency over the size; the model's present plans count too, and replace quick ones."""
+        self.plans[_bytes_of(model.plans)] = model.plans, model.searched
+        return tuple(Point(nbytes, _latency_s(model, plans)) for nbytes, (plans, _) in sorted(self.plans.items()))
+
+
+class Elastic:
+    """Belongs to the event loop's thread. Plans are made beforehand, in a process of low priority."""
+
+    def __init__(
+        self, placement: "ModelPlacement", requests: Requests, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.divisions = 0
+        """Times that memory was divided anew."""
+        self._placement = placement
+        self._requests = requests
+        self._clock = clock
+        self._sizes: dict[str, _Sizes] = {}
+        """By owner."""
+        self._counted: deque[tuple[float, dict[str, int]]] = deque()
+        """When requests were counted, and how many there were, over the window."""
+
+    async def watch(self) -> None:
+        """Check the rates after each interval, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                await self.check()
+            except CohabitError as error:
+                _log.warning("memory is not divided anew", extra={"fields": {"reason": str(error)}})
+
+    async def check(self) -> None:
+        """Divide memory anew if the rates of the window make it pay. Raises CohabitError."""
+        placement, models = self._placement, dict(self._placement.memory.models)
+        rates_per_s = self._rates_per_s()
+        if rates_per_s is None or rates_per_s.keys() != models.keys() or not await self._are_planned(models):
+            return
+        partitions = placement.memory.partitions
+        memory_bytes = partitions.arena_bytes - partitions.workspaces.nbytes
+        chosen, gain = await in_thread(self._share_out, models, rates_per_s, memory_bytes)
+        if gain < LEAST_GAIN:
+            return
+        async with placement.changing:
+            workspaces = {self._sizes[owner].workspace_bytes for owner in models}
+            if placement.memory.models != models or workspaces != {partitions.workspace_bytes}:
+                return  # a model came or left meanwhile
+            held = {owner: partitions.held[owner].nbytes for owner in models}
+            changed = {owner: chosen[owner] for owner in models if chosen[owner] != held[owner]}
+            start_s = self._clock()
+            await placement.redivide({owner: self._sizes[owner].plans[size] for owner, size in changed.items()})
+        scale = sum(model.rate_per_s for model in models.values()) / sum(rates_per_s.values())
+        for owner, model in models.items():  # models that are loaded later are compared with these rates
+            model.rate_per_s = rates_per_s[owner] * scale
+        self.divisions += 1
+        self._counted.clear()
+        fields = {
+            "models": [models[owner].key.name for owner in changed],
+            "predicted_gain": f"{gain:.0%}",
+            "seconds": f"{self._clock() - start_s:.2f}",
+        }
+        _log.info("memory was divided anew by measured request rates", extra={"fields": fields})
+        placement.improver.begin([models[owner] for owner in changed if owner in placement.memory.models])
+
+    def _rates_per_s(self) -> dict[str, float] | None:
+        """Return each model's requests per second in the shortest window that tells enough; None if none does yet."""
+        counts = dict(self._requests())
+        if self._counted and self._counted[-1][1].keys() != counts.keys():
+            self._counted.clear()
+        self._counted.append((self._clock(), counts))
+        now_s, total = self._counted[-1][0], sum(counts.values())
+
+        def is_enough(begin: tuple[float, dict[str, int]]) -> bool:
+            requests = total - sum(begin[1].values())
+            return now_s - begin[0] >= LEAST_WINDOW_S and requests >= REQUESTS_PER_MODEL * len(counts)
+
+        while len(self._counted) > 1 and is_enough(self._counted[1]):
+            self._counted.popleft()
+        begin_s, before = begin = self._counted[0]
+        if not counts or not is_enough(begin):
+            return None
+        # One more for each: a model that had none in this window may have some in the next.
+        return {owner: (count - before[owner] + 1) / (now_s - begin_s) for owner, count in counts.items()}
+
+    async def _are_planned(self, models: Mapping[str, Model]) -> bool:
+        """Plan what has not been planned for several sizes. False if it has to wait, or a model has no choice."""
+        workspace_bytes = self._placement.memory.partitions.workspace_bytes
+        self._sizes = {owner: sizes for owner, sizes in self._sizes.items() if owner in models}
+        for owner, model in models.items():
+            known = self._sizes.get(owner)
+            if known is not None and (known.workspace_bytes, known.profiles) == (workspace_bytes, model.profiles):
+                continue
+            if self._placement.improver.is_busy:
+                return False  # it may be measured again: its profiles are not final
+            found = await in_thread(self._placement.planner.plans_by_size, model.demand, workspace_bytes)
+            plans = {_bytes_of(made): (made, False) for made in found}
+            self._sizes[owner] = _Sizes(workspace_bytes, model.profiles, plans)
+        return True
+
+    def _share_out(
+        self, models: Mapping[str, Model], rates_per_s: Mapping[str, float], memory_bytes: int
+    ) -> tuple[dict[str, int], float]:
+        """Return the best sizes of the partitions, by owner, and the share of the predicted latency that they save."""
+        curves = [self._sizes[owner].curve(model) for owner, model in models.items()]
+        compute_s = [model.profiles[min(model.profiles)].compute_s for model in models.values()]
+        weights = latency_weights([rates_per_s[owner] for owner in models], compute_s)
+        now = [Point(_bytes_of(model.plans), _latency_s(model, model.plans)) for model in models.values()]
+        chosen = share_out(curves, weights, memory_bytes)
+        gain = 1 - weighted_latency_s(chosen, weights) / weighted_latency_s(now, weights)
+        return {owner: point.partition_bytes for owner, point in zip(models, chosen, strict=True)}, gain
+
+
+def _bytes_of(plans: Plans) -> int:
+    return plans[min(plans)].memory.partition_bytes
+
+
+def _latency_s(model: Model, plans: Plans) -> float:
+    """Return the predicted latency of the smallest bucket."""
+    provenance = plans[min(plans)].provenance
+    return model.profiles[min(plans)].compute_s if provenance is None else provenance.latency_s
