@@ -49,7 +49,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.observe": ({"server", "planner.shapes"}, {"msgspec", "psutil", "pynvml"}),
     "server.frontend": (
         {"server", "planner.errors", "planner.free_list", "planner.shapes"},
-        {"grpc", "msgspec", "numpy"},
+        {"grpc", "msgspec", "numpy", "tokenizers"},
     ),
     "server.http": ({"server", "planner.errors"}, {"aiohttp", "msgspec"}),
     "server.grpc": (

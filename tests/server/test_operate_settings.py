@@ -184,6 +184,24 @@ def test_what_is_missing_is_named_with_the_ways_to_give_it() -> None:
     assert "COHABIT_MEMORY" in message
 
 
+def test_without_memory_the_whole_server_takes_what_is_left() -> None:
+    def taking_what_is_left(*flags: str) -> ResolvedConfig:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        add_flags(parser)
+        return read_settings(parser.parse_args(["models", *flags]), {}, lambda: (3 << 30, "this machine"))
+
+    found = taking_what_is_left()
+    assert found.takes_memory_left
+    assert (found.config.process_memory_bytes, found.config.memory) == (3 << 30, FixedSize(3 << 30))
+    assert 'process_memory = "3GiB"' in as_toml(found)
+    assert found.origins["process_memory"] == found.origins["memory"] == "what this machine has left"
+    for given in (("--memory", "25%"), ("--process-memory", "1GiB")):
+        assert not taking_what_is_left(*given).takes_memory_left
+    for given in (("--device", "cuda"), ("--frontends", "2")):
+        with pytest.raises(ConfigError, match="--memory is missing"):
+            taking_what_is_left(*given)
+
+
 def test_what_is_printed_reads_back_to_the_same_config_and_names_origins(tmp_path: Path) -> None:
     path = file(tmp_path, 'load_model = ["a", "b"]\nmodel_control = "explicit"\nmodel_rate = ["a=2"]\n')
     found = effective(*NEEDED, "--config", path, environment={"COHABIT_MODEL_RATE": "a=3,b=1"})
