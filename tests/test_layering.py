@@ -46,7 +46,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.protocol": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
     "server.scheduling": ({"server", "planner.shapes"}, {"msgspec"}),
     "server.triton": ({"server", "planner.shapes"}, {"msgspec", "numpy"} | TRITON),
-    "server.observe": ({"server", "planner.shapes"}, {"msgspec", "psutil", "pynvml"}),
+    "server.observe": ({"server", "planner.shapes"}, {"msgspec", "opentelemetry", "psutil", "pynvml"}),
     "server.frontend": (
         {"server", "planner.errors", "planner.free_list", "planner.shapes"},
         {"grpc", "msgspec", "numpy", "tokenizers"},
