@@ -388,6 +388,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     text = "requests: .npz, .jsonl, or a folder with one per model, such as a repository with sample.json"
     add(load, "--inputs", "inputs", str, "PATH", text)
     load.add_argument(
+        "--shared-memory",
+        choices=("system",),
+        default=None,
+        help="pass inputs in shared memory of this machine, registered with the server; outputs are sent",
+    )
+    load.add_argument(
         "--verify",
         nargs="?",
         choices=("bits", "close"),

@@ -1,10 +1,11 @@
 """A Triton client: HTTP with binary tensors, or gRPC, as the URL's scheme says."""
 
 import itertools
+import os
 import resource
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +16,10 @@ import numpy as np
 import tritonclient.http
 import tritonclient.http.aio
 from numpy.typing import NDArray
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, shared_memory
 
 from cohabit.loadgen.errors import ServerFailed, UsageError
-from cohabit.loadgen.inputs import RequestInputs, file_of, random_tensors, read_requests
+from cohabit.loadgen.inputs import InputTensor, RequestInputs, file_of, random_tensors, read_requests
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.openloop import RequestFailed, Send
 
@@ -83,12 +84,20 @@ class Client:
                 ssl_context=self._context,
             )  # fmt: skip
             self._as_json, self._timeout = {}, {}
+        self._regions: list[shared_memory.SharedMemoryRegion] = []
+        """Shared memory that holds inputs; registered with the server until `close`."""
 
     @property
     def is_grpc(self) -> bool:
         return bool(self._as_json)
 
     async def close(self) -> None:
+        for region in self._regions:
+            with suppress(InferenceServerException, *_UNREACHABLE, TimeoutError):
+                name = region._triton_shm_name
+                await self._client.unregister_system_shared_memory(name, headers=self._credentials.headers)
+            shared_memory.destroy_shared_memory_region(region)
+        self._regions.clear()
         await self._client.close()
 
     async def ready_models(self) -> list[str]:
@@ -130,10 +139,39 @@ class Client:
         """Serialise a request's inputs for this protocol."""
         inputs = []
         for tensor in given.inputs:
-            made = self._own.InferInput(tensor.name, list(tensor.values.shape), tensor.datatype)
-            made.set_data_from_numpy(tensor.values)
-            inputs.append(made)
+            inputs.append(self._input(tensor))
+            inputs[-1].set_data_from_numpy(tensor.values)
         return PreparedRequest(inputs, given.expected)
+
+    async def requests_in_shared_memory(
+        self, model: str, requests: Sequence[RequestInputs]
+    ) -> "list[PreparedRequest]":
+        """Put the inputs of a model's requests into one region of shared memory, which the server reads.
+
+        Raises UsageError if the server does not take it, because it runs on another machine or does not permit it.
+        """
+        contents = [[_serialised(tensor) for tensor in given.inputs] for given in requests]
+        name = f"loadgen-{os.getpid()}-{len(self._regions)}"
+        nbytes = max(1, sum(content.nbytes for of_request in contents for content in of_request))
+        region = shared_memory.create_shared_memory_region(name, f"/{name}", nbytes, create_only=True)
+        self._regions.append(region)
+        call = self._client.register_system_shared_memory(
+            name, f"/{name}", nbytes, headers=self._credentials.headers
+        )
+        await self._answer(call, f"does not take the inputs of {model} in shared memory; leave out --shared-memory")
+        prepared, offset = [], 0
+        for given, of_request in zip(requests, contents, strict=True):
+            inputs = []
+            for tensor, content in zip(given.inputs, of_request, strict=True):
+                shared_memory.set_shared_memory_region(region, [content], offset)
+                inputs.append(self._input(tensor))
+                inputs[-1].set_shared_memory(name, content.nbytes, offset)
+                offset += content.nbytes
+            prepared.append(PreparedRequest(inputs, given.expected))
+        return prepared
+
+    def _input(self, tensor: InputTensor) -> Any:
+        return self._own.InferInput(tensor.name, list(tensor.values.shape), tensor.datatype)
 
     async def infer(self, model: str, inputs: Sequence[Any]) -> Any:
         """Return tritonclient's result; raises RequestFailed."""
@@ -218,11 +256,15 @@ async def _requests_of(client: Client, model: str, load: Load, rng: np.random.Ge
     else:
         batches = rng.choice(load.batch, DISTINCT_REQUESTS).tolist()
     if path is not None:
-        return [client.request(given) for given in read_requests(path, metadata, batches)]
-    if client.is_grpc:
-        for spec in metadata["inputs"]:
-            spec["parameters"] = {"maximum": _MAX_ID_GRPC}
-    return [client.request(RequestInputs(random_tensors(metadata, batch, rng), {})) for batch in batches]
+        requests = read_requests(path, metadata, batches)
+    else:
+        if client.is_grpc:
+            for spec in metadata["inputs"]:
+                spec["parameters"] = {"maximum": _MAX_ID_GRPC}
+        requests = [RequestInputs(random_tensors(metadata, batch, rng), {}) for batch in batches]
+    if load.shared_memory == "system":
+        return await client.requests_in_shared_memory(model, requests)
+    return [client.request(given) for given in requests]
 
 
 def sender(client: Client, requests: Mapping[str, Sequence[PreparedRequest]], verify: str | None = None) -> Send:
@@ -236,6 +278,13 @@ def sender(client: Client, requests: Mapping[str, Sequence[PreparedRequest]], ve
             request.check(model, result, in_bits=verify == "bits")
 
     return send
+
+
+def _serialised(tensor: InputTensor) -> NDArray[np.uint8]:
+    """Return the bytes of an input on the wire, which are also those in shared memory."""
+    made = tritonclient.http.InferInput(tensor.name, list(tensor.values.shape), tensor.datatype)
+    made.set_data_from_numpy(tensor.values, binary_data=True)
+    return np.frombuffer(made._get_binary_data(), np.uint8)
 
 
 def _tls_context(ca: Path | None) -> ssl.SSLContext:

@@ -35,6 +35,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     verify: Literal["bits", "close"] | None = None
     """Compare answers: those of one request with each other, in every bit or but for rounding; and the first one, but
     for rounding, with the outputs that `inputs` gives."""
+    shared_memory: Literal["system"] | None = None
+    """Pass inputs in system shared memory, which needs the server on this machine; None to send them."""
     processes: int = 1
     """Processes that send, each a share of the arrivals."""
     slo_s: float = 0.1

@@ -16,6 +16,11 @@ from cohabit.server.errors import ConfigError
 _log = logging.getLogger("cohabit.serve")
 
 _COUNTED = ("RssAnon", "RssFile")
+_LIMIT_AND_USAGE = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+_LEAST_MARGIN_BYTES, _MARGIN_SHARE = 16 << 20, 16
+_LEFT_STEP_BYTES = 16 << 20
+"""So that two starts in much the same memory find the same plans."""
+_MACHINE = Path("/proc/meminfo")
 _OF_PROCESS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -59,9 +64,32 @@ def available_memory(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -
     limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
     for group, version in _groups("memory", of_process, mounted):
         with suppress(OSError, ValueError):  # "max" is no limit
-            limit = (group / ("memory.limit_in_bytes" if version == 1 else "memory.max")).read_text()
+            limit = (group / _LIMIT_AND_USAGE[version][0]).read_text()
             limits.append((int(limit), "this process's cgroup"))
     return min(limits)
+
+
+def memory_left(
+    of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED, machine: Path = _MACHINE
+) -> tuple[int, str]:
+    """Return the bytes of RAM that this process and its children can have now, and what leaves them.
+
+    What other processes use is subtracted, and a margin for the kernel and its caches of files.
+    """
+    own = resident_bytes()
+    left, where = available_memory(of_process, mounted)[0], "this machine"
+    with suppress(OSError, StopIteration):
+        available = next(line for line in machine.read_text().splitlines() if line.startswith("MemAvailable:"))
+        left = min(left, (int(available.split()[1]) << 10) + own)
+    for group, version in _groups("memory", of_process, mounted):
+        with suppress(OSError, ValueError):
+            limit, usage = _LIMIT_AND_USAGE[version]
+            kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / usage).read_text()) - int(kept.get("inactive_file", 0)) - own
+            free = int((group / limit).read_text()) - max(0, used)
+            left, where = min((left, where), (free, "the cgroup of this process"))
+    margin = max(_LEAST_MARGIN_BYTES, left // _MARGIN_SHARE)
+    return max(0, left - margin) // _LEFT_STEP_BYTES * _LEFT_STEP_BYTES, where
 
 
 def resident_bytes() -> int:

@@ -25,6 +25,7 @@ from cohabit.server.http.server import HttpServer
 from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog
 from cohabit.server.observe.machine import Machine
+from cohabit.server.observe.otlp import OtlpExporter
 from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.trace_file import TraceFile
 from cohabit.server.observe.tracing import Tracer
@@ -71,6 +72,7 @@ class Server:
         self.supervisor: Supervisor | None = None
         self.client = self._make_client(open_placement)
         self._trace_file: TraceFile | None = None
+        self._exporter: OtlpExporter | None = None
         self._access = open_access(config)
         self.tokens = TokenFiles(config, self._access)
         self._make_plane()
@@ -95,10 +97,13 @@ class Server:
         config = self._config
         if config.trace_file is not None and self._engine_path is None:
             self._trace_file = TraceFile(config.trace_file, lanes=config.compute_lanes)
-        traced = TraceSettings("" if self._trace_file is None else str(config.trace_file), config.trace_rate)
+        if config.collector is not None:
+            self._exporter = OtlpExporter(config.collector)
+        path = "" if self._trace_file is None else str(config.trace_file)
+        traced = TraceSettings(path, config.collector or "", config.trace_rate)
         opened = partial(open_region, any_user=config.client_shm == "any-user")
         regions = Regions(opened if config.takes_client_shm else no_system)
-        tracer = Tracer(traced, self._trace_file)
+        tracer = Tracer(traced, self._trace_file, self._exporter)
         machine = Machine(self._access.refused)
         self.plane = DataPlane(config, self.client, self._memory, regions, tracer, machine, self._clock)
         self._feed: LiveFeed | None = None
@@ -184,6 +189,8 @@ class Server:
         if self._trace_file is not None:
             self._trace_file.close()  # after the engine, whose last spans belong in it
             self._trace_file = None
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.close)
         self._memory.close()
         return drained and ended
 

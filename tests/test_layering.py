@@ -46,10 +46,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.protocol": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
     "server.scheduling": ({"server", "planner.shapes"}, {"msgspec"}),
     "server.triton": ({"server", "planner.shapes"}, {"msgspec", "numpy"} | TRITON),
-    "server.observe": ({"server", "planner.shapes"}, {"msgspec", "psutil", "pynvml"}),
+    "server.observe": ({"server", "planner.shapes"}, {"msgspec", "opentelemetry", "psutil", "pynvml"}),
     "server.frontend": (
         {"server", "planner.errors", "planner.free_list", "planner.shapes"},
-        {"msgspec", "numpy"},
+        {"msgspec", "numpy", "tokenizers"},
     ),
     "server.http": ({"server", "planner.errors"}, {"aiohttp", "msgspec"}),
     "server.grpc": (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from cohabit.planner.errors import CohabitError
+from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.server.commands import EXIT_FAILED, exit_status
 from cohabit.server.config import sources
 from cohabit.server.config.config import ServeConfig
@@ -42,7 +42,7 @@ _EXAMPLES = """examples:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Declare every setting as a flag."""
-    parser.usage = "cohabit serve REPOSITORY --memory SIZE [options]"
+    parser.usage = "cohabit serve REPOSITORY [--memory SIZE] [options]"
     parser.description = "Serve the models of a repository to KServe v2 and Triton clients."
     parser.epilog = _EXAMPLES
     sources.add_flags(parser)
@@ -50,7 +50,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Serve until SIGTERM or SIGINT. Raises CohabitError if the server cannot start; as JSON, that is logged."""
-    effective = sources.read_settings(options, os.environ)
+    from cohabit.server.resources import memory_left, refuse_impossible
+
+    effective = sources.read_settings(options, os.environ, memory_left)
     if options.print_config:
         print(sources.as_toml(effective), end="")
         return 0
@@ -59,11 +61,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     import uvloop
 
     from cohabit.server.log import configure_logging
-    from cohabit.server.resources import refuse_impossible
 
     no_new_privileges()
     allow_connections()
     configure_logging(effective.config.log_format)
+    if effective.takes_memory_left:
+        _tell_memory(effective, _teller(effective.config, errors))
     try:
         refuse_impossible(effective.config, effective.origins)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -86,7 +89,7 @@ async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
     server = Server(config)
     is_failed = False
     as_json = config.log_format == "json"
-    tell: Tell = _as_records if as_json else partial(_as_text, console)
+    tell = _teller(config, console)
     if config.token_files or config.control_token_files:
         loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(server.tokens.reread()))
     try:
@@ -108,6 +111,18 @@ async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
     finally:
         clean = await server.stop()
     return 0 if clean and not is_failed else EXIT_FAILED
+
+
+def _teller(config: ServeConfig, console: Console) -> Tell:
+    return _as_records if config.log_format == "json" else partial(_as_text, console)
+
+
+def _tell_memory(effective: sources.ResolvedConfig, tell: Tell) -> None:
+    """Say how much memory is taken, and of what."""
+    nbytes, origin = effective.config.process_memory_bytes, effective.origins["process_memory"]
+    assert nbytes is not None
+    text = f"memory: {format_bytes(nbytes)} for the whole server, {origin}; --memory and --process-memory give less"
+    tell("memory", text, process_memory_bytes=nbytes, origin=origin)
 
 
 def _as_records(event: str, text: str, **fields: object) -> None:

@@ -62,8 +62,8 @@ class ServeConfig:
     memory: MemorySize = field(
         metadata=flag(
             "--memory",
-            "device memory for all models, as a size (64MiB, 8GiB, 82MB) or a share of the sum of their weights (25%);"
-            " required unless --process-memory or a bundle gives it",
+            "device memory for all models, as a size (64MiB, 8GiB, 82MB) or a share of the sum of their weights (25%)."
+            " Without it, on a CPU: --process-memory with what the machine or container has left",
             parse_memory,
             "SIZE",
             group="memory",
@@ -292,8 +292,8 @@ class ServeConfig:
     trace: Mapping[str, str] = setting(
         dict,
         "--trace-config",
-        "file=FILE writes spans of requests there, as JSON for Perfetto and chrome://tracing; rate=N writes those of"
-        " every N-th request of a model (default: 1000)",
+        "file=FILE writes spans of requests there, as JSON for Perfetto and chrome://tracing; otlp=URL sends them to an"
+        " OpenTelemetry collector; rate=N traces every N-th request of a model (default: 1000)",
         trace_option,
         "KEY=VALUE",
         repeatable=True,
@@ -335,6 +335,11 @@ class ServeConfig:
     @property
     def trace_file(self) -> Path | None:
         return Path(self.trace["file"]) if "file" in self.trace else None
+
+    @property
+    def collector(self) -> str | None:
+        """The URL of the OpenTelemetry collector."""
+        return self.trace.get("otlp")
 
     @property
     def trace_rate(self) -> int:
@@ -406,8 +411,8 @@ def check_consistent(config: ServeConfig) -> None:
         raise ConfigError("--client-shm needs --frontends 1: front ends do not share what clients register")
     if config.frontends > 1 and config.trace_file is not None:
         raise ConfigError("--trace-config file= needs --frontends 1: front ends do not share a trace file")
-    if "rate" in config.trace and config.trace_file is None:
-        raise ConfigError("--trace-config rate= needs --trace-config file=FILE")
+    if "rate" in config.trace and config.trace_file is None and config.collector is None:
+        raise ConfigError("--trace-config rate= needs --trace-config file=FILE or otlp=URL")
     if sum(host.startswith(_UNIX) for host in config.hosts) > 1:
         raise ConfigError("--host: give one folder for Unix sockets")
 

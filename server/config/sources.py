@@ -34,6 +34,8 @@ class ResolvedConfig:
     config: ServeConfig
     values: Mapping[str, Value]
     origins: Mapping[str, str]
+    takes_memory_left: bool = False
+    """Whether no memory was given, so that --process-memory is what was left."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,8 +107,15 @@ def config_of(values: Mapping[str, Value], origins: Mapping[str, str] | None = N
     return ServeConfig(**read)
 
 
-def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -> ResolvedConfig:
-    """Read every source and check the outcome. Raises ConfigError, which names the setting and its origin."""
+def read_settings(
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
+    memory_left: Callable[[], tuple[int, str]] | None = None,
+) -> ResolvedConfig:
+    """Read every source and check the outcome. Raises ConfigError, which names the setting and its origin.
+
+    `memory_left` returns the bytes of --process-memory where neither that nor --memory is given, and their origin.
+    """
     path = options.config or (Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None)
     layers: list[_Layer] = [
         {s.key: (s.default_value, "default") for s in SETTINGS},
@@ -121,6 +130,10 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
         bundled: _Layer = {key: (value, MANIFEST) for key, value in bundle.settings.items()}
         values, origins = _overlaid([layers[0], bundled, *layers[1:]])
         refuse_others(bundle, values, origins, BY_KEY)
+    takes_memory_left = memory_left is not None and _may_take_memory_left(values)
+    if memory_left is not None and takes_memory_left:
+        nbytes, where = memory_left()
+        values["process_memory"], origins["process_memory"] = write_size(nbytes), f"what {where} has left"
     _share_process_memory(values, origins, memory_is_bundled=bundle is not None)
     for setting in SETTINGS:
         if setting.is_required and values[setting.key] is None:
@@ -139,7 +152,13 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
             pack_weights=bundle.pack_weights,
         )
     check_consistent(config)
-    return ResolvedConfig(config, values, origins)
+    return ResolvedConfig(config, values, origins, takes_memory_left)
+
+
+def _may_take_memory_left(values: Mapping[str, Value]) -> bool:
+    """Whether no memory is given, on a device and with the one front end that --process-memory is for."""
+    is_given = values["memory"] is not None or values["process_memory"] is not None
+    return not is_given and values["device"] == "cpu" and values["frontends"] == "1"
 
 
 def _share_process_memory(values: dict[str, Value], origins: dict[str, str], *, memory_is_bundled: bool) -> None:
@@ -151,12 +170,12 @@ def _share_process_memory(values: dict[str, Value], origins: dict[str, str], *, 
     if not isinstance(whole, str):
         return
     if values["memory"] is None:
-        values["memory"], origins["memory"] = whole, "--process-memory"
+        values["memory"], origins["memory"] = whole, origins["process_memory"]
     elif values["memory"] != whole and not memory_is_bundled:
         raise ConfigError(f"{origins['memory']} and {origins['process_memory']}: give one of them")
     if origins["queue_memory"] == "default":
         nbytes = max(1, BY_KEY["process_memory"].read(whole, origins["process_memory"]) // QUEUE_SHARE)
-        values["queue_memory"], origins["queue_memory"] = write_size(nbytes), "--process-memory"
+        values["queue_memory"], origins["queue_memory"] = write_size(nbytes), origins["process_memory"]
 
 
 def _overlaid(layers: Sequence[_Layer]) -> tuple[dict[str, Value], dict[str, str]]:

@@ -68,10 +68,13 @@ def model_rate(text: str) -> tuple[str, float]:
 
 
 def trace_option(text: str) -> tuple[str, str]:
-    """Return the key and the value of file=FILE or rate=N; Triton's `triton,` in front is left out."""
-    key, separator, value = text.removeprefix("triton,").partition("=")
-    if not separator or not value or key not in ("file", "rate"):
-        raise ValueError(f"'{text}' is neither file=FILE nor rate=N")
+    """Return the key and the value of file=FILE, otlp=URL or rate=N, or of Triton's forms of these."""
+    named = text.removeprefix("triton,").replace("opentelemetry,url=", "otlp=", 1)
+    key, separator, value = named.partition("=")
+    if not separator or not value or key not in ("file", "otlp", "rate"):
+        raise ValueError(f"'{text}' is neither file=FILE nor otlp=URL nor rate=N")
+    if key == "otlp" and not value.startswith(("http://", "https://")):
+        raise ValueError(f"'{text}' has no URL of a collector, such as http://localhost:4318")
     if key == "rate":
         integer(1, 999_999_999)(value)
     return key, value

@@ -30,6 +30,7 @@ from cohabit.server.deploy.prepare import (
 )
 from cohabit.server.deploy.worker import WorkerProcesses
 from cohabit.server.errors import ConfigError, RepositoryError
+from cohabit.server.ipc.model import TOKENIZER
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import ModelSource, Unloadable
 
@@ -144,6 +145,8 @@ def _write(model: Model, memory: Memory, config: ServeConfig, output: Path) -> N
     names = [] if given is None else ["config.pbtxt", *(o.label_filename for o in given.output if o.label_filename)]
     for name in (*names, *(f"warmup/{file}" for file in source.warmup_files)):
         _copy(folder / name, copy / name)
+    if (tokenizer := folder / TOKENIZER).is_file():
+        _copy(tokenizer, copy / TOKENIZER)
     stand_in = copy / str(source.version) / ((given and given.default_model_filename) or source.path.name)
     stand_in.parent.mkdir(parents=True)
     stand_in.with_suffix(LOWERED_SUFFIX).write_text(f"{lowered.archive}\n")

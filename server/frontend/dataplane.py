@@ -26,6 +26,7 @@ from cohabit.server.errors import (
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
 from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.tokenizers import Tokenizers
 from cohabit.server.ipc.model import ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.ipc.spans import OnSpans
@@ -36,6 +37,7 @@ from cohabit.server.observe.settings import LogSettings, log_changes
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol import descriptions
 from cohabit.server.protocol.shared_memory import Regions
+from cohabit.server.triton.config_fields import pooling_of
 from cohabit.server.triton.model_config import ModelConfig, config_of
 
 _P = ParamSpec("_P")
@@ -69,6 +71,7 @@ class DataPlane:
     ) -> None:
         self.memory = memory
         self.regions = regions
+        self.tokenizers = Tokenizers(config.repository)
         self.tracer = tracer or Tracer()
         self.log_settings = LogSettings()
         self._config = config
@@ -120,6 +123,16 @@ class DataPlane:
         if (reason := self._client.unavailable) is not None and not self._client.catalog.versions(model):
             raise model_not_ready(model, reason)  # the engine has not read the repository yet
         return self._client.catalog.require(model, version)
+
+    def ready_infos(self) -> list[ModelInfo]:
+        """Return the descriptions of all versions that are READY, ascending."""
+        return [entry.info for entry in self._client.catalog if entry.info is not None]
+
+    def pools_first(self, info: ModelInfo) -> bool:
+        """Whether the model's configuration asks for the first token's state as a text's embedding."""
+        entry = self._client.catalog.get(*info.key)
+        config = None if entry is None or entry.config is None else ModelConfig.FromString(entry.config)
+        return pooling_of(config) == "cls"
 
     def metadata(self, model: str, version: str | None) -> dict[str, Any]:
         """Return a model's metadata, with all versions that are READY. Raises as `describe` does."""

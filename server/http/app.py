@@ -99,24 +99,24 @@ def _guarded(handler: Handler, access: Access, permission: Permission) -> Handle
 
 @web.middleware
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error as `{"error": ...}`."""
+    """Answer every error as JSON."""
     if request.protocol._messages:
         # Pipelined: from Python 3.12 on, aiohttp would answer what needs no waiting in one turn of the event loop.
         await asyncio.sleep(0)
     try:
         response = await handler(request)
     except RequestError as error:
-        response = response_of(error)
+        response = response_of(error, request.path)
         if isinstance(error, Unauthenticated) and error.ends_connection:
             response.force_close()
     except web.HTTPException as error:
         allow: dict[str, str] = {name: error.headers[name] for name in (hdrs.ALLOW,) if name in error.headers}
-        response = error_response(error.status, error.reason, allow)
+        response = error_response(error.status, error.reason, allow, path=request.path)
     except web.RequestPayloadError as error:
         request.content.feed_eof()  # no more of it is waited for
-        response = error_response(400, f"the request body could not be read: {error}")
+        response = error_response(400, f"the request body could not be read: {error}", path=request.path)
     except Exception:
-        response = error_response(500, log_internal_error(_log, path=request.path))
+        response = error_response(500, log_internal_error(_log, path=request.path), path=request.path)
     response.headers[hdrs.SERVER] = "cohabit"
     expecting = hdrs.EXPECT in request.headers and not request.content.is_eof()
     if expecting or hdrs.TRANSFER_ENCODING in request.headers:

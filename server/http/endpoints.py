@@ -9,6 +9,7 @@ from cohabit.server.frontend.access import Permission
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.api import InferenceApi
 from cohabit.server.http.control import ControlApi
+from cohabit.server.http.openai import OpenAiApi
 
 _TRACE = ("/v2/trace/setting", "/v2/models/{model}/trace/setting")
 
@@ -27,6 +28,9 @@ def endpoints(plane: DataPlane, max_body_bytes: int) -> Iterator[Endpoint]:
     """Yield all endpoints, inference first: aiohttp tries the routes of a prefix in this order."""
     api, control = InferenceApi(plane, max_body_bytes), ControlApi(plane)
     yield Endpoint("POST", _of_models("/infer"), api.infer)
+    openai = OpenAiApi(plane, max_body_bytes)
+    yield Endpoint("POST", ("/v1/embeddings",), openai.embeddings)
+    yield Endpoint("GET", ("/v1/models", "/v1/models/{model}"), openai.models)
     yield from _described(api)
     yield from _model_control(control)
     system = (control.system_status, control.system_register, control.system_unregister)

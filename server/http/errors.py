@@ -1,6 +1,7 @@
-"""The JSON form of every error over HTTP, and the headers of some."""
+"""The JSON forms of every error over HTTP, and the headers of some."""
 
 import math
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -8,17 +9,33 @@ from aiohttp import web
 
 from cohabit.server import errors
 
+_OPENAI = "/v1/"
+_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 _MOST_CHARACTERS = 2000
 """Length of a message, which may have names that a client chose."""
 
 
-def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    body = msgspec.json.encode({"error": message})
+def error_response(
+    status: int,
+    message: str,
+    headers: Mapping[str, str] | None = None,
+    *,
+    path: str = "",
+    kind: str | None = None,
+) -> web.Response:
+    """Return an error in Triton's form, or in OpenAI's where the `path` of the request is one of OpenAI's."""
+    error: object = message
+    if path.startswith(_OPENAI):
+        code = None if kind is None else _CAPITAL.sub("_", kind).lower()
+        caused_by = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": caused_by, "param": None, "code": code}
+    body = msgspec.json.encode({"error": error})
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
-def response_of(error: errors.RequestError) -> web.Response:
-    return error_response(errors.statuses_of(error).http, str(error)[:_MOST_CHARACTERS], _headers_of(error))
+def response_of(error: errors.RequestError, path: str = "") -> web.Response:
+    status, message = errors.statuses_of(error).http, str(error)[:_MOST_CHARACTERS]
+    return error_response(status, message, _headers_of(error), path=path, kind=error.kind)
 
 
 def _headers_of(error: errors.RequestError) -> Mapping[str, str] | None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.exporting import export, save
 from cohabit.server.importing.subject import ONE_TOKEN, Subject, Tensors
-from cohabit.server.ipc.model import ModelInfo
+from cohabit.server.ipc.model import TOKENIZER, ModelInfo
 from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, float32_of_bf16
 from cohabit.server.protocol.tensors import MOST_JSON_VALUES
 from cohabit.server.repository.scan import find, is_model_name
@@ -94,7 +95,11 @@ def write_entry(
             entry = asyncio.run(_compared(subject, folder, loading, on_progress, tolerance))
             notes = _write_sample(subject, entry.info, folder)
             labels = _write_labels(subject, entry.info, folder)
-            (folder / "config.pbtxt").write_text(config_text(entry.info, labels, subject.images))
+            if subject.tokenizer is not None:
+                shutil.copyfile(subject.tokenizer, folder / TOKENIZER)
+            (folder / "config.pbtxt").write_text(
+                config_text(entry.info, labels, subject.images, subject.pooling if subject.tokenizer else None)
+            )
             find(folder)  # raises if what was written cannot be read
             refuse_name(repository, name)
             return replace(entry, folder=folder.rename(repository / name), notes=(*entry.notes, *notes))

@@ -19,14 +19,18 @@ from cohabit.server.importing.huggingface_inputs import (
     DECLARE,
     IMAGES,
     MASK,
+    TOKENS,
     Lengths,
     inputs_of,
     read_object,
     tensors_of,
 )
 from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of, with_signature
+from cohabit.server.ipc.model import TOKENIZER
 
 _CONFIG = "config.json"
+_POOLING = "1_Pooling/config.json"
+_POOLINGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
 _MOST_KEYS = 3
 _EXPERTS = "batched_mm"
 """How experts are computed: with operators of aten alone, whichever tokens they get."""
@@ -104,6 +108,8 @@ def from_folder(
         module=NamedOutputs(model, names, kept).eval(),
         classes=_classes(model.config, written),
         images=images,
+        tokenizer=folder / TOKENIZER if TOKENS in names and (folder / TOKENIZER).is_file() else None,
+        pooling=_pooling(folder),
         notes=(*notes, *_notes(folder, written)),
     )
 
@@ -233,6 +239,12 @@ def _with_padding(subject: Subject) -> Subject:
     return replace(subject, examples=examples)
 
 
+def _pooling(folder: Path) -> str | None:
+    """Return how a folder of sentence-transformers pools the states of tokens; None where it does not say."""
+    modes = read_object(folder / _POOLING) if (folder / _POOLING).is_file() else {}
+    return next((name for key, name in _POOLINGS.items() if modes.get(key)), None)
+
+
 def _classes(config: Any, written: dict[str, Any]) -> tuple[str, ...]:
     names = getattr(config, "id2label", None)
     if "id2label" not in written or not isinstance(names, dict):
@@ -243,7 +255,10 @@ def _classes(config: Any, written: dict[str, Any]) -> tuple[str, ...]:
 def _notes(folder: Path, written: dict[str, Any]) -> tuple[str, ...]:
     notes = []
     if (folder / "modules.json").is_file():
-        notes.append("the folder's pooling and normalisation (modules.json) are not part of the entry")
+        pooling = _pooling(folder) or "mean, since the folder asks for none that is known"
+        notes.append(
+            f"outputs are those of the transformer; of modules.json, /v1/embeddings pools ({pooling}) and normalises"
+        )
     stored = written.get("dtype") or written.get("torch_dtype")
     if stored in ("float16", "bfloat16"):
         notes.append(

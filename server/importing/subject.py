@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class Subject:
     """Names of the classes of the output `logits`."""
     images: tuple[str, ...] = ()
     """Inputs that are images, channels first."""
+    tokenizer: Path | None = None
+    """The file of a text model's tokenizer."""
+    pooling: str | None = None
+    """How embeddings are made of the states of tokens, as config.pbtxt's parameter `pooling` says it."""
     notes: tuple[str, ...] = ()
     """What the user should know about the entry."""
 

@@ -13,6 +13,10 @@ Inputs = Mapping[str, Array]
 """A request's tensors by name."""
 
 
+TOKENIZER = "tokenizer.json"
+"""In a text model's folder: its tokenizer, as Hugging Face's library of that name writes it."""
+
+
 class ModelKey(NamedTuple):
     """A version of a model. Each has its own partition, programs, queue and statistics."""
 

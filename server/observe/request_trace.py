@@ -49,7 +49,7 @@ class RequestTrace:
     context: TraceContext
     began_s: float
     wanted: bool = False
-    """Whether it is written to the trace file."""
+    """Whether it is written to the trace file, and exported."""
     model: str = ""
     request_id: str | None = None
     timing: Timing | None = None

@@ -17,10 +17,12 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """Which requests are written to the trace file. Set at the start; clients only read it."""
+    """Which requests are traced, and where to. Set at the start; clients only read it."""
 
     file: str = ""
-    """Empty for no traces."""
+    """Empty for no file."""
+    collector: str = ""
+    """The URL of OpenTelemetry's collector; empty for none."""
     rate: int = 1000
     """One of this many requests of a model is traced."""
 
@@ -28,11 +30,11 @@ class TraceSettings:
         """Return the settings in Triton's form, in which all values are strings."""
         return {
             "trace_file": self.file,
-            "trace_level": ["TIMESTAMPS" if self.file else "OFF"],
+            "trace_level": ["TIMESTAMPS" if self.file or self.collector else "OFF"],
             "trace_rate": str(self.rate),
             "trace_count": "-1",
             "log_frequency": "0",
-            "trace_mode": "triton",
+            "trace_mode": "opentelemetry" if self.collector and not self.file else "triton",
         }
 
 

@@ -36,14 +36,12 @@ def track_of(track: int, lane: int) -> int:
 
 def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
     """Return a request's spans. Its stalls are drawn as one span at the beginning of the execution."""
-    label = {"model": trace.model, "request": trace.request_id, **trace.fields}
+    label = label_of(trace)
     if trace.context.parent_id is not None:
         label["parent_id"] = trace.context.parent_id
-    if trace.error is not None:
-        label["error"] = trace.error
     begin, end = _pair(trace, trace.model, trace.began_s, ended_s, label)
     events = [begin]
-    for name, start_s, end_s in _stages(trace, ended_s):
+    for name, start_s, end_s in stages_of(trace, ended_s):
         events += _pair(trace, name, start_s, end_s)
     events.append(end)
     if (timing := trace.timing) is not None:
@@ -67,7 +65,13 @@ def lane_events(spans: Iterable[DeviceSpan], trace_id: str) -> Iterator[Event]:
         yield _complete(track, name, span.start_s, span.end_s - span.start_s, label)
 
 
-def _stages(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:
+def label_of(trace: RequestTrace) -> dict[str, str | None]:
+    """Return what is told of a request besides its times."""
+    error = {} if trace.error is None else {"error": trace.error}
+    return {"model": trace.model, "request": trace.request_id, **trace.fields, **error}
+
+
+def stages_of(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:
     """Yield the name, start and end of each stage, in order."""
     if (timing := trace.timing) is None:
         return

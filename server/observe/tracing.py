@@ -1,4 +1,4 @@
-"""Traces requests: for their callers, who send a traceparent, and for the trace file, by the trace settings."""
+"""Traces requests: for callers, who send a traceparent, and for the trace file and collector, by the settings."""
 
 import logging
 import time
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from cohabit.server.errors import RequestError
 from cohabit.server.ipc.request import Request, Timing
 from cohabit.server.ipc.spans import DeviceSpan, OnSpans
+from cohabit.server.observe.otlp import OtlpExporter
 from cohabit.server.observe.request_trace import CURRENT, RequestTrace, new_context
 from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.spans import events_of, lane_events
@@ -17,11 +18,17 @@ _log = logging.getLogger("cohabit.trace")
 
 
 class Tracer:
-    """Belongs to the event loop's thread. Without a file, only requests with a traceparent are traced."""
+    """Belongs to the event loop's thread. Without a file and an exporter, only those with a traceparent are traced."""
 
-    def __init__(self, settings: TraceSettings | None = None, file: TraceFile | None = None) -> None:
+    def __init__(
+        self,
+        settings: TraceSettings | None = None,
+        file: TraceFile | None = None,
+        exporter: OtlpExporter | None = None,
+    ) -> None:
         self.settings = settings or TraceSettings()
         self._file = file
+        self._exporter = exporter
         self._seen: dict[str, int] = {}
         """Requests by model."""
         self._watcher: OnSpans | None = None
@@ -33,7 +40,7 @@ class Tracer:
     @property
     def traces_all(self) -> bool:
         """Whether requests without a traceparent may be traced."""
-        return self._file is not None
+        return self._file is not None or self._exporter is not None
 
     @contextmanager
     def request(self, traceparent: str | None) -> Iterator[RequestTrace]:
@@ -53,10 +60,11 @@ class Tracer:
             return None
         trace.model, trace.request_id = request.model.name, request.id
         trace.fields["version"] = str(request.model.version)
-        if self._file is None or not self._is_due(trace.model):
+        if not self.traces_all or not self._is_due(trace.model):
             return None
-        file = self._file
         trace.wanted = True
+        if (file := self._file) is None:
+            return None
 
         def write(spans: Sequence[DeviceSpan]) -> None:
             file.write(lane_events(spans, trace.context.trace_id), late=True)
@@ -93,3 +101,5 @@ class Tracer:
             _log.debug("request", extra={"fields": fields})
         if trace.wanted and self._file is not None:
             self._file.write(events_of(trace, ended_s))
+        if trace.wanted and self._exporter is not None:
+            self._exporter.write(trace, ended_s)

@@ -14,7 +14,7 @@ from cohabit.server.errors import RepositoryError, did_you_mean
 from cohabit.server.file_state import FileState
 from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable
 from cohabit.server.scheduling.policy import Policy
-from cohabit.server.triton.config_fields import defaults_of, ignored_fields, refuse_fields
+from cohabit.server.triton.config_fields import defaults_of, ignored_fields, pooling_of, refuse_fields
 from cohabit.server.triton.model_config import ModelConfig, read_config
 from cohabit.server.triton.policies import policy_of
 
@@ -129,6 +129,7 @@ def _versions(
     if config is not None:
         refuse_fields(config)
         defaults_of(config)
+        pooling_of(config)
     wanted = _wanted(versions, config) if exactly is None else sorted(exactly)
     policy = policy_of(config) if config is not None else Policy()
     sent = None if override is None else bytes(override.SerializeToString())

@@ -19,6 +19,7 @@ PARAMETERS: Mapping[str, str] = {
     "precision": "float32, tf32, float16 or bfloat16",
     "channels_last": "true or false",
     "fused": "true or false, on CUDA",
+    "pooling": "mean or cls: how /v1/embeddings makes one vector of those of a text's tokens",
     "max_concurrency": "requests that may be under way; more are answered 429",
     "max_requests_per_second": "rate of requests; more are answered 429",
     "max_burst": "requests at once within that rate",
@@ -217,6 +218,17 @@ def parameter_of(config: ModelConfig | None, key: str, parse: Callable[[str], _T
         return parse(config.parameters[key].string_value)
     except ValueError as error:
         raise RepositoryError(f"config.pbtxt: parameter '{key}': {error}") from error
+
+
+def pooling_of(config: ModelConfig | None) -> str:
+    """Return how embeddings are made of the states of tokens. Raises RepositoryError."""
+    return parameter_of(config, "pooling", _pooling) or "mean"
+
+
+def _pooling(text: str) -> str:
+    if text not in ("mean", "cls"):
+        raise ValueError(f"'{text[:40]}' is neither mean nor cls")
+    return text
 
 
 def _number(name: str, text: str) -> float:

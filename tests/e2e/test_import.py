@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -203,14 +204,20 @@ def test_the_sample_of_an_imported_model_is_a_request_that_it_answers(
     assert (status, answer["model_name"]) == (200, name)
 
 
+@pytest.mark.parametrize("shared_memory", [None, "system"])
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_loadgen_has_every_request_answered_by_imported_models(server: Process, scheme: str) -> None:
-    load = Load(rate_per_s=40.0, duration_s=1.0, warmup_s=0.0, timeout_s=60.0, slo_s=60.0)
+def test_loadgen_has_every_request_answered_by_imported_models(
+    server: Process, scheme: str, shared_memory: Literal["system"] | None
+) -> None:
+    load = Load(
+        rate_per_s=40.0, duration_s=1.0, warmup_s=0.0, timeout_s=60.0, slo_s=60.0, shared_memory=shared_memory
+    )
     address = server.address if scheme == "http" else server.grpc_address
     report = asyncio.run(run_load(f"{scheme}://{address}", load))
     assert report.all_answered, report.errors
     assert report.completed > 0
     assert {model.model for model in report.models} >= {"bert", "with_positions"}
+    assert ask(server.address, "GET", "/v2/systemsharedmemory/status") == (200, []), "nothing stays registered"
 
 
 def test_an_index_out_of_range_is_refused_with_its_input_value_and_range(server: Process, folder: Path) -> None:

@@ -38,6 +38,10 @@ class FakeKServe:
     hangs_up: tuple[str, ...] = ()
     arrived: list[str] = field(default_factory=list)
     received: list[bytes] = field(default_factory=list)
+    has_shared_memory: bool = True
+    regions: dict[str, bytes] = field(default_factory=dict)
+    """Contents of the shared memory that was registered, by name, as they were then."""
+    unregistered: list[str] = field(default_factory=list)
     took_s: list[float] = field(default_factory=list)
     """Of each answered request, as the server measures it."""
     first_s: float | None = None
@@ -51,6 +55,10 @@ class FakeKServe:
         app.router.add_get("/v2/models/stats", self.stats)
         app.router.add_get("/v2/models/{model}", self.metadata)
         app.router.add_get("/metrics", self.scrape)
+        region = "/v2/systemsharedmemory/region/{region}"
+        if self.has_shared_memory:
+            app.router.add_post(f"{region}/register", self.register)
+            app.router.add_post(f"{region}/unregister", self.unregister)
         if self.has_index:
             app.router.add_post("/v2/repository/index", self.index)
         return app
@@ -75,6 +83,16 @@ class FakeKServe:
 
     async def scrape(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics)
+
+    async def register(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        content = (Path("/dev/shm") / asked["key"].lstrip("/")).read_bytes()
+        self.regions[request.match_info["region"]] = content[: asked["byte_size"]]
+        return web.Response()
+
+    async def unregister(self, request: web.Request) -> web.Response:
+        self.unregistered.append(request.match_info["region"])
+        return web.Response()
 
     async def infer(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]

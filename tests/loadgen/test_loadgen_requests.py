@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,11 @@ METADATA = {
     "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}],
     "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, 1]}],
 }
+
+
+def left_behind() -> list[Path]:
+    """This process's shared memory."""
+    return list(Path("/dev/shm").glob(f"loadgen-{os.getpid()}-*"))
 
 
 def test_rows_of_an_npz_are_taken_in_turn(tmp_path: Path) -> None:
@@ -77,6 +83,30 @@ async def test_batches_are_drawn_from_the_sizes_given() -> None:
     async with serving(fake) as url:
         await run_load(url, replace(LOAD, batch=(1, 3)))
     assert {body[body.index(b'"shape"') :][:13] for body in fake.received} == {b'"shape":[1,4]', b'"shape":[3,4]'}
+
+
+async def test_inputs_in_shared_memory_are_named_and_not_sent() -> None:
+    fake = FakeKServe(models=("a", "b"))
+    async with serving(fake) as url:
+        report = await run_load(url, replace(LOAD, batch=(1, 3), shared_memory="system"))
+    assert report.all_answered
+    windows = set()
+    for body in fake.received:
+        (given,) = json.loads(body)["inputs"]
+        window = given["parameters"]
+        assert "data" not in given
+        assert window["shared_memory_byte_size"] == 4 * given["shape"][0] * given["shape"][1]
+        windows.add((window["shared_memory_region"], window.get("shared_memory_offset", 0)))
+    assert len(windows) > len(fake.regions) == 2, "one region for each model, a window for each request"
+    assert sorted(fake.unregistered) == sorted(fake.regions)
+    assert not left_behind()
+
+
+async def test_a_server_without_shared_memory_is_named() -> None:
+    async with serving(FakeKServe(has_shared_memory=False)) as url:
+        with pytest.raises(UsageError, match="does not take the inputs of a in shared memory"):
+            await run_load(url, replace(LOAD, shared_memory="system"))
+    assert not left_behind()
 
 
 async def test_answers_that_differ_are_wrong() -> None:

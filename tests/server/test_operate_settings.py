@@ -132,6 +132,8 @@ def test_tracing_is_set_as_in_triton() -> None:
     given = config(*NEEDED, environment={"COHABIT_TRACE_CONFIG": "file=t.json"})
     assert (given.trace_file, given.trace_rate) == (Path("t.json"), 1000)
     assert config(*NEEDED).trace_file is None
+    collected = config(*NEEDED, "--trace-config", "opentelemetry,url=http://here:4318", "--trace-config", "rate=2")
+    assert (collected.collector, collected.trace_rate) == ("http://here:4318", 2)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,7 @@ def test_tracing_is_set_as_in_triton() -> None:
         ("[models.a]\nrate = 3", "models in FILE: there is no such setting"),
         ("model_rate = ['a=-3']", "model_rate in FILE: '-3' is not a rate in requests per second"),
         ("trace_config = ['rate=0']", "trace_config in FILE: '0' is not a whole number"),
+        ("trace_config = ['otlp=collector']", "trace_config in FILE: 'otlp=collector' has no URL of a collector"),
         ("trace_config = ['level=OFF']", "trace_config in FILE: 'level=OFF' is neither file=F"),
         ("http_port = ", "--config: FILE is not TOML: Invalid value"),
     ],
@@ -182,6 +185,24 @@ def test_what_is_missing_is_named_with_the_ways_to_give_it() -> None:
     message = refused("models")
     assert message.startswith("--memory is missing")
     assert "COHABIT_MEMORY" in message
+
+
+def test_without_memory_the_whole_server_takes_what_is_left() -> None:
+    def taking_what_is_left(*flags: str) -> ResolvedConfig:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        add_flags(parser)
+        return read_settings(parser.parse_args(["models", *flags]), {}, lambda: (3 << 30, "this machine"))
+
+    found = taking_what_is_left()
+    assert found.takes_memory_left
+    assert (found.config.process_memory_bytes, found.config.memory) == (3 << 30, FixedSize(3 << 30))
+    assert 'process_memory = "3GiB"' in as_toml(found)
+    assert found.origins["process_memory"] == found.origins["memory"] == "what this machine has left"
+    for given in (("--memory", "25%"), ("--process-memory", "1GiB")):
+        assert not taking_what_is_left(*given).takes_memory_left
+    for given in (("--device", "cuda"), ("--frontends", "2")):
+        with pytest.raises(ConfigError, match="--memory is missing"):
+            taking_what_is_left(*given)
 
 
 def test_what_is_printed_reads_back_to_the_same_config_and_names_origins(tmp_path: Path) -> None:
@@ -238,7 +259,7 @@ def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_pat
         (("--frontends", "2", "--engine", "in-process"), "--frontends 2 needs --engine process"),
         (("--frontends", "2", "--grpc-port", "0"), "--frontends 2 needs fixed ports"),
         (("--host", "unix:a", "--host", "unix:b"), "--host: give one folder for Unix sockets"),
-        (("--trace-config", "rate=1"), "--trace-config rate= needs --trace-config file=FILE"),
+        (("--trace-config", "rate=1"), "--trace-config rate= needs --trace-config file=FILE or otlp=URL"),
         (("--trace-config", "file=t", "--frontends", "2"), "--trace-config file= needs --frontends 1"),
         (("--watchdog", "-1"), "--watchdog: '-1' is not a number of seconds"),
     ],

@@ -13,6 +13,7 @@ import pytest
 
 from cohabit.planner.errors import format_bytes
 from cohabit.runtime.host.pages import release_code_pages
+from cohabit.server import resources
 from cohabit.server.cli import main
 from cohabit.server.config.config import ServeConfig, decode_config, encode_config
 from cohabit.server.config.sizes import FixedSize
@@ -21,7 +22,7 @@ from cohabit.server.deploy.prepare import TimeLeft
 from cohabit.server.errors import ConfigError
 from cohabit.server.file_state import FileState
 from cohabit.server.repository.sources import ModelSource
-from cohabit.server.resources import available_cpus, available_memory, refuse_impossible
+from cohabit.server.resources import available_cpus, available_memory, memory_left, refuse_impossible
 
 MACHINE = 64
 
@@ -215,3 +216,36 @@ def test_no_time_is_estimated_from_a_small_model_alone() -> None:
     now_s = 6.0
     progress.done(sources["large"])
     assert progress.left == ", 2 of 3 done, about 10 s left"
+
+
+def left(folder: Path, of_process: str, available_kib: int, files: dict[str, str]) -> tuple[int, str]:
+    (folder / "of_process").write_text(of_process)
+    (folder / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available_kib} kB\n")
+    for name, content in files.items():
+        path = folder / "mounted" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return memory_left(folder / "of_process", folder / "mounted", folder / "meminfo")
+
+
+def test_memory_that_is_left_is_what_the_machine_or_the_cgroup_leaves_but_a_sixteenth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "available_memory", lambda *where: (64 << 30, "this machine"))
+    monkeypatch.setattr(resources, "resident_bytes", lambda: 128 << 20)
+    mib = 1 << 20
+    group = {
+        "a/memory.max": str(1024 * mib),
+        "a/memory.current": str(400 * mib),
+        "a/memory.stat": "inactive_file 0\n",
+    }
+    cached = group | {"a/memory.stat": f"anon 7\ninactive_file {144 * mib}\n"}
+    plenty, machine, cgroup = 32 << 20, "this machine", "the cgroup of this process"
+    assert left(tmp_path, "0::/\n", 896 << 10, {}) == (960 * mib, machine), "its own 128 MiB count as left"
+    assert left(tmp_path, "0::/a\n", plenty, group) == (704 * mib, cgroup), "the others' 272 MiB do not"
+    assert left(tmp_path, "0::/a\n", plenty, cached) == (832 * mib, cgroup), "a cache of files can be dropped"
+    assert left(tmp_path, "0::/a\n", 384 << 10, cached) == (480 * mib, machine)
+    own = {f"memory/a/memory.{name}": text for name, text in (("limit_in_bytes", str(512 * mib)), ("stat", ""))}
+    first = own | {"memory/a/memory.usage_in_bytes": str(128 * mib)}
+    assert left(tmp_path, "4:memory:/a\n", plenty, first) == (480 * mib, cgroup)
+    assert left(tmp_path, "0::/\n", 0, {}) == (112 * mib, machine)

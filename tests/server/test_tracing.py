@@ -2,8 +2,12 @@
 
 import json
 import logging
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from server_fakes import FakeServable, Running, broken, eventually, identity, running, serving
 from server_http import ask, infer, x
 from tritonclient.grpc import service_pb2 as pb
@@ -265,3 +271,67 @@ def test_a_trace_that_cannot_be_encoded_costs_no_other(tmp_path: Path, caplog: p
     events = json.loads((tmp_path / "t.json").read_text())
     assert [event["name"] for event in events if event["ph"] == "X"] == ["sound"]
     assert "could not be encoded" in caplog.text
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """A collector of OTLP over HTTP: its URL, and the spans that it has received."""
+    received: list[Any] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            body = self.rfile.read(int(self.headers["content-length"]))
+            asked = ExportTraceServiceRequest.FromString(body)
+            (resource,) = asked.resource_spans
+            name = {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"]
+            received.extend((name, span) for scope in resource.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", received
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_traced_requests_reach_an_opentelemetry_collector() -> None:
+    began_ns = time.time_ns()
+    with collector() as (url, received):
+        with running(serving(*standard()), trace={"otlp": url, "rate": "2"}) as handle:
+            settings = ask(handle, "GET", "/v2/trace/setting").json
+            for _ in range(4):
+                assert infer(handle, "id", {"id": "seven", "inputs": [x()]}, {"traceparent": HEADER}).status == 200
+            assert infer(handle, "broken", {"inputs": [x()]}).status == 500
+            assert infer(handle, "broken", {"inputs": [x()]}).status == 500
+        assert (settings["trace_level"], settings["trace_mode"]) == (["TIMESTAMPS"], "opentelemetry")
+        assert {name for name, _ in received} == {"cohabit"}
+        found = [span for _, span in received]
+    requests = [span for span in found if span.name in ("id", "broken")]
+    assert [span.name for span in requests] == ["id", "id", "broken"], "every second request of each model"
+    assert [span.status.code for span in requests] == [Status.STATUS_CODE_UNSET] * 2 + [Status.STATUS_CODE_ERROR]
+    first = requests[0]
+    assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE, PARENT)
+    attributes = {a.key: a.value.string_value for a in first.attributes}
+    assert (attributes["cohabit.model"], attributes["cohabit.request"]) == ("id", "seven")
+    stages = [span for span in found if span.parent_span_id == first.span_id]
+    assert [span.name for span in stages][:2] == ["decode", "queue"]
+    assert stages[-1].name == "encode"
+    assert all(began_ns <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns() for span in found)
+    assert {span.trace_id for span in stages} == {first.trace_id}
+
+
+def test_a_collector_that_does_not_answer_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with running(serving(*standard()), trace={"otlp": url, "rate": "1"}) as handle:
+        assert infer(handle, "id", {"inputs": [x()]}).status == 200
+    assert any(record.name.startswith("opentelemetry") for record in caplog.records)

@@ -200,6 +200,7 @@ def running(
     unix: tuple[Path, Path] | None = None,
     grpc_options: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    repository: Path = Path("fakes"),
     **options: Any,
 ) -> Iterator[Ports]:
     """Serve models on free ports; `unix` has a socket for HTTP and one for gRPC, `options` are both servers'."""
@@ -209,7 +210,7 @@ def running(
 
     async def start() -> Ports:
         engine = FakeEngine(*models)
-        config = ServeConfig(repository=Path("fakes"), memory=FixedSize(MIB))
+        config = ServeConfig(repository=repository, memory=FixedSize(MIB))
         memory = RequestMemory(queue_bytes)
         plane = DataPlane(config, engine, memory, Regions(open_region if client_shm else no_system), clock=clock)
         both = {"max_connections": max_connections, **options}

@@ -1,0 +1,147 @@
+"""OpenAI's endpoints for embeddings: texts in, one vector of length 1 for each out."""
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import hdrs, web
+from msgspec import Meta
+
+from cohabit.server.errors import InvalidRequest, ModelNotFound
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.tokenizers import LoadedTokenizer
+from cohabit.server.http.answers import JSON, LeasedResponse, json_response, parse_json
+from cohabit.server.http.body import read_body
+from cohabit.server.ipc.model import Array, ModelInfo
+from cohabit.server.ipc.request import Parameters
+from cohabit.server.protocol.embedding import NEEDED, TextEncoder, Tokens, embedding_output
+from cohabit.server.protocol.tensors import to_json
+
+MOST_TEXTS = 2048
+"""Of one request, as OpenAI's."""
+_MOST_BODY_BYTES = 4 << 20
+_QUICK_BODY_BYTES = 2 << 10
+"""The event loop tokenizes texts up to this size."""
+_QUICK_VALUES = 64 << 10
+"""The event loop pools token states, and writes vectors, up to so many numbers."""
+
+
+class EmbeddingsBody(msgspec.Struct):
+    model: str
+    input: str | list[str | int | list[int]]
+    """A text, texts, token ids, or lists of token ids."""
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    parameters: Parameters = {}
+    """Those of an inference request, such as `timeout` and `priority`. Not OpenAI's."""
+
+
+class OpenAiApi:
+    """Every public method handles one endpoint, on the event loop's thread."""
+
+    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
+        self._plane = plane
+        self._most_body_bytes = min(max_body_bytes, _MOST_BODY_BYTES)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """List the models that take texts, or describe one."""
+        wanted = request.match_info.get("model")
+        infos = {info.name: info for info in self._plane.ready_infos() if embedding_output(info) is not None}
+        states = {name: await call(True, self._plane.tokenizers.state, name) for name in infos}
+        listed = [
+            {"id": name, "object": "model", "created": int(state.changed_ns / 1e9), "owned_by": "cohabit"}
+            for name, state in sorted(states.items())
+            if state is not None
+        ]
+        if wanted is None:
+            return json_response({"object": "list", "data": listed})
+        found = [model for model in listed if model["id"] == wanted]
+        if not found:
+            raise ModelNotFound(wanted)
+        return json_response(found[0])
+
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        """Tokenize texts, infer with as many at once as the model takes, and pool the states of their tokens."""
+        plane = self._plane
+        with plane.memory.lease() as lease:
+            body = await read_body(request, lease, self._most_body_bytes, "send fewer texts")
+            asked = parse_json(body, EmbeddingsBody)
+            info = plane.require_ready(asked.model)
+            with plane.answering(info.key):
+                with plane.fitting(info.key):
+                    loaded = await plane.tokenizers.of(info.name)
+                    encoder = self._encoder(info, loaded)
+                    _check_dimensions(asked, encoder)
+                    slow = len(body) > _QUICK_BODY_BYTES
+                    texts = await plane.decode(slow, _tokens, asked.input, loaded)
+                size = (len(texts), encoder.width)
+                vectors = plane.memory.array(lease.take(4 * size[0] * size[1]), "<f4", size)
+                done = 0
+                for batch in encoder.batches(texts):
+                    vectors[done : done + len(batch)] = await self._infer(encoder, batch, asked.parameters)
+                    done += len(batch)
+                count = sum(map(len, texts))
+                written = await call(vectors.size > _QUICK_VALUES, _written, asked, vectors, count)
+            return LeasedResponse(lease, (written,), {hdrs.CONTENT_TYPE: JSON})
+
+    async def _infer(self, encoder: TextEncoder, texts: Sequence[Tokens], parameters: Parameters) -> Array:
+        plane = self._plane
+        with plane.memory.lease() as lease, plane.regions.use() as regions:
+            with plane.fitting(encoder.info.key):
+                inference = encoder.request(texts, parameters, regions)
+            answer = await plane.infer(inference, encoder.info, lease)
+            slow = answer.outputs[encoder.output.name].size > _QUICK_VALUES
+            return await call(slow, encoder.vectors, texts, answer)
+
+    def _encoder(self, info: ModelInfo, loaded: LoadedTokenizer) -> TextEncoder:
+        """Raises InvalidRequest for a model that makes no vectors of texts."""
+        output = embedding_output(info)
+        if output is None:
+            raise InvalidRequest(f"model '{info.name}' makes no embeddings of texts: {NEEDED}")
+        return TextEncoder(info, output, self._plane.pools_first(info), loaded.padding_id)
+
+
+def _check_dimensions(asked: EmbeddingsBody, encoder: TextEncoder) -> None:
+    if asked.dimensions not in (None, encoder.width):
+        raise InvalidRequest(
+            f"dimensions is {asked.dimensions}, the embeddings of model '{asked.model}' have {encoder.width}; leave"
+            " dimensions out"
+        )
+
+
+def _tokens(given: str | list[str | int | list[int]], loaded: LoadedTokenizer) -> list[Tokens]:
+    """Return the token ids of each text. Raises InvalidRequest."""
+    if isinstance(given, str):
+        given = [given]
+    elif given and all(isinstance(item, int) for item in given):
+        given = [[item for item in given if isinstance(item, int)]]
+    if not 1 <= len(given) <= MOST_TEXTS:
+        raise InvalidRequest(f"input has {len(given)} texts, it can have 1 to {MOST_TEXTS}")
+    texts: list[Tokens] = []
+    for index, item in enumerate(given):
+        if isinstance(item, int):
+            raise InvalidRequest(f"input[{index}] is a number among texts; give texts, or token ids alone")
+        texts.append(loaded.tokenizer.encode(item).ids if isinstance(item, str) else item)
+        if not texts[-1]:
+            raise InvalidRequest(f"input[{index}] has no tokens")
+        if not 0 <= min(texts[-1]) <= max(texts[-1]) < 1 << 31:
+            raise InvalidRequest(f"input[{index}] has a number that is no token id")
+    return texts
+
+
+def _written(asked: EmbeddingsBody, vectors: Array, tokens: int) -> bytes:
+    """Return the answer: vectors as JSON, or as base64 of little-endian float32, for `tokens` tokens in all."""
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": to_json(vector)
+            if asked.encoding_format == "float"
+            else base64.b64encode(vector.tobytes()).decode(),
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return msgspec.json.encode({"object": "list", "data": data, "model": asked.model, "usage": usage})

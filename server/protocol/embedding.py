@@ -1,0 +1,124 @@
+"""Embeddings of texts: the inference requests for token ids, and the vectors of their answers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from operator import eq
+
+import numpy as np
+
+from cohabit.server.errors import InvalidRequest
+from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
+from cohabit.server.ipc.request import Answer, Parameters, Request, RequestedOutput
+from cohabit.server.protocol.datatypes import BF16, DTYPES, float32_of_bf16
+from cohabit.server.protocol.matching import InputBody, RequestBody, fit
+from cohabit.server.protocol.shared_memory import RegionUse
+
+_TOKENS, _MASK, _TYPES = "input_ids", "attention_mask", "token_type_ids"
+_VECTORS = ("sentence_embedding", "embedding", "text_embeds")
+"""Outputs that are a vector for each row, in order of preference."""
+_STATES = "last_hidden_state"
+"""The output with a vector for each token, which are pooled."""
+NEEDED = (
+    f"it needs an input {_TOKENS} [batch, tokens], no others but {_MASK} and {_TYPES}, and an output {_STATES} or"
+    f" {' or '.join(_VECTORS)}"
+)
+
+Tokens = Sequence[int]
+"""A text's token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """How a model makes vectors of token ids."""
+
+    info: ModelInfo
+    output: TensorSpec
+    """A vector for each token, or one for the text."""
+    pools_first: bool
+    """Whether the state of the first token is a text's, in the place of the mean of all."""
+    padding_id: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a vector."""
+        return self.output.shape[-1]
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the model is told which tokens are padding."""
+        return any(tensor.name == _MASK for tensor in self.info.inputs)
+
+    def batches(self, texts: Sequence[Tokens]) -> Iterator[Sequence[Tokens]]:
+        """Yield texts in order, as many at once as the model takes. Without a mask, those of a batch are as long."""
+        sizes = self.info.only_batches or range(1, max(self.info.max_batch_size, 1) + 1)
+        start = 0
+        while start < len(texts):
+            alike = [len(text) for text in texts[start : start + max(sizes)]]
+            if not self.has_mask:
+                alike = list(takewhile(partial(eq, alike[0]), alike))
+            count = max((size for size in sizes if size <= len(alike)), default=len(alike))
+            yield texts[start : start + count]
+            start += count
+
+    def request(self, texts: Sequence[Tokens], parameters: Parameters, regions: RegionUse) -> Request:
+        """Return the inference request for texts. Raises InvalidRequest for those that are too long."""
+        length = self._length(max(map(len, texts)))
+        tokens = np.full((len(texts), length), self.padding_id)
+        mask = np.zeros_like(tokens)
+        for row, ids in enumerate(texts):
+            tokens[row, : len(ids)] = ids
+            mask[row, : len(ids)] = 1
+        arrays = {_TOKENS: tokens, _MASK: mask, _TYPES: np.zeros_like(tokens)}
+        taken = [tensor for tensor in self.info.inputs if tensor.name in arrays]
+        bodies = [InputBody(tensor.name, tensor.datatype, [len(texts), length]) for tensor in taken]
+
+        def read(body: InputBody[list[int]]) -> Array:
+            return arrays[body.name].astype(DTYPES[body.datatype])
+
+        asked = [RequestedOutput(self.output.name, {"binary_data": True})]
+        return fit(RequestBody(bodies, outputs=asked, parameters=parameters), self.info, regions, read)
+
+    def _length(self, tokens: int) -> int:
+        """Return the length to which texts are padded. Raises InvalidRequest where they cannot be."""
+        spec = next(tensor for tensor in self.info.inputs if tensor.name == _TOKENS)
+        lengths: Sequence[int] = [spec.shape[-1]]
+        for dimension in self.info.dynamic.dimensions:
+            if spec.sizes and dimension.symbol == spec.sizes[-1]:
+                lengths = [n for n in range(dimension.least, dimension.buckets[-1] + 1) if dimension.allows(n)]
+        length = next((n for n in lengths if n >= tokens), None)
+        if length is None:
+            raise InvalidRequest(
+                f"a text has {tokens} tokens, model '{self.info.name}' takes at most {lengths[-1]}; send shorter texts"
+            )
+        if length > tokens and not self.has_mask:
+            raise InvalidRequest(
+                f"a text has {tokens} tokens, and model '{self.info.name}' takes {length}: it has no input {_MASK} that"
+                " would tell padding"
+            )
+        return length
+
+    def vectors(self, texts: Sequence[Tokens], answer: Answer) -> Array:
+        """Return a text's vector in each row, float32 and of length 1."""
+        states = answer.outputs[self.output.name]
+        states = float32_of_bf16(states) if self.output.datatype == BF16 else states.astype(np.float32, copy=False)
+        if states.ndim == 3:
+            lengths = [1 if self.pools_first else len(ids) for ids in texts]
+            states = np.stack([row[:n].mean(axis=0) for row, n in zip(states, lengths, strict=True)])
+        norms = np.linalg.norm(states, axis=1, keepdims=True)
+        return np.asarray(states / np.maximum(norms, np.finfo(np.float32).tiny))
+
+
+def embedding_output(info: ModelInfo) -> TensorSpec | None:
+    """Return the output of which a model's embeddings are made; None if it makes none of texts."""
+    required = {tensor.name: tensor for tensor in info.inputs if tensor.default is None}
+    tokens = required.get(_TOKENS)
+    if tokens is None or not required.keys() <= {_TOKENS, _MASK, _TYPES} or len(info.wire_shape(tokens)) != 2:
+        return None
+    outputs = {tensor.name: tensor for tensor in info.outputs}
+    wanted = [(name, 2) for name in _VECTORS] + [(_STATES, 3)]
+    found = (
+        outputs[name] for name, rank in wanted if name in outputs and len(info.wire_shape(outputs[name])) == rank
+    )
+    return next(found, None)
