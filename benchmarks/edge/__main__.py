@@ -19,7 +19,7 @@ from benchmarks.record import markdown_table, parser_of, record
 from cohabit.loadgen.repository import prepare_visibly, recipes
 
 MODEL = "resnet152"
-CASES: tuple[tuple[int, str], ...] = ((64, "36MiB"), (40, "12MiB"))
+CASES: tuple[tuple[int, str], ...] = ((72, "36MiB"), (48, "12MiB"))
 """Limits of the cgroup in MiB above the base, and the memory of the models in them."""
 GOAL_S = 5.0
 """For the first answer of a server in the larger cgroup."""
