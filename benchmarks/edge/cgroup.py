@@ -1,9 +1,11 @@
 """Bundles served in memory cgroups: the parts that the benchmarks of small devices share.
 
 A cgroup counts all memory of a process, and the page cache that it fills. *Base* is what an idle server with one small
-model has there: anonymous memory and mapped pages. Pages of torch's libraries are read by another process before each
-run, and charged to that, for every way alike; those of the models' files are dropped. Needs root and cgroups of version
-1.
+model has there: anonymous memory and mapped pages. Whoever reads a page first is charged for it. With *libraries
+counted*, the page cache is dropped before each run, so that the cgroup is charged for torch's libraries, as a board is;
+what processes outside still map, such as the C library, is taken off the cgroup's limit. Otherwise another process
+reads torch's libraries before each run. Pages of the models' files are dropped either way. Needs root and cgroups of
+version 1.
 """
 
 import os
@@ -39,22 +41,25 @@ _CGROUPS = Path("/sys/fs/cgroup/memory")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds to the first answer and the median of the others; None and the reason where there was none."""
+    """Seconds to the first answer, median and p90 of the others; None and the reason where there was none."""
 
     first_s: float | None = None
     median_s: float | None = None
+    p90_s: float | None = None
     reason: str = ""
     outputs: tuple[NDArray[np.float32], ...] = ()
     charged_bytes: int = 0
     """In the cgroup."""
     rss_bytes: int = 0
-    """The same with pages that other processes have read."""
+    """The same with pages that other processes have read: the whole memory of the process."""
 
     @property
     def cells(self) -> list[str]:
         if self.first_s is None:
-            return [self.reason, "-"]
-        return [f"{self.first_s:.2f}", f"{self.median_s * 1e3:.1f}" if self.median_s is not None else self.reason]
+            return [self.reason, "-", "-"]
+        if self.median_s is None or self.p90_s is None:
+            return [f"{self.first_s:.2f}", self.reason, "-"]
+        return [f"{self.first_s:.2f}", f"{self.median_s * 1e3:.1f}", f"{self.p90_s * 1e3:.1f}"]
 
 
 def is_possible(console: Console) -> bool:
@@ -65,20 +70,25 @@ def is_possible(console: Console) -> bool:
     return possible
 
 
-def base(folder: Path, requests: int, console: Console) -> Outcome:
+def base(folder: Path, requests: int, console: Console, *, libraries_counted: bool = False) -> Outcome:
     """Serve one small model without a limit."""
     small = folder / "small"
     prepare_visibly(small, recipes(1, [SMALL]), force=False, console=console)
-    found = served(bundle_of(small, "100%", folder, console), requests, None, "--process-memory", "1GiB")
+    bundle, flags = bundle_of(small, "100%", folder, console), ("--process-memory", "1GiB")
+    found = served(bundle, requests, None, *flags, libraries_counted=libraries_counted)
     console.print(f"base: {found.charged_bytes / MIB:.1f} MiB, {found.rss_bytes / MIB:.1f} MiB with shared pages")
     return found
 
 
-def served_above(base: Outcome, extra_mib: int, bundle: Path, requests: int, rounds: int) -> list[Outcome]:
+def served_above(
+    base: Outcome, extra_mib: int, bundle: Path, requests: int, rounds: int, *, libraries_counted: bool = False
+) -> list[Outcome]:
     """Serve a bundle several times, each in a cgroup of so much more than the base."""
     limit_bytes, process_bytes = base.charged_bytes + extra_mib * MIB, base.rss_bytes + extra_mib * MIB
     flags = ("--process-memory", str(process_bytes), "--queue-memory", "2MiB")
-    return [served(bundle, requests, limit_bytes, *flags) for _ in range(rounds)]
+    return [
+        served(bundle, requests, limit_bytes, *flags, libraries_counted=libraries_counted) for _ in range(rounds)
+    ]
 
 
 def bundle_of(repository: Path, memory: str, folder: Path, console: Console) -> Path:
@@ -91,12 +101,14 @@ def bundle_of(repository: Path, memory: str, folder: Path, console: Console) -> 
     return bundle
 
 
-def served(bundle: Path, requests: int, limit_bytes: int | None, *flags: str) -> Outcome:
+def served(
+    bundle: Path, requests: int, limit_bytes: int | None, *flags: str, libraries_counted: bool = False
+) -> Outcome:
     """Serve a bundle in a cgroup, and ask its one model."""
     ports = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
     command = [*cohabit(), "serve", str(bundle), "--engine", "in-process", *ports, *flags]
     drop_pages(bundle)
-    with running(command, limit_bytes) as (process, cgroup, log):
+    with running(command, limit_bytes, libraries_counted=libraries_counted) as (process, cgroup, log):
         start_s = time.monotonic()
         assert process.stdout is not None
         url = process.stdout.readline().partition(": ")[2].strip()
@@ -117,16 +129,22 @@ def served(bundle: Path, requests: int, limit_bytes: int | None, *flags: str) ->
                     times_s.append(time.perf_counter() - began_s)
                 outputs = tuple(answer.as_numpy(output["name"]) for output in metadata["outputs"])
                 used = charged_bytes(cgroup), psutil.Process(process.pid).memory_info().rss
-                return Outcome(first_s, statistics.median(times_s), "", outputs, *used)
+                return Outcome(first_s, statistics.median(times_s), p90(times_s), "", outputs, *used)
         except (OSError, ValueError, HTTPException, tritonclient.utils.InferenceServerException):
             process.wait(PATIENCE_S)
             return Outcome(reason=end_of(process, log))
 
 
 @contextmanager
-def running(command: Sequence[str], limit_bytes: int | None) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
+def running(
+    command: Sequence[str], limit_bytes: int | None, *, libraries_counted: bool = False
+) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
     """Start a process in a new cgroup; yields it, the cgroup, and the file of its messages."""
-    _read_libraries()
+    if libraries_counted:
+        os.sync()  # dirty pages are not dropped
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    else:
+        _read_libraries()
     cgroup = _CGROUPS / f"cohabit-edge-{os.getpid()}"
     cgroup.mkdir()
     if limit_bytes is not None:
@@ -177,6 +195,23 @@ def end_of(process: subprocess.Popen[str], log: Path) -> str:
         return f"not within {PATIENCE_S:g} s"
     last = log.read_text().strip().splitlines()[-1:] or [f"status {status}"]
     return "killed: out of memory" if status == -signal.SIGKILL else last[0][:80]
+
+
+def p90(times_s: Sequence[float]) -> float:
+    return float(np.quantile(times_s, 0.9))
+
+
+def read_ahead() -> str:
+    """Return the read-ahead of the disk with torch's libraries: a page fault in them reads so much."""
+    torch = find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    device = Path(torch.origin).stat().st_dev
+    disk = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    if (disk / "partition").exists():
+        disk = disk.parent
+    setting = disk / "queue" / "read_ahead_kb"
+    return f"{setting.read_text().strip()} KiB" if setting.exists() else "unknown"
 
 
 def middle(outcomes: Sequence[Outcome]) -> Outcome:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append([f"{weights}, in {memory}", limit, *cells, "equal" if equal else "no"])
         console.print(*rows[-2:], sep="\n")
     table = markdown_table(
-        ["model, weights, memory", "cgroup", "first answer s", "median ms", "bits of resident"], rows
+        ["model, weights, memory", "cgroup", "first answer s", "median ms", "p90 ms", "bits of resident"], rows
     )
     console.print(table, markup=False)
     if options.record:
@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f" the command; median of {options.requests} requests that follow one another, batch 1, of"
                 f" {options.rounds} runs, resident and limited in turn, over HTTP, with `--engine in-process`."
                 " Embedding tables are mapped from the"
-                " weights file: their pages are charged to the cgroup and can be reclaimed.\n",
+                " weights file: their pages are charged to the cgroup and can be reclaimed. Pages of torch's"
+                " libraries are not: they are in the page cache before.\n",
                 table,
                 "To hold: equal bits in every cgroup.\n",
             ],
