@@ -18,6 +18,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.runtime.binding.program import Program
 from cohabit.server.cli import main
+from cohabit.server.deploy import elastic as elastic_module
 from cohabit.server.deploy import place, prepare
 from cohabit.server.deploy.model import Model, Plans, Programs
 from cohabit.server.deploy.worker import MOST_PREPARING
@@ -172,13 +173,17 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
 
 
 def test_200_moves_under_requests_lose_none_and_change_no_bit(
-    stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stacks: Stacks, fixed_plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is divided anew again and again, so that each of three models has the most of it in turn."""
     names = "abc"
     for number, name in enumerate(names):
         stacks.put(tmp_path, name, number)
-    with serving(tmp_path, "9MiB", plans, layout="elastic", batch_sizes=(1,)) as server:
+    monkeypatch.setattr(elastic_module, "INTERVAL_S", 1e6)  # it checks when the test says so
+    monkeypatch.setattr(
+        elastic_module, "LEAST_GAIN", 1e-6
+    )  # where copying takes as long as computing, less is gained
+    with serving(tmp_path, "5MiB", fixed_plans, layout="elastic", batch_sizes=(1, 2)) as server:
         server.until_planned()
         placement, before = server.placement, {name: answer(server, name).tobytes() for name in names}
         elastic = server.engine.lifecycle._elastic
@@ -194,6 +199,7 @@ def test_200_moves_under_requests_lose_none_and_change_no_bit(
             await move(model, *arguments)
 
         monkeypatch.setattr(placement, "_move", noted)
+        monkeypatch.setattr(placement.improver, "begin", lambda models: None)  # it would move them, too
         stop, wrong = threading.Event(), list[str]()
 
         def ask_on(name: str) -> None:
@@ -208,20 +214,18 @@ def test_200_moves_under_requests_lose_none_and_change_no_bit(
             for name in names:
                 clients.submit(ask_on, name)
             try:
-                largest = set()
-                for popular in itertools.cycle(list(requests)):
+                for popular in itertools.islice(itertools.cycle(list(requests)), 300):
                     server.on_loop(elastic.check())  # a window begins
                     requests[popular] += 1000
                     server.on_loop(elastic.check())
                     sizes = held(server)
-                    largest.add(max(sizes, key=lambda name: sizes[name]))
+                    assert max(sizes, key=lambda name: sizes[name]) == popular.partition(":")[0]
                     if len(moved) >= 200:
                         break
             finally:
                 stop.set()
         assert wrong == []
-        assert largest == set(names)
-        assert sum(sizes.values()) + placement.memory.partitions.workspace_bytes <= 9 << 20
+        assert len(moved) >= 200
         use = placement.memory.use()
         assert use.partition_bytes + use.workspace_bytes + use.free_bytes == placement.memory.partitions.arena_bytes
         assert server.engine.report().device.divisions == elastic.divisions > 50
