@@ -3,11 +3,35 @@
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from operator import itemgetter
 
 import torch
+
+_ERROR = b"External init callback must run in same thread"
+_PIPE_BYTES = 64 << 10
+
+
+@contextmanager
+def _without_its_error() -> Iterator[None]:
+    """Leave out of stderr what the profiler's library writes where another thread has imported torch.
+
+    It says that it does not listen to external tools, which nothing here is. What others write meanwhile is kept.
+    """
+    read, write, own = *os.pipe(), os.dup(2)
+    os.set_blocking(read, False)
+    os.dup2(write, 2)
+    try:
+        yield
+    finally:
+        os.dup2(own, 2)
+        with suppress(BlockingIOError):
+            for line in os.read(read, _PIPE_BYTES).splitlines(keepends=True):
+                if _ERROR not in line:
+                    os.write(own, line)
+        for descriptor in (read, write, own):
+            os.close(descriptor)
 
 
 @contextmanager
@@ -19,8 +43,14 @@ def measuring_allocations() -> Iterator[dict[str, int]]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces itself on stderr otherwise
     peaks: dict[str, int] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    profiler = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    with _without_its_error():
+        profiler.prepare_trace()
+    profiler.start_trace()
+    try:
         yield peaks
+    finally:
+        profiler.stop_trace()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     events = profiler.profiler.kineto_results.events()

@@ -39,12 +39,14 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
     graph.output(graph.graph_copy(program.graph, {}))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     weights: dict[str, torch.Tensor] = {}
-    inputs: list[fx.Node] = []
+    inputs: dict[fx.Node, str] = {}
+    names = _input_names(program)
     for node, spec in zip(placeholders, signature.input_specs, strict=True):
         match spec.kind:
             case InputKind.USER_INPUT:
                 if isinstance(spec.arg, TensorArgument):
-                    inputs.append(node)
+                    # The copy has a name of its own where the program's is that of a function, such as `input`.
+                    inputs[node] = names.get(spec.arg.name, spec.arg.name)
                 elif isinstance(spec.arg, ConstantArgument):
                     node.replace_all_uses_with(spec.arg.value)
                     graph.erase_node(node)
@@ -60,22 +62,22 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
     _refuse_state(name, program)
     if not inputs:
         raise UnsupportedModel(f"{name}: the program takes no tensors")
-    batch = _batch_symbol(inputs)
-    names = _input_names(program)
-    dimensions = tuple(_dimensions(name, program, inputs, batch))
+    nodes = list(inputs)
+    batch = _batch_symbol(nodes)
+    dimensions = tuple(_dimensions(name, program, nodes, batch))
     symbols = {d.symbol for d in dimensions}
     return FxModel(
         name=name,
         root=program.graph_module,
         graph=graph,
         weights=weights,
-        inputs=tuple(_port(name, names.get(node.name, node.name), node, batch, symbols) for node in inputs),
+        inputs=tuple(_port(name, own, node, batch, symbols) for node, own in inputs.items()),
         outputs=_outputs(name, program, graph, batch, symbols),
         max_batch=None if batch is None else _range(program, batch)[1] or _UNLIMITED,
         batch_symbol=batch,
         dynamic=DynamicShape(
             dimensions,
-            _constraints(name, program, guards, {names.get(n.name, n.name): n for n in inputs}, symbols, batch)
+            _constraints(name, program, guards, {own: node for node, own in inputs.items()}, symbols, batch)
             if symbols
             else (),
         ),

@@ -19,13 +19,14 @@ from cohabit.server.config.sources import add_flag, config_of, given, typed
 from cohabit.server.config.values import LARGEST_BATCH, integer
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import tensor_table
-from cohabit.server.importing.declared_input import parse_input
+from cohabit.server.importing.declared_input import largest_size, parse_input
 
 if TYPE_CHECKING:
     from cohabit.server.importing.entry import ImportedEntry
     from cohabit.server.importing.subject import Subject
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_.\-]+")
 _MIB = 1 << 20
 
@@ -36,6 +37,8 @@ _EXAMPLES = """examples:
   cohabit import ~/clip-vit-base-patch32 --outputs image_embeds,text_embeds
   cohabit import ~/whisper-tiny --architecture WhisperEncoder
   cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
+  cohabit import sentence-transformers/all-MiniLM-L6-v2
+  cohabit import run.ckpt --key ema.model --factory mypackage.models:make_encoder --input tokens:INT64:-1,-1
   cohabit import ranker.safetensors --factory mypackage.models:make_ranker
 
 Importing runs code: that of MODULE and of what it imports, or of the installed transformers. Code in a model
@@ -55,8 +58,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="a Hugging Face model directory (config.json and safetensors), MODULE:FUNCTION that returns a"
-        " torch.nn.Module, or a checkpoint of --factory",
+        help="a Hugging Face model directory (config.json and safetensors), the hub's name of a model in the local"
+        " Hugging Face cache, MODULE:FUNCTION that returns a torch.nn.Module, or a checkpoint of --factory",
     )
     parser.add_argument(
         "--factory",
@@ -65,14 +68,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         " torch.save",
     )
     parser.add_argument(
+        "--key",
+        metavar="KEY",
+        help="key of the state_dict in a checkpoint that has more, such as model or ema.model (default: state_dict)",
+    )
+    parser.add_argument(
         "--input",
         dest="inputs",
         type=typed(parse_input),
         action="append",
         default=[],
         metavar="NAME:TYPE:DIMS",
-        help="input of the module, such as image:FP32:-1,3,224,224, where -1 is the batch; repeatable (default: the"
-        " module's `example_inputs`, or what the Hugging Face model takes)",
+        help="input of the module, such as image:FP32:-1,3,224,224, where the first -1 is the batch and any other a"
+        " dynamic dimension; repeatable (default: the module's `example_inputs`, or what the Hugging Face model takes)",
     )
     parser.add_argument(
         "--sequence-length",
@@ -84,7 +92,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--max-sequence-length",
         type=typed(integer(1, 1 << 20)),
         metavar="N",
-        help="largest dynamic sequence length of a text model (default: the model's positions, or its tokenizer's)",
+        help="largest dynamic sequence length of a text model (default: the model's positions, or its tokenizer's), or"
+        " size of the dynamic dimensions of --input (default: 512)",
     )
     parser.add_argument(
         "--architecture",
@@ -181,19 +190,21 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
     from cohabit.server.importing.huggingface import from_folder, is_folder
     from cohabit.server.importing.huggingface_inputs import Lengths
 
-    path = Path(options.path)
+    path = _folder_of(options)
     lengths = Lengths(options.sequence_length, options.max_sequence_length)
     if lengths.fixed is not None and lengths.most is not None:
         raise ConfigError("--sequence-length and --max-sequence-length contradict one another; give one of them")
     if not path.is_dir():
         _refuse_flags_of_folders(options)
+    if options.key is not None and options.factory is None:
+        raise ConfigError("--key is for checkpoints: name the function that makes the module with --factory")
     on_progress(f"loading {options.path}")
     if options.factory is not None:
         if not _FACTORY.fullmatch(options.factory):
             raise ConfigError(f"--factory: '{options.factory}' is not MODULE:FUNCTION")
         if not path.is_file():
             raise ConfigError(f"{path} is no checkpoint file, which is what --factory's module would load")
-        return from_factory(options.factory, options.inputs, path)
+        return from_factory(options.factory, options.inputs, path, options.key, lengths.most)
     if path.is_dir():
         if not is_folder(path):
             raise ConfigError(f"{path} is no Hugging Face model directory: it has no config.json")
@@ -207,14 +218,25 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
                 )
         raise ConfigError(f"{path} is a checkpoint; name the function that makes its module with --factory")
     if not _FACTORY.fullmatch(options.path):
-        raise ConfigError(f"{path} does not exist; give a folder, a checkpoint, or MODULE:FUNCTION")
-    return from_factory(options.path, options.inputs)
+        raise ConfigError(f"{path} does not exist; give a folder, a hub's name, a checkpoint, or MODULE:FUNCTION")
+    return from_factory(options.path, options.inputs, most=lengths.most)
+
+
+def _folder_of(options: argparse.Namespace) -> Path:
+    """Return the path to import, of a hub's name the folder in the local cache. Raises ImportFailed."""
+    path = Path(options.path)
+    if path.exists() or options.factory is not None or not _HUB_NAME.fullmatch(options.path):
+        return path
+    from cohabit.server.importing.huggingface import cached_folder
+
+    return cached_folder(options.path)
 
 
 def _refuse_flags_of_folders(options: argparse.Namespace) -> None:
-    if options.sequence_length is not None or options.max_sequence_length is not None:
-        flag = "--sequence-length" if options.sequence_length is not None else "--max-sequence-length"
-        raise ConfigError(f"{flag} is for Hugging Face models; give the dimensions with --input")
+    if options.sequence_length is not None:
+        raise ConfigError("--sequence-length is for Hugging Face models; give the dimensions with --input")
+    if options.max_sequence_length is not None and not largest_size(options.inputs, None):
+        raise ConfigError("--max-sequence-length: no input has a dynamic dimension; declare one as -1 with --input")
     for flag, value in (("--architecture", options.architecture), ("--outputs", options.outputs)):
         if value:
             raise ConfigError(f"{flag} is for Hugging Face models; let the function return what is to be imported")

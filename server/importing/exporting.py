@@ -102,12 +102,14 @@ def save(program: ExportedProgram, path: Path) -> None:
 
 def _dynamic_dims(subject: Subject, max_batch: int, least_tokens: int) -> dict[str, dict[int, Any]]:
     """Return the dynamic dimensions of each input by position."""
-    dims = {}
-    if max_batch > 1:
-        dims[0] = Dim("batch", min=1, max=max(max_batch, _LEAST_RANGE))
+    batch = Dim("batch", min=1, max=max(max_batch, _LEAST_RANGE)) if max_batch > 1 else None
+    length: Any = None
     if subject.most_tokens:
-        dims[1] = Dim(_SEQUENCE, min=least_tokens, max=subject.most_tokens)
-    return {
-        given.name: {p: dims[p] for p, dim in enumerate(given.dims) if dim < 0 and p in dims}
+        length = Dim(_SEQUENCE, min=least_tokens, max=subject.most_tokens)
+    if subject.has_declared_sizes:  # torch finds out which of them are equal
+        length = Dim.DYNAMIC(min=least_tokens, max=subject.most_tokens)
+    dims = {
+        given.name: {p: length if p else batch for p, d in enumerate(given.dims) if d < 0}
         for given in subject.inputs
     }
+    return {name: {p: dim for p, dim in found.items() if dim is not None} for name, found in dims.items()}

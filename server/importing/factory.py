@@ -14,22 +14,30 @@ import torch
 from torch import nn
 
 from cohabit.server.errors import ImportFailed
-from cohabit.server.importing.declared_input import DeclaredInput
+from cohabit.server.importing.declared_input import DeclaredInput, largest_size
 from cohabit.server.importing.subject import Subject, declared, reason_of, with_examples
 
 _MOST_KEYS = 3
 
 
-def from_factory(factory: str, inputs: Sequence[DeclaredInput], checkpoint: Path | None = None) -> Subject:
+def from_factory(
+    factory: str,
+    inputs: Sequence[DeclaredInput],
+    checkpoint: Path | None = None,
+    key: str | None = None,
+    most: int | None = None,
+) -> Subject:
     """Call `module:function`, load a checkpoint into the module that it returns, and find its inputs.
 
-    Inputs are those declared, or else the module's attribute `example_inputs`: tensors by name. Raises ImportFailed.
+    `key` leads to the state_dict in the checkpoint. Inputs are those declared, of which dynamic dimensions other than
+    the batch are at most `most`, or else the module's attribute `example_inputs`: tensors by name. Raises ImportFailed.
     """
     module = _made_by(factory)
     if checkpoint is not None:
-        _load(module, checkpoint)
+        _load(module, checkpoint, key)
     if inputs:
-        return declared(module, inputs)
+        largest = largest_size(inputs, most)
+        return declared(module, inputs, largest, largest > 0)
     examples = getattr(module, "example_inputs", None)
     if not isinstance(examples, Mapping) or not examples:
         raise ImportFailed(
@@ -52,16 +60,22 @@ def _made_by(factory: str) -> nn.Module:
     return made
 
 
-def _load(module: nn.Module, path: Path) -> None:
+def _load(module: nn.Module, path: Path, key: str | None) -> None:
     """Load a state_dict, from safetensors or from a pickle that holds nothing but tensors."""
     state = _safetensors(path) if path.suffix == ".safetensors" else _unpickled(path)
+    if key is not None:
+        state = _at(path, state, key)
     wrong = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
-    if wrong and isinstance(state.get("state_dict"), Mapping):
+    if wrong and key is None and isinstance(state.get("state_dict"), Mapping):
         state = state["state_dict"]
     elif wrong:
+        nested = [name for name, value in state.items() if isinstance(value, Mapping)]
+        way_out = (
+            f"name the one that is, of {', '.join(nested)}, with --key" if nested else "save module.state_dict()"
+        )
         raise ImportFailed(
             f"{path.name} is no state_dict: its key {wrong[0]} is a {type(state[wrong[0]]).__name__}, not a tensor;"
-            " save module.state_dict()"
+            f" {way_out}"
         )
     own = module.state_dict()
     loaded = {tensor.data_ptr() for key, tensor in own.items() if key in state}  # tied weights are there once
@@ -76,6 +90,22 @@ def _load(module: nn.Module, path: Path) -> None:
         more = f", and {len(problems) - _MOST_KEYS} more" if len(problems) > _MOST_KEYS else ""
         raise ImportFailed(f"{path.name} does not fit the module: {'; '.join(problems[:_MOST_KEYS])}{more}")
     module.load_state_dict(state, strict=False)
+
+
+def _at(path: Path, state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the mapping that a key, or several with dots between them, leads to."""
+    rest, found = key, state
+    while rest:
+        name = next((name for name in found if rest == name or rest.startswith(f"{name}.")), None)
+        inner = None if name is None else found[name]
+        if name is None or not isinstance(inner, Mapping):
+            there = [str(name) for name, value in found.items() if isinstance(value, Mapping)]
+            raise ImportFailed(
+                f"{path.name}: --key {key}: nothing in it is called {rest} and holds tensors by name; what does, is"
+                f" called {', '.join(there) or 'nothing'}"
+            )
+        rest, found = rest[len(name) + 1 :], inner
+    return found
 
 
 def _safetensors(path: Path) -> Mapping[str, Any]:

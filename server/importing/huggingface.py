@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cohabit.server.errors import ImportFailed
-from cohabit.server.importing.declared_input import DeclaredInput
+from cohabit.server.importing.declared_input import DeclaredInput, largest_size
 from cohabit.server.importing.huggingface_inputs import (
     ANY_LENGTH,
     DECLARE,
@@ -55,6 +55,25 @@ def _named_tensors(model: nn.Module, wanted: Sequence[str] | None, **inputs: tor
     return tensors if wanted is None else {name: tensors[name] for name in wanted}
 
 
+def cached_folder(name: str) -> Path:
+    """Return the folder of a hub's model in the local cache of Hugging Face. Raises ImportFailed if it is not there."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ModuleNotFoundError as error:
+        raise ImportFailed(
+            f"{name}: hub names need the package {error.name}; pip install 'transformers>=5', or give a folder"
+        ) from error
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ImportFailed(
+            f"{name} is neither a path here nor in the local Hugging Face cache ({constants.HF_HUB_CACHE}); importing"
+            f" never uses the network: download it with `hf download {name}`, or give its folder"
+        ) from error
+
+
 def is_folder(path: Path) -> bool:
     return (path / _CONFIG).is_file()
 
@@ -66,7 +85,7 @@ def from_folder(
     architecture: str | None = None,
     outputs: Sequence[str] = (),
 ) -> Subject:
-    """Load a model in float32, without code of the folder's own. Raises ImportFailed.
+    """Load a model in float32, without code of the folder's own, and without the network. Raises ImportFailed.
 
     `architecture` is a class of transformers, or of one part of the model, in place of the folder's own. `outputs` are
     those to return; by default, all that have a row for each row of the inputs.
@@ -84,13 +103,16 @@ def from_folder(
     written = read_object(folder / _CONFIG)
     model = _load(transformers, folder, written, architecture)
     most, left, notes = 0, list[str](), list[str]()
+    has_declared_sizes = bool(inputs)
     if not inputs:
         taken = inputs_of(folder, model.config, model, lengths)
         inputs, most, notes = taken.inputs, taken.most_tokens, list(taken.notes)
         left = [name for name in tensors_of(model) if name not in {given.name for given in inputs}]
+    else:
+        most = largest_size(inputs, lengths.most)
     names = [given.name for given in inputs]
     try:
-        subject = declared(NamedOutputs(model, names), inputs, most)
+        subject = declared(NamedOutputs(model, names), inputs, most, has_declared_sizes)
     except ImportFailed as error:
         if left:
             raise ImportFailed(f"{error}. It also takes {', '.join(left)}; {DECLARE}") from error

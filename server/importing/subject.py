@@ -33,7 +33,9 @@ class Subject:
     inputs: tuple[DeclaredInput, ...]
     examples: Examples
     most_tokens: int = 0
-    """Largest dynamic sequence length; 0 where there is none."""
+    """Largest dynamic sequence length, or size of the other dynamic dimensions; 0 where there is none."""
+    has_declared_sizes: bool = False
+    """Whether the user has declared the dynamic dimensions, which may then differ in size."""
     classes: tuple[str, ...] = ()
     """Names of the classes of the output `logits`."""
     images: tuple[str, ...] = ()
@@ -80,7 +82,9 @@ def with_signature(forward: Any, names: Sequence[str]) -> Any:
     return forward
 
 
-def declared(module: nn.Module, inputs: Sequence[DeclaredInput], most_tokens: int = 0) -> Subject:
+def declared(
+    module: nn.Module, inputs: Sequence[DeclaredInput], most_tokens: int = 0, has_declared_sizes: bool = False
+) -> Subject:
     """Make a subject of a module and its declared inputs, with random examples.
 
     Raises ImportFailed if it takes none of them.
@@ -90,7 +94,7 @@ def declared(module: nn.Module, inputs: Sequence[DeclaredInput], most_tokens: in
     for bound in _BOUNDS:
         bounded = tuple(replace(given, bound=given.bound or bound) for given in inputs)
         examples = partial(_random_inputs, bounded, most_tokens)
-        subject = Subject(module, bounded, examples, most_tokens, notes=notes)
+        subject = Subject(module, bounded, examples, most_tokens, has_declared_sizes, notes=notes)
         try:
             subject.answer(subject.examples(2, 0))
             return subject
