@@ -1,5 +1,6 @@
 """Trains a model whose step does not fit into memory: the plan decides what is in memory when."""
 
+import gc
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import DeviceError, UnsupportedModel
-from cohabit.runtime.heap import keep_freed_memory
+from cohabit.runtime.heap import keep_freed_memory, release_free_memory
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.offload.storage import OffloadedTensor
@@ -245,7 +246,11 @@ class Trainer:
         def show(evaluations: int, best_s: float, bound_s: float) -> None:
             self._on_progress(f"planning: {best_s:.3g} s per step, bound {bound_s:.3g} s", evaluations, 0)
 
-        return search(self._problem(), self._searcher, limit=Limit(seconds=self._search_seconds), on_progress=show)
+        limit = Limit(seconds=self._search_seconds)
+        plan = search(self._problem(), self._searcher, limit=limit, on_progress=show)
+        gc.collect()  # searchers and their generators refer to each other
+        release_free_memory()
+        return plan
 
     def _bound(self) -> Program:
         """Bind the plan, and load what it begins with. All state has left memory."""
