@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,18 +112,24 @@ def scaled(models: Models) -> Iterator[Scaled]:
 def started(command: Sequence[str], mark: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Start a command that serves; the rest of the line with the mark, and its process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), **RAY}
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
-        ) as popen,
-    ):
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as popen:
         try:
             assert popen.stdout is not None
-            line = next((text for text in popen.stdout if mark in text), None)
-            if line is None:
-                log.seek(0)
-                pytest.fail(log.read())
+            log = []
+            for line in popen.stdout:
+                log.append(line)
+                if mark in line:
+                    break
+            else:
+                pytest.fail("".join(log))
+            threading.Thread(target=popen.stdout.read, daemon=True).start()
             yield line.partition(mark)[2].strip(), popen
         finally:
             with suppress(ProcessLookupError):
