@@ -73,6 +73,13 @@ def _command(process: psutil.Process) -> list[str]:
     return command
 
 
+def _is_ready(address: str) -> bool:
+    try:
+        return ask(address, "GET", "/v2/health/ready")[0] == 200
+    except (OSError, ValueError):  # Ray answers itself until there is an ingress
+        return False
+
+
 def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -184,13 +191,14 @@ def test_an_engine_that_the_autoscaler_adds_takes_models_over_and_gives_them_bac
     port = free_port()
     (tmp_path / "scale.json").write_text(json.dumps(autoscaled(models.folder, port)))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "scale.json")]
-    with started(command, "is ready at http://") as (_, popen):
+    with started(command, "Started a local Ray instance") as (_, popen):
         own = Scaled(f"127.0.0.1:{port}", popen, models.expected)
 
         def engines_with(model: str) -> int:
             with triton.InferenceServerClient(own.address, network_timeout=START_S) as client:
                 return len(client.get_inference_statistics(model)["model_stats"])
 
+        eventually(lambda: _is_ready(own.address), START_S)
         assert [engines_with(model) for model in MODELS] == [1, 1, 1, 1]
         with ThreadPoolExecutor(8) as clients:
             busy = True
