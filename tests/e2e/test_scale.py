@@ -218,8 +218,6 @@ def test_an_engine_that_the_autoscaler_adds_takes_models_over_and_gives_them_bac
         while len(own.engines()) == 2:
             assert all(own.answers(model, 0) for model in MODELS)
         assert all(own.answers(model, number) for model, number in own.expected)
-        popen.send_signal(signal.SIGINT)
-        popen.wait(START_S)
 
 
 def autoscaled(folder: Path, port: int) -> dict[str, object]:
