@@ -33,15 +33,25 @@ from cohabit.loadgen.server_process import running_server, server_command
 PATIENCE_S = 900.0
 
 
+DEMO_MODELS = 16
+"""Those of `make demo`."""
+
+
 def scale_command(options: argparse.Namespace, replicas: int, url: str) -> list[str]:
-    command = [sys.executable, "-m", "cohabit.server.cli", "scale", str(options.folder / "scale")]
+    command = [sys.executable, "-m", "cohabit.server.cli", "scale", str(_repository(options))]
     command += ["--replicas", str(replicas), "--memory", options.memory, "--http-port", url.rpartition(":")[2]]
     return [*command, *_engine_flags(options)]
 
 
 def _engine_flags(options: argparse.Namespace) -> list[str]:
     # The bits of a row may depend on its batch and on the number of threads.
-    return ["--cache", str(options.folder / "scale-cache"), "--threads", "1", "--batch-sizes", "1"]
+    cache = options.folder / ("cache" if options.demo else "scale-cache")
+    return ["--cache", str(cache), "--threads", "1", "--batch-sizes", "1"]
+
+
+def _repository(options: argparse.Namespace) -> Path:
+    folder: Path = options.folder / ("repository" if options.demo else "scale")
+    return folder
 
 
 def asked_at(url: str, asked: Sequence[Question]) -> list[Question]:
@@ -75,14 +85,16 @@ async def measured(send: Send, models: Sequence[str], options: argparse.Namespac
     return [f"{len(seconds) / end_s:.1f}", f"{p50:.1f}", f"{p99:.1f}", str(len(outcomes) - len(seconds))]
 
 
-def actor_of(command: int, engine: str) -> psutil.Process | None:
+def engines_of(command: int) -> list[psutil.Process]:
+    """The actors of the engines, the oldest first."""
+    found = []
     for child in psutil.Process(command).children(recursive=True):
         try:
-            if any(f"cohabit:{engine}" in part for part in child.cmdline()):
-                return child
+            if any("cohabit:Engine" in part for part in child.cmdline()):
+                found.append((child.create_time(), child))
         except psutil.NoSuchProcess:
             continue
-    return None
+    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
 
 async def killed(url: str, asked: Sequence[Question], options: argparse.Namespace) -> list[str]:
@@ -93,19 +105,18 @@ async def killed(url: str, asked: Sequence[Question], options: argparse.Namespac
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         stop = asyncio.Event()
         sending = asyncio.create_task(load(session, asked, options.kill_rate, found, stop))
-        for number in range(options.kills):
+        for _ in range(options.kills):
             await asyncio.sleep(1.0)
-            actor = actor_of(command, f"engine-{number % 2}")
-            assert actor is not None
+            actor = engines_of(command)[0]
             start_s = time.monotonic()
             os.kill(actor.pid, signal.SIGKILL)
             found.faults["SIGKILL"] += 1
             ready = False
             while not ready:
                 await asyncio.sleep(0.2)
-                new = actor_of(command, f"engine-{number % 2}")
+                alive = engines_of(command)
                 async with session.get(f"{url}/v2/health/ready") as response:
-                    ready = response.status == 200 and new is not None and new.pid != actor.pid
+                    ready = response.status == 200 and len(alive) == 2 and actor not in alive
             found.restart_s.append(time.monotonic() - start_s)
         stop.set()
         await sending
@@ -196,8 +207,27 @@ def _as_arrays(question: Question) -> bytes:
     return file.getvalue()
 
 
+async def compared(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
+    """Put the same questions to one server and to two engines, through tritonclient; compare every answer."""
+    answers = {}
+    command = server_command("cohabit", _repository(options), options.memory, None)
+    async with running_server([*command, *_engine_flags(options)], PATIENCE_S) as url:
+        answers["one server"] = await asyncio.to_thread(questions, url, models)
+    url = f"http://127.0.0.1:{free_port()}"
+    async with running_server(scale_command(options, 2, url), PATIENCE_S):
+        answers["two engines"] = await asyncio.to_thread(questions, url, models)
+    pairs = list(zip(answers["one server"], answers["two engines"], strict=True))
+    assert all(one.body == other.body for one, other in pairs)
+    equal = sum(one.answer == other.answer for one, other in pairs)
+    return [
+        f"{len(pairs)} requests to {len(models)} models through tritonclient over HTTP, first to one server, then"
+        f" to two engines. Answers with equal bits: {equal}.\n",
+        f"Every request was answered with equal bits: {'yes' if equal == len(pairs) else 'NO'}.\n",
+    ]
+
+
 async def sections_of(options: argparse.Namespace, models: Sequence[str], console: Console) -> list[str]:
-    command = server_command("cohabit", options.folder / "scale", options.memory, None)
+    command = server_command("cohabit", _repository(options), options.memory, None)
     async with running_server([*command, *_engine_flags(options)], PATIENCE_S) as url:
         asked = await asyncio.to_thread(questions, url, models)
     rows, sections = [], []
@@ -240,20 +270,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kill-rate", type=float, default=5.0, help="requests per second meanwhile")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="engines (default: 1 2)")
     parser.add_argument("--multiplexed", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--demo",
+        action="store_true",
+        help="only compare the answers of the demo's models, in its folder, with one server's",
+    )
     options = parser.parse_args(argv)
     console = Console(highlight=False)
-    prepared = prepare_visibly(
-        options.folder / "scale", recipes(options.models, (options.entry,)), force=False, console=console
-    )
-    sections = asyncio.run(sections_of(options, [one.recipe.name for one in prepared], console))
+    chosen = recipes(DEMO_MODELS) if options.demo else recipes(options.models, (options.entry,))
+    prepared = prepare_visibly(_repository(options), chosen, force=False, console=console)
+    names = [one.recipe.name for one in prepared]
+    sections = asyncio.run(compared(options, names) if options.demo else sections_of(options, names, console))
     console.print("\n".join(sections), markup=False, soft_wrap=True)
     if options.record:
-        intro = (
-            f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine;"
-            f" {options.rate:g} requests/s arrive at random for {options.seconds:g} s, over HTTP."
-            " A replica of the multiplexed deployment holds"
-            f" {options.resident_models} models and copies others from RAM as a whole. All processes share the CPUs.\n"
-        )
+        intro = f"The models of `make demo`, {options.memory} and a thread for the server and for each engine.\n"
+        if not options.demo:
+            intro = (
+                f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine;"
+                f" {options.rate:g} requests/s arrive at random for {options.seconds:g} s, over HTTP."
+                " A replica of the multiplexed deployment holds"
+                f" {options.resident_models} models and copies others from RAM as a whole. All processes share the"
+                " CPUs.\n"
+            )
         console.print(
             record(options.record_as, "Engines that Ray Serve places", "benchmarks.scale", [intro, *sections])
         )

@@ -3,7 +3,7 @@
 import argparse
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from cohabit.server.config.sources import add_flag, given, typed
 from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError, StartFailed
 from cohabit.server.format import make_table
-from cohabit.server.scale.settings import ENGINE_SETTINGS, EnginePlan, count, plan_engines, read_rates
+from cohabit.server.scale.settings import ENGINE_SETTINGS, ScalePlan, count, plan_engines, read_rates
 
 NAME = "cohabit"
 _EXAMPLES = """examples:
@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Serve until SIGTERM or SIGINT. Raises ConfigError, RepositoryError, and StartFailed if Ray cannot start it."""
     rates = None if options.rates is None else read_rates(options.rates)
-    plans = plan_engines(given(options, ENGINE_SETTINGS), options.replicas, options.copies, rates)
+    plan = plan_engines(given(options, ENGINE_SETTINGS), options.copies, rates)
     if find_spec("ray") is None:
         raise ConfigError("`cohabit scale` needs Ray Serve, which is not installed: pip install 'cohabit[scale]'")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
@@ -72,10 +72,10 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     ray.init(include_dashboard=False, log_to_driver=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT; Ray has put its own handler there
     try:
-        require_resources(plans, ray.cluster_resources())
+        require_resources(plan, options.replicas, ray.cluster_resources())
         with errors.status("loading"):
-            _start(plans, options.host, options.http_port)
-        _report(plans, f"http://{options.host}:{options.http_port}", out)
+            _start(plan, options.replicas, options.host, options.http_port)
+        _report(plan, options.replicas, f"http://{options.host}:{options.http_port}", out)
         signal.pause()
     except KeyboardInterrupt:
         errors.print("stopping: answering the requests in flight")
@@ -85,20 +85,20 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     return 0
 
 
-def require_resources(plans: Sequence[EnginePlan], resources: Mapping[str, float]) -> None:
+def require_resources(plan: ScalePlan, replicas: int, resources: Mapping[str, float]) -> None:
     """Raise ConfigError for engines that Ray could never place."""
     for what, needed, found, way_out in (
-        ("GPUs", sum(plan.gpus for plan in plans), resources.get("GPU", 0.0), "--device cpu"),
-        ("CPUs", sum(plan.cpus for plan in plans), resources.get("CPU", 0.0), "fewer --threads or --compute-lanes"),
+        ("GPUs", replicas * plan.gpus, resources.get("GPU", 0.0), "--device cpu"),
+        ("CPUs", replicas * plan.cpus, resources.get("CPU", 0.0), "fewer --threads or --compute-lanes"),
     ):
         if needed > found:
             raise ConfigError(
-                f"--replicas {len(plans)}: the engines need {needed} {what}, and Ray found {found:g}; take fewer"
+                f"--replicas {replicas}: the engines need {needed} {what}, and Ray found {found:g}; take fewer"
                 f" engines, {way_out}, or a larger Ray cluster (RAY_ADDRESS)"
             )
 
 
-def _start(plans: Sequence[EnginePlan], host: str, http_port: int) -> None:
+def _start(plan: ScalePlan, replicas: int, host: str, http_port: int) -> None:
     """Deploy; returns once every engine serves its models. Raises StartFailed."""
     from ray import serve
 
@@ -106,7 +106,8 @@ def _start(plans: Sequence[EnginePlan], host: str, http_port: int) -> None:
 
     serve.start(http_options={"host": host, "port": http_port})
     try:
-        serve.run(application(plans), name=NAME, logging_config={"log_level": "WARNING"})
+        ingress = serve.run(application(plan, replicas), name=NAME, logging_config={"log_level": "WARNING"})
+        ingress.until_settled.remote().result()
     except RuntimeError as error:
         found = serve.status().applications[NAME].deployments
         failed = {name: one.message.strip() for name, one in found.items() if "FAILED" in str(one.status)}
@@ -114,9 +115,10 @@ def _start(plans: Sequence[EnginePlan], host: str, http_port: int) -> None:
         raise StartFailed("\n".join(reasons) or f"Ray Serve could not start the engines: {error}") from error
 
 
-def _report(plans: Sequence[EnginePlan], url: str, out: Console) -> None:
+def _report(plan: ScalePlan, replicas: int, url: str, out: Console) -> None:
     table = make_table("engine", "models", "requests/s", left=("engine", "models"))
-    for plan in plans:
-        table.add_row(plan.name, ", ".join(plan.models), f"{sum(plan.config.model_rates.values()):g}")
+    for number, models in enumerate(plan.assigned(replicas)):
+        names = sorted(model.name for model in models)
+        table.add_row(str(number), ", ".join(names), f"{sum(model.rate_per_s for model in models):g}")
     out.print(table)
     print(f"http: {url}", flush=True)

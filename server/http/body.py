@@ -51,20 +51,20 @@ async def read_body(request: web.Request, memory: Lease | Heap, limit_bytes: int
     length = request.content_length or 0
     if length > limit_bytes:
         raise too_large(f"the request body of {length} bytes", limit_bytes, way_out)
-    body = _Buffer(memory, too_large("the request body", limit_bytes, way_out), limit_bytes, length)
+    body = BodyBuffer(memory, too_large("the request body", limit_bytes, way_out), limit_bytes, length)
     if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # aiohttp takes an answer to be begun where this is not zero
     await _receive(request.content, body)
     if encoding in _IDENTITY or not body.nbytes:
         return body.view
-    inflated = _Buffer(memory, too_large("the inflated request body", limit_bytes, way_out), limit_bytes)
+    inflated = BodyBuffer(memory, too_large("the inflated request body", limit_bytes, way_out), limit_bytes)
     await _inflate(body.view, encoding, inflated)
     body.free()
     return inflated.view
 
 
-class _Buffer:
+class BodyBuffer:
     """A block that is moved to a larger one when it is full."""
 
     def __init__(self, memory: Lease | Heap, over_limit: Refused, limit_bytes: int, capacity: int = 0) -> None:
@@ -109,7 +109,7 @@ class _Buffer:
         self._filled = filled
 
 
-async def _receive(content: StreamReader, body: _Buffer) -> None:
+async def _receive(content: StreamReader, body: BodyBuffer) -> None:
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     try:
@@ -125,7 +125,7 @@ async def _receive(content: StreamReader, body: _Buffer) -> None:
         raise Refused("ClientTooSlow", text) from error
 
 
-async def _inflate(data: memoryview, encoding: str, body: _Buffer) -> None:
+async def _inflate(data: memoryview, encoding: str, body: BodyBuffer) -> None:
     inflater = zlib.decompressobj(_WINDOW_BITS[encoding])
     start = 0
     try:

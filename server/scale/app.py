@@ -1,30 +1,41 @@
-"""The Ray Serve application: a deployment per engine, and the ingress.
+"""The Ray Serve application: the engines, which are the replicas of one deployment, and the ingress.
 
 serve run cohabit.server.scale.app:app repository=/models memory=8GiB replicas=2
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 from ray.serve import Application
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.config import AutoscalingContext
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cohabit.planner.sizing.assignment import ModelTraffic
 from cohabit.server.config.config import decode_config, encode_config
 from cohabit.server.config.setting import parsed
-from cohabit.server.errors import EngineUnavailable, too_large
-from cohabit.server.scale.engine import ServedEngine
-from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, Router, refusal
-from cohabit.server.scale.settings import EnginePlan, count, plan_engines, read_rates
+from cohabit.server.errors import RequestError, too_large
+from cohabit.server.frontend.memory import RequestMemory
+from cohabit.server.http.body import BodyBuffer
+from cohabit.server.scale.assigner import Assigner
+from cohabit.server.scale.engine import EngineAddress, ServedEngine, engine_session
+from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, refusal
+from cohabit.server.scale.settings import MOST_REPLICAS, ScalePlan, count, plan_engines, read_rates
 
 _MOST_UNDER_WAY = 8192
 """Queues are the engines' own, which shed by deadlines and limits."""
 _HEALTH_CHECK_S = 1.0
+_DRAIN_S = 120.0
+"""How long an engine that is to stop may wait for others to load its models, and for its requests."""
+_KEPT = ("STARTING", "UPDATING", "RECOVERING", "RUNNING")
+"""States of replicas that Ray keeps."""
 
 
 def app(values: Mapping[str, Any]) -> Application:
@@ -36,69 +47,131 @@ def app(values: Mapping[str, Any]) -> Application:
     copies = parsed("copies", settings.pop("copies", "1"), count)
     rates = settings.pop("rates", None)
     given_rates = None if rates is None else read_rates(Path(rates))
-    return application(plan_engines({**settings}, replicas, copies, given_rates))
+    return application(plan_engines({**settings}, copies, given_rates), replicas)
 
 
-def application(plans: Sequence[EnginePlan]) -> Application:
-    """Bind the engines and the ingress."""
+def application(plan: ScalePlan, replicas: int) -> Application:
+    """Bind the engines and the ingress. Nothing but Ray's number of replicas depends on `replicas`."""
     options = {"max_ongoing_requests": _MOST_UNDER_WAY, "health_check_period_s": _HEALTH_CHECK_S}
-    engines = {}
-    for plan in plans:
-        share = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
-        engine = serve.deployment(EngineDeployment, name=plan.name, ray_actor_options=share, **options)
-        engines[plan.name] = engine.bind(encode_config(plan.config))
-    models = {plan.name: list(plan.models) for plan in plans}
+    share = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
+    engines = serve.deployment(
+        Engine,
+        num_replicas=replicas,
+        ray_actor_options=share,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=_DRAIN_S,
+        **options,
+    )
     ingress = serve.deployment(Ingress, ray_actor_options={"num_cpus": 0}, **options)
-    return ingress.bind(models, min(plan.config.max_body_bytes for plan in plans), **engines)
+    config = encode_config(plan.config)
+    return ingress.bind(config, plan.traffic, plan.copies, engines.bind(config))
 
 
-class EngineDeployment:
-    """An engine in an actor of its own; Ray sends it requests once its models are served."""
+def requests_per_engine(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Return how many engines the requests under way need, by Ray's setting `target_ongoing_requests`.
+
+    A policy of Ray's autoscaler, which applies its limits, factors and delays to it. Ray's own policy does not see the
+    requests, since they reach engines without it.
+    """
+    under_way = sum((context.aggregated_metrics or {}).get("requests", {}).values())
+    return under_way / context.config.get_target_ongoing_requests(), {}
+
+
+class Engine:
+    """An engine in an actor of its own. It is started once its models are served."""
 
     async def __init__(self, config: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
-        self._engine = ServedEngine(decode_config(config))
-        await self._engine.start()
+        context = serve.get_replica_context()
+        self._name = context.replica_tag
+        self._ingress = serve.get_deployment_handle("Ingress", context.app_name)
+        self._requests = 0
+        self._beating: asyncio.Task[None] | None = None
+        self._engine = ServedEngine(decode_config(config), ray.util.get_node_ip_address())
+        await self._engine.start(await self._ingress.join.remote(self._name))
+        await self._beat()
+        self._beating = asyncio.create_task(self._keep_beating())
 
-    async def answer(self, request: ForwardedRequest) -> ForwardedAnswer:
-        return await self._engine.answer(request)
+    def record_autoscaling_stats(self) -> dict[str, int]:
+        return {"requests": self._requests}
 
     def check_health(self) -> None:
         self._engine.check()
 
+    async def __del__(self) -> None:  # Ray awaits it as well, once the replica is to stop
+        if self._beating is not None:
+            self._beating.cancel()
+        with suppress(RayError, TimeoutError):
+            await asyncio.wait_for(self._ingress.leave.remote(self._name), _DRAIN_S / 2)
+        await self._engine.stop()
 
-class _Replicas:
-    """An engine's replicas, through their handle."""
+    async def _keep_beating(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_CHECK_S)
+            with suppress(RayError):
+                await self._beat()
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-
-    async def answer(self, request: ForwardedRequest) -> ForwardedAnswer:
-        try:
-            answer: ForwardedAnswer = await self._handle.answer.remote(request)
-            return answer
-        except (RayActorError, DeploymentUnavailableError) as error:
-            raise EngineUnavailable(f"its replica is lost: {type(error).__name__}") from error
+    async def _beat(self) -> None:
+        """Tell the ingress of the engine, which it knows unless it was started again."""
+        self._requests = await self._ingress.joined.remote(self._name, self._engine.url, self._engine.token)
 
 
 class Ingress:
-    """Takes HTTP requests, whose bodies it passes on as they came."""
+    """Takes HTTP requests, whose bodies it passes on as they came, and assigns models to engines."""
 
-    def __init__(
-        self, models: Mapping[str, Sequence[str]], max_body_bytes: int, **engines: DeploymentHandle
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, config: bytes, traffic: Sequence[ModelTraffic], copies: int, _: DeploymentHandle
     ) -> None:
-        self._router = Router({name: _Replicas(handle) for name, handle in engines.items()}, models)
-        self._max_body_bytes = max_body_bytes
+        plan = ScalePlan(decode_config(config), traffic, copies, 0, 0)
+        self._app_name = serve.get_replica_context().app_name
+        self._assigner = Assigner([model.name for model in traffic], plan.assigned, self._count_engines)
+        self._max_body_bytes = plan.config.max_body_bytes
+        self._memory = RequestMemory(plan.config.queue_bytes)
+        self._session = engine_session()
+        self._running = asyncio.create_task(self._assigner.run())
 
     async def __call__(self, request: Request) -> Response:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self._max_body_bytes:
-                return _response(refusal(too_large("the request body", self._max_body_bytes)))
-        query = f"?{request.url.query}" if request.url.query else ""
-        path = request.scope.get("raw_path", request.url.path.encode()).decode("ascii")
-        forwarded = ForwardedRequest(request.method, f"{path}{query}", dict(request.headers), bytes(body))
-        return _response(await self._router.answer(forwarded))
+        with self._memory.lease() as lease:
+            length = int(request.headers.get("content-length", 0))
+            limit, over_limit = self._max_body_bytes, too_large("the request body", self._max_body_bytes)
+            try:
+                if length > limit:
+                    raise over_limit
+                body = BodyBuffer(lease, over_limit, limit, length)
+                async for chunk in request.stream():
+                    body.append(chunk)
+            except RequestError as error:
+                return _response(refusal(error))
+            query = f"?{request.url.query}" if request.url.query else ""
+            path = request.scope.get("raw_path", request.url.path.encode()).decode("ascii")
+            forwarded = ForwardedRequest(request.method, f"{path}{query}", dict(request.headers), body.view)
+            return _response(await self._assigner.router.answer(forwarded))
+
+    async def join(self, engine: str) -> Sequence[ModelTraffic]:
+        return await self._assigner.join(engine)
+
+    async def joined(self, engine: str, url: str, token: str) -> int:
+        """Return how many requests an engine has."""
+        if engine not in self._assigner.router.engines:
+            await self._assigner.joined(engine, EngineAddress(self._session, url, token, self._memory))
+        return self._assigner.router.load(engine)
+
+    async def leave(self, engine: str) -> None:
+        await self._assigner.leave(engine)
+
+    async def until_settled(self) -> None:
+        await self._assigner.until_settled()
+
+    async def _count_engines(self) -> int:
+        """Return how many engines run or are being started."""
+
+        def counted() -> int:
+            states = serve.status().applications[self._app_name].deployments[Engine.__name__].replica_states
+            return sum(states.get(state, 0) for state in _KEPT)
+
+        try:
+            return await asyncio.to_thread(counted)
+        except (KeyError, RayError):  # Ray's controller is being started
+            return MOST_REPLICAS
 
 
 def _response(answer: ForwardedAnswer) -> Response:

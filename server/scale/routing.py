@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -15,16 +16,17 @@ from cohabit.server.errors import (
     Refused,
     RequestError,
     RequestTimedOut,
-    statuses_of,
+    model_not_ready,
 )
 from cohabit.server.http.answers import JSON, parse_json
 from cohabit.server.http.codec import parse_header_length
+from cohabit.server.http.errors import response_of
 from cohabit.server.ipc.request import Parameters
 from cohabit.server.protocol.matching import unsigned
 
 TRIES = 2
+_ALIVE_S = 10.0
 _LENGTH, _ENCODING = "inference-header-content-length", "content-encoding"
-_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class ForwardedRequest:
     target: str
     """Path and query, percent-encoded."""
     headers: Mapping[str, str]
-    body: bytes
+    body: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,14 @@ class ForwardedAnswer:
     body: bytes
 
 
-class EngineReplicas(Protocol):
-    """The replicas of one engine. There may be none for a while: a request waits for the next one."""
+_LIVE = ForwardedRequest("GET", "/v2/health/live", {}, b"")
+
+
+class Engine(Protocol):
+    """An engine that takes requests."""
 
     async def answer(self, request: ForwardedRequest) -> ForwardedAnswer:
-        """Raises EngineUnavailable if the replica that has the request dies."""
+        """Raises EngineUnavailable if the engine dies, or does not answer."""
 
 
 class _Timed(msgspec.Struct):
@@ -59,17 +64,37 @@ class _Timed(msgspec.Struct):
 class Router:
     """Routes requests to engines. Event loop's thread only."""
 
-    def __init__(self, engines: Mapping[str, EngineReplicas], models: Mapping[str, Sequence[str]]) -> None:
-        """`models` are those of each engine."""
-        self._engines = engines
-        self._holders: dict[str, list[str]] = {}
-        for engine, names in models.items():
-            for name in names:
-                self._holders.setdefault(name, []).append(engine)
-        self._under_way: Counter[str] = Counter()
+    def __init__(self, models: Collection[str], on_lost: Callable[[str], None]) -> None:
+        """`models` are those of the repository; `on_lost` is called with an engine that has stopped answering."""
+        self.models = models
+        self.engines: dict[str, Engine] = {}
+        """The engines that are alive."""
+        self._on_lost = on_lost
+        self._holders: Mapping[str, Sequence[str]] = {}
+        self._failures: Mapping[str, str] = {}
+        self._changed = asyncio.Event()
+        self._under_way: Counter[tuple[str, str]] = Counter()
+        self._answered = asyncio.Event()
         self._sent: Counter[str] = Counter()
-        self._returning: dict[str, asyncio.Task[None]] = {}
-        """Engines that are lost, each with a task that ends once it answers again."""
+
+    def route(self, holders: Mapping[str, Sequence[str]], failures: Mapping[str, str]) -> None:
+        """Send requests of these models to these engines from now on.
+
+        Requests of other models wait for an engine that has them, or are refused if there is a reason in `failures`.
+        """
+        self._holders, self._failures = holders, failures
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def load(self, engine: str, model: str | None = None) -> int:
+        """Requests that an engine has, of one model or all."""
+        return sum(n for (asked, of), n in self._under_way.items() if asked == engine and model in (None, of))
+
+    async def idle(self, engine: str, model: str | None = None) -> None:
+        """Return once an engine has no request, of one model or any."""
+        while self.load(engine, model):
+            self._answered.clear()
+            await self._answered.wait()
 
     async def answer(self, request: ForwardedRequest) -> ForwardedAnswer:
         """Answer a request, or say as JSON why it has no answer."""
@@ -86,9 +111,9 @@ class Router:
             case ["v2", "health", "ready"]:
                 return await self._ready(request)
             case ["v2", "repository", "index"] | ["v2", "models", "stats"]:
-                return await self._of_all(request, list(self._engines))
+                return await self._of_all(request, list(self.engines))
             case ["v2", "models", model, "stats"] | ["v2", "models", model, "versions", _, "stats"]:
-                return await self._of_all(request, self._holders_of(unquote(model)))
+                return await self._of_all(request, self._holders.get(unquote(model)) or list(self.engines))
             case ["v2", "repository", *_]:
                 raise Refused(
                     "Unsupported", "models are assigned to engines when `cohabit scale` starts; start it again"
@@ -98,17 +123,29 @@ class Router:
             case ["v2", "systemsharedmemory" | "cudasharedmemory", *_]:
                 raise Refused("Unsupported", "clients and engines share no memory; send tensors as binary data")
             case ["v2", "models", model, *_]:
-                return await self._retried(request, unquote(model), self._holders_of(unquote(model)))
+                return await self._retried(request, unquote(model))
             case ["v2"] | ["v2", "openapi.json"]:
-                return await self._retried(request, "", list(self._engines))
+                return await self._retried(request, "")
             case _:
                 return _json(404, {"error": "Not Found"})
 
-    def _holders_of(self, model: str) -> Sequence[str]:
-        """Any engine knows how to refuse a model that none has."""
-        return self._holders.get(model) or list(self._engines)
+    def _alive(self, model: str) -> Sequence[str]:
+        return [engine for engine in self._holders.get(model, ()) if engine in self.engines]
 
-    async def _retried(self, request: ForwardedRequest, model: str, holders: Sequence[str]) -> ForwardedAnswer:
+    async def _holder_of(self, model: str) -> str:
+        """Return the engine of least load that has a model, once there is one. Raises Refused if it cannot be loaded.
+
+        Any engine knows how to refuse a model that the repository does not have.
+        """
+        while True:
+            holders = self._alive(model) if model in self.models else self.engines
+            if holders:
+                return min(holders, key=lambda engine: (self.load(engine), self._sent[engine]))
+            if (reason := self._failures.get(model)) is not None:
+                raise model_not_ready(model, reason)
+            await self._changed.wait()
+
+    async def _retried(self, request: ForwardedRequest, model: str) -> ForwardedAnswer:
         """Ask the engine of least load; if it is lost, ask once more, another one or its successor.
 
         Raises Refused if that is lost as well, and RequestTimedOut.
@@ -117,11 +154,9 @@ class Router:
         try:
             async with asyncio.timeout(timeout_s):
                 for _ in range(TRIES):
-                    engine = min(holders, key=lambda e: (e in self._returning, self._under_way[e], self._sent[e]))
-                    if (returning := self._returning.get(engine)) is not None:
-                        await asyncio.shield(returning)
+                    engine = await self._holder_of(model)
                     try:
-                        return await self._ask(engine, request)
+                        return await self.ask(engine, request, model)
                     except EngineUnavailable as error:
                         lost = error
                 text = (
@@ -132,36 +167,45 @@ class Router:
         except TimeoutError as error:
             raise RequestTimedOut(model, timeout_s or 0.0) from error
 
-    async def _ask(self, engine: str, request: ForwardedRequest) -> ForwardedAnswer:
-        """Raises EngineUnavailable, and has the engine's return noticed."""
-        self._under_way[engine] += 1
+    async def ask(self, engine: str, request: ForwardedRequest, model: str = "") -> ForwardedAnswer:
+        """Raises EngineUnavailable; then the engine is none any more."""
+        if (asked := self.engines.get(engine)) is None:
+            raise EngineUnavailable("it is lost")
+        self._under_way[engine, model] += 1
         self._sent[engine] += 1
         try:
-            return await self._engines[engine].answer(request)
+            return await asked.answer(request)
         except EngineUnavailable:
-            if engine not in self._returning:
-                self._returning[engine] = asyncio.create_task(self._return_of(engine))
+            if self.engines.get(engine) is asked:
+                self._lose(engine)
             raise
         finally:
-            self._under_way[engine] -= 1
+            self._under_way[engine, model] -= 1
+            if not self._under_way[engine, model]:
+                del self._under_way[engine, model]
+            self._answered.set()
 
-    async def _return_of(self, engine: str) -> None:
-        """Return once the engine's successor has loaded its models."""
-        ready = ForwardedRequest("GET", "/v2/health/live", {}, b"")
-        while True:
+    async def are_alive(self) -> None:
+        """Ask every engine whether it is alive; those that do not answer are lost."""
+        await asyncio.gather(*(self._is_alive(engine) for engine in list(self.engines)))
+
+    async def _is_alive(self, engine: str) -> None:
+        with suppress(EngineUnavailable):
             try:
-                await self._engines[engine].answer(ready)
-            except EngineUnavailable:
-                await asyncio.sleep(_AGAIN_S)
-            else:
-                del self._returning[engine]
-                return
+                async with asyncio.timeout(_ALIVE_S):
+                    await self.ask(engine, _LIVE)
+            except TimeoutError:  # such as an engine whose machine is lost
+                self._lose(engine)
+
+    def _lose(self, engine: str) -> None:
+        if self.engines.pop(engine, None) is not None:
+            self._on_lost(engine)
 
     async def _ready(self, request: ForwardedRequest) -> ForwardedAnswer:
-        """Ready while every engine is; a lost one is not waited for."""
-        if self._returning:
-            return _json(400, {"error": f"{', '.join(sorted(self._returning))} is being started again"})
-        answers = await self._asked(request, list(self._engines))
+        """Ready while every model has an engine, and every engine is ready; a lost one is not waited for."""
+        answers = await self._asked(request, list(self.engines))
+        if not answers or not all(map(self._alive, self.models)):
+            return _json(400, {"error": "engines are being started, or load models"})
         return next((answer for answer in answers if answer.status != 200), answers[0])
 
     async def _of_all(self, request: ForwardedRequest, engines: Sequence[str]) -> ForwardedAnswer:
@@ -169,7 +213,7 @@ class Router:
 
         Statistics have an entry per engine. The index has one per version: the state where it is served.
         """
-        answers = await self._asked(request, [e for e in engines if e not in self._returning])
+        answers = await self._asked(request, [engine for engine in engines if engine in self.engines])
         refused = next((answer for answer in answers if answer.status != 200), None)
         if refused is not None or not answers:
             return refused or _json(503, {"error": "every engine is being started again"})
@@ -188,7 +232,7 @@ class Router:
 
     async def _asked(self, request: ForwardedRequest, engines: Sequence[str]) -> list[ForwardedAnswer]:
         """Ask several engines, without those that are lost meanwhile."""
-        answers = await asyncio.gather(*(self._ask(e, request) for e in engines), return_exceptions=True)
+        answers = await asyncio.gather(*(self.ask(e, request) for e in engines), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineUnavailable):
                 raise answer
@@ -196,7 +240,10 @@ class Router:
 
 
 def refusal(error: RequestError) -> ForwardedAnswer:
-    return _json(statuses_of(error).http, {"error": str(error)})
+    answer = response_of(error)
+    assert isinstance(answer.body, bytes)
+    headers = {name.lower(): value for name, value in answer.headers.items() if name.lower() != "content-length"}
+    return ForwardedAnswer(answer.status, headers, answer.body)
 
 
 def _timeout_s(request: ForwardedRequest) -> float | None:
@@ -204,9 +251,9 @@ def _timeout_s(request: ForwardedRequest) -> float | None:
     try:
         length = parse_header_length(request.headers.get(_LENGTH))
         end = len(request.body) if length is None else length
-        if _ENCODING in request.headers or request.body.find(b'"timeout"', 0, end) < 0:
+        if _ENCODING in request.headers or b'"timeout"' not in (head := bytes(request.body[:end])):
             return None
-        timed = parse_json(memoryview(request.body)[:end], _Timed)
+        timed = parse_json(memoryview(head), _Timed)
         timeout_us = unsigned(timed.parameters, "timeout", "the request")
     except InvalidRequest:
         return None  # the engine says what is wrong

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cohabit.planner.sizing.assignment import ModelTraffic, assign
+from cohabit.planner.sizing.assignment import Assignment, ModelTraffic, assign
 from cohabit.server.config.bundle import is_bundle
 from cohabit.server.config.config import BY_KEY, ServeConfig, check_consistent
 from cohabit.server.config.setting import Value, parsed
@@ -25,17 +25,19 @@ count = integer(1, MOST_REPLICAS)
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlan:
-    """One engine: what it serves, and the share of the cluster that it needs."""
+class ScalePlan:
+    """What every engine has in common, and the models to assign to them."""
 
-    name: str
     config: ServeConfig
+    traffic: Sequence[ModelTraffic]
+    copies: int
     cpus: int
     gpus: int
 
-    @property
-    def models(self) -> Sequence[str]:
-        return self.config.load_models
+    def assigned(self, engines: int) -> Assignment:
+        """Return the models of each of so many engines."""
+        assert isinstance(self.config.memory, FixedSize)
+        return assign(self.traffic, engines, self.config.memory.nbytes, self.copies)
 
 
 def read_rates(path: Path) -> Mapping[str, float]:
@@ -49,9 +51,9 @@ def read_rates(path: Path) -> Mapping[str, float]:
 
 
 def plan_engines(
-    values: Mapping[str, Value], replicas: int, copies: int = 1, rates: Mapping[str, float] | None = None
-) -> Sequence[EnginePlan]:
-    """Assign the repository's models to engines. `values` are those of ENGINE_SETTINGS, by key.
+    values: Mapping[str, Value], copies: int = 1, rates: Mapping[str, float] | None = None
+) -> ScalePlan:
+    """Read the repository's models and the engines' settings. `values` are those of ENGINE_SETTINGS, by key.
 
     Raises ConfigError and RepositoryError.
     """
@@ -80,13 +82,8 @@ def plan_engines(
         ui="off",
     )
     cpus = max(1, (config.threads or 1) * config.compute_lanes)
-    engines = []
-    for number, models in enumerate(assign(traffic, replicas, given.memory.nbytes, copies)):
-        names, per_s = tuple(sorted(m.name for m in models)), {m.name: m.rate_per_s for m in models}
-        own = replace(config, load_models=names, model_rates=per_s)
-        check_consistent(own)
-        engines.append(EnginePlan(f"engine-{number}", own, cpus, int(given.device != "cpu")))
-    return engines
+    check_consistent(config)
+    return ScalePlan(config, traffic, copies, cpus, int(given.device != "cpu"))
 
 
 def _traffic(repository: Path, rates: Mapping[str, float]) -> list[ModelTraffic]:

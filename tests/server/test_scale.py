@@ -2,15 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from cohabit.planner.sizing.assignment import ModelTraffic, assign
 from cohabit.server import cli
 from cohabit.server.commands.scale import require_resources
 from cohabit.server.config.config import decode_config, encode_config
 from cohabit.server.errors import ConfigError, EngineUnavailable, RepositoryError
+from cohabit.server.scale import assigner
+from cohabit.server.scale.assigner import Assigner
 from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, Router
 from cohabit.server.scale.settings import plan_engines, read_rates
 
@@ -25,16 +28,11 @@ class Replicas:
         self.asked: list[ForwardedRequest] = []
         self.deaths = 0
         """So many requests of clients are lost with the replica that has them."""
-        self.is_gone = False
-        """Whether there is no replica for now."""
         self.hold: asyncio.Event | None = None
-        self.returned = asyncio.Event()
         self.content: Callable[[], object] = lambda: {"engine": name}
 
     async def answer(self, request: ForwardedRequest) -> ForwardedAnswer:
         if request.target == LIVE:
-            if self.is_gone:
-                await self.returned.wait()
             return ForwardedAnswer(200, {}, b"")
         self.asked.append(request)
         if self.deaths:
@@ -52,7 +50,10 @@ def engines() -> dict[str, Replicas]:
 
 @pytest.fixture
 def router(engines: dict[str, Replicas]) -> Router:
-    return Router(engines, {"one": ["a", "both"], "two": ["b", "both"]})
+    router = Router(["a", "b", "both"], lambda engine: None)
+    router.engines.update(engines)
+    router.route({"a": ["one"], "b": ["two"], "both": ["one", "two"]}, {})
+    return router
 
 
 def infer(model: str, parameters: str = "{}", tensor: bytes = b"") -> ForwardedRequest:
@@ -96,40 +97,40 @@ async def test_of_two_engines_with_a_model_the_one_with_fewer_requests_under_way
 async def test_a_request_whose_engine_dies_is_asked_again_of_another_that_has_the_model(
     router: Router, engines: dict[str, Replicas]
 ) -> None:
-    engines["one"].deaths, engines["one"].is_gone = 1, True
+    engines["one"].deaths = 1
     answer = await router.answer(infer("both"))
     assert (answer.status, answer.headers["x-engine"]) == (200, "two")
-    assert (await router.answer(infer("both"))).headers["x-engine"] == "two"  # the other one is not back yet
+    assert (await router.answer(infer("both"))).headers["x-engine"] == "two"  # the other one is lost
 
 
 async def test_a_request_whose_only_engine_dies_waits_for_its_successor(
     router: Router, engines: dict[str, Replicas]
 ) -> None:
-    one = engines["one"]
-    one.deaths, one.is_gone = 1, True
+    engines["one"].deaths = 1
     first, second = asyncio.create_task(router.answer(infer("a"))), asyncio.create_task(router.answer(infer("a")))
     await asyncio.wait({first, second}, timeout=0)
     assert (await router.answer(get("/v2/health/ready"))).status == 400
     assert not first.done()
-    one.returned.set()
-    assert [(await task).status for task in (first, second)] == [200, 200]
+    router.engines["three"] = Replicas("three")
+    router.route({"a": ["three"], "b": ["two"], "both": ["two"]}, {})
+    assert [(await task).headers["x-engine"] for task in (first, second)] == ["three", "three"]
     assert (await router.answer(get("/v2/health/ready"))).status == 200
 
 
 async def test_a_request_that_loses_two_engines_is_not_tried_a_third_time(
     router: Router, engines: dict[str, Replicas]
 ) -> None:
-    engines["one"].deaths = 3
-    answer = await router.answer(infer("a"))
+    engines["one"].deaths = engines["two"].deaths = 1
+    answer = await router.answer(infer("both"))
     assert answer.status == 500
-    assert b"model 'a': the engine's process died twice" in answer.body
-    assert len(engines["one"].asked) == 2
+    assert b"model 'both': the engine's process died twice" in answer.body
+    assert len(engines["one"].asked) + len(engines["two"].asked) == 2
 
 
 async def test_a_lost_engine_is_waited_for_no_longer_than_the_requests_timeout(
     router: Router, engines: dict[str, Replicas]
 ) -> None:
-    engines["one"].deaths, engines["one"].is_gone = 1, True
+    engines["one"].deaths = 1
     answer = await router.answer(infer("a", '{"timeout": 20000}'))
     assert answer.status == 503
     assert json.loads(answer.body)["error"].startswith(
@@ -200,31 +201,29 @@ def repository(folder: Path, **models: int) -> dict[str, str | bool | list[str] 
     return {"repository": str(folder), "memory": "8MiB"}
 
 
-def test_every_engine_gets_its_models_their_rates_and_the_settings(tmp_path: Path) -> None:
+def test_models_are_assigned_by_their_rates_and_engines_get_the_settings(tmp_path: Path) -> None:
     values = repository(tmp_path, busy=100, large=800, small=10)
-    plans = plan_engines({**values, "threads": "2", "watchdog": "3"}, 2, 2, {"busy": 9.0, "large": 1.0})
-    held = {plan.name: dict(plan.config.model_rates) for plan in plans}
-    assert held == {"engine-0": {"large": 1.0, "busy": 4.5}, "engine-1": {"busy": 4.5, "small": 5.0}}
-    for plan in plans:
-        assert set(plan.models) == held[plan.name].keys()
-        assert (plan.cpus, plan.gpus, plan.config.watchdog_s, plan.config.model_control) == (2, 0, 3.0, "explicit")
-        assert decode_config(encode_config(plan.config)) == plan.config
+    plan = plan_engines({**values, "threads": "2", "watchdog": "3"}, 2, {"busy": 9.0, "large": 1.0})
+    held = [{model.name: model.rate_per_s for model in models} for models in plan.assigned(2)]
+    assert held == [{"large": 1.0, "busy": 4.5}, {"busy": 4.5, "small": 5.0}]
+    assert (plan.cpus, plan.gpus, plan.config.watchdog_s, plan.config.model_control) == (2, 0, 3.0, "explicit")
+    assert decode_config(encode_config(plan.config)) == plan.config
 
 
 def test_an_engine_of_a_gpu_asks_ray_for_one(tmp_path: Path) -> None:
     values = repository(tmp_path, a=1) | {"device": "cuda"}
-    assert [plan.gpus for plan in plan_engines(values, 2)] == [1, 1]
+    assert plan_engines(values).gpus == 1
     with pytest.raises(ConfigError, match="--device cuda:1: Ray chooses the GPU"):
-        plan_engines(values | {"device": "cuda:1"}, 2)
+        plan_engines(values | {"device": "cuda:1"})
 
 
 def test_engines_that_ray_could_never_place_are_refused_with_what_it_found(tmp_path: Path) -> None:
     values = repository(tmp_path, a=1)
-    require_resources(plan_engines(values, 2), {"CPU": 2.0})
+    require_resources(plan_engines(values), 2, {"CPU": 2.0})
     with pytest.raises(ConfigError, match="--replicas 2: the engines need 2 GPUs, and Ray found 0; take fewer"):
-        require_resources(plan_engines(values | {"device": "cuda"}, 2), {"CPU": 8.0})
+        require_resources(plan_engines(values | {"device": "cuda"}), 2, {"CPU": 8.0})
     with pytest.raises(ConfigError, match=r"need 8 CPUs, and Ray found 2;.* fewer --threads"):
-        require_resources(plan_engines(values | {"threads": "4"}, 2), {"CPU": 2.0})
+        require_resources(plan_engines(values | {"threads": "4"}), 2, {"CPU": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -239,12 +238,12 @@ def test_settings_that_engines_cannot_have_are_refused(
     tmp_path: Path, changes: dict[str, str | None], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_engines({**repository(tmp_path, a=1), **changes}, 2)
+        plan_engines({**repository(tmp_path, a=1), **changes})
 
 
 def test_an_empty_repository_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match="is empty"):
-        plan_engines(repository(tmp_path), 2)
+        plan_engines(repository(tmp_path))
 
 
 def test_a_file_of_rates_has_a_line_per_model_and_says_which_is_wrong(tmp_path: Path) -> None:
@@ -255,7 +254,7 @@ def test_a_file_of_rates_has_a_line_per_model_and_says_which_is_wrong(tmp_path: 
     with pytest.raises(ConfigError, match=r"--rates: .*, line 2: 'b' is not of the form NAME=RATE"):
         read_rates(file)
     with pytest.raises(ConfigError, match=r"--rates: .* has no model 'c'; it has a"):
-        plan_engines(repository(tmp_path / "models", a=1), 2, 1, {"c": 1.0})
+        plan_engines(repository(tmp_path / "models", a=1), 1, {"c": 1.0})
 
 
 def test_without_ray_the_command_says_how_to_install_it(
@@ -265,3 +264,176 @@ def test_without_ray_the_command_says_how_to_install_it(
     values = repository(tmp_path, a=1)
     assert cli.main(["scale", str(values["repository"]), "--memory", "8MiB"]) == 2
     assert "pip install 'cohabit[scale]'" in capsys.readouterr().err
+
+
+class Loading(Replicas):
+    """An engine that loads and unloads models by request, and answers only for those that it has."""
+
+    def __init__(self, name: str, fleet: "Fleet", models: Sequence[str]) -> None:
+        super().__init__(name)
+        self.fleet = fleet
+        self.models = set(models)
+        self.has_no_memory_for: set[str] = set()
+
+    async def answer(self, request: ForwardedRequest) -> ForwardedAnswer:
+        if self.name not in self.fleet.running:
+            raise EngineUnavailable("it died")
+        match request.target.strip("/").split("/"):
+            case ["v2", "repository", "index"]:
+                return ForwardedAnswer(200, {}, json.dumps([{"name": name} for name in self.models]).encode())
+            case ["v2", "repository", "models", model, "load"]:
+                await asyncio.sleep(0)
+                if model in self.has_no_memory_for and self.models:
+                    return ForwardedAnswer(400, {}, b'{"error": "no memory"}')
+                self.fleet.loads.append((self.name, model))
+                self.models.add(model)
+                return ForwardedAnswer(200, {}, b"")
+            case ["v2", "repository", "models", model, "unload"]:
+                self.models.remove(model)
+                return ForwardedAnswer(200, {}, b"")
+            case ["v2", "models", model, "infer"]:
+                self.asked.append(request)
+                await asyncio.sleep(0)
+                return ForwardedAnswer(200 if model in self.models else 404, {"x-engine": self.name}, b"")
+        return ForwardedAnswer(200, {}, b"")
+
+
+class Fleet:
+    """Engines as Ray starts, stops and loses them; the repository has four models of one size."""
+
+    def __init__(self) -> None:
+        traffic = [ModelTraffic(name, 100, 1.0) for name in "abcd"]
+        self.starting: set[str] = set()
+        self.stopping: set[str] = set()
+        self.running: dict[str, Loading] = {}
+        self.loads: list[tuple[str, str]] = []
+        self.assigner = Assigner(list("abcd"), lambda engines: assign(traffic, engines, 1000), self.count)
+
+    async def count(self) -> int:
+        return len(self.starting) + len(self.running) - len(self.stopping)
+
+    async def start(self, *names: str) -> None:
+        """Start engines at once; returns once they serve, and models have moved to them."""
+        self.starting.update(names)
+        await asyncio.gather(*map(self._start, names))
+        await self.assigner.until_settled()
+
+    async def _start(self, name: str) -> None:
+        models = await self.assigner.join(name)
+        self.running[name] = Loading(name, self, [model.name for model in models])
+        self.starting.remove(name)
+        await self.assigner.joined(name, self.running[name])
+
+    async def stop(self, name: str) -> None:
+        self.stopping.add(name)
+        await self.assigner.leave(name)
+        self.stopping.remove(name)
+        del self.running[name]
+
+    def held(self) -> dict[str, set[str]]:
+        return {name: engine.models for name, engine in self.running.items()}
+
+    async def answered(self) -> list[int]:
+        return [(await self.assigner.router.answer(infer(model))).status for model in "abcd"]
+
+
+@pytest.fixture
+async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    monkeypatch.setattr(assigner, "_POLL_S", 0.0)
+    fleet = Fleet()
+    running = asyncio.create_task(fleet.assigner.run())
+    yield fleet
+    running.cancel()
+
+
+async def test_engines_that_start_together_load_their_parts_at_once(fleet: Fleet) -> None:
+    await fleet.start("one", "two")
+    assert sorted(map(len, fleet.held().values())) == [2, 2]
+    assert set().union(*fleet.held().values()) == set("abcd")
+    assert fleet.loads == []  # none was loaded by request
+    assert await fleet.answered() == [200] * 4
+
+
+async def test_a_further_engine_takes_models_over_from_those_that_have_them(fleet: Fleet) -> None:
+    await fleet.start("one")
+    assert fleet.held() == {"one": set("abcd")}
+    starting = asyncio.create_task(fleet.start("two"))
+    while not starting.done():
+        assert await fleet.answered() == [200] * 4
+    await starting
+    while len(fleet.running["one"].models) > 2:
+        assert await fleet.answered() == [200] * 4
+    assert fleet.held()["one"] | fleet.held()["two"] == set("abcd")
+    assert len(fleet.running["two"].models) == 2
+
+
+async def test_an_engine_that_is_to_stop_goes_once_others_have_loaded_its_models(fleet: Fleet) -> None:
+    await fleet.start("one", "two")
+    moving = set(fleet.running["two"].models)
+    stopping = asyncio.create_task(fleet.stop("two"))
+    while not stopping.done():
+        assert await fleet.answered() == [200] * 4
+    assert fleet.held() == {"one": set("abcd")}
+    assert {model for _, model in fleet.loads} == moving
+    assert "two" not in fleet.assigner.router.engines
+
+
+async def test_the_last_engine_is_not_kept_from_stopping(fleet: Fleet) -> None:
+    await fleet.start("one", "two")
+    await asyncio.gather(fleet.stop("one"), fleet.stop("two"))
+    assert fleet.running == {}
+
+
+async def test_the_successor_of_a_lost_engine_gets_its_models_and_no_other_moves(fleet: Fleet) -> None:
+    await fleet.start("one", "two")
+    lost = set(fleet.running.pop("two").models)
+    fleet.starting.add("successor")
+    asked = [asyncio.create_task(fleet.assigner.router.answer(infer(model))) for model in lost]
+    await asyncio.wait(asked, timeout=0)
+    await fleet.start("successor")
+    assert fleet.running["successor"].models == lost
+    assert [(await each).headers["x-engine"] for each in asked] == ["successor", "successor"]
+    assert fleet.loads == []
+
+
+async def test_the_models_of_an_engine_that_is_lost_for_good_are_loaded_by_the_others(fleet: Fleet) -> None:
+    await fleet.start("one", "two")
+    lost = set(fleet.running.pop("two").models)
+    assert await fleet.answered() == [200] * 4
+    assert {model for _, model in fleet.loads} == lost
+
+
+async def test_an_engine_that_ray_does_not_manage_to_start_is_not_waited_for_without_end(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assigner, "_STARTING_S", 0.01)
+    await fleet.start("one", "two")
+    del fleet.running["two"]
+    fleet.starting.add("never")
+    assert await fleet.answered() == [200] * 4
+    assert fleet.held() == {"one": set("abcd")}
+
+
+async def test_a_model_that_the_others_cannot_load_is_refused_with_the_reason(fleet: Fleet) -> None:
+    await fleet.start("one", "two")
+    (model, other) = sorted(fleet.running.pop("two").models)
+    fleet.running["one"].has_no_memory_for = {model}
+    refused = await fleet.assigner.router.answer(infer(model))
+    assert (refused.status, json.loads(refused.body)["error"]) == (
+        503, f"model '{model}' is not ready: no memory"
+    )  # fmt: skip
+    assert (await fleet.assigner.router.answer(infer(other))).status == 200
+    assert (await fleet.assigner.router.answer(get("/v2/health/ready"))).status == 400
+
+
+async def test_an_ingress_that_was_started_again_learns_which_engine_has_which_model(fleet: Fleet) -> None:
+    await fleet.start("one", "two")
+    held = {name: set(models) for name, models in fleet.held().items()}
+    fleet.assigner = Assigner(fleet.assigner.router.models, fleet.assigner._assign, fleet.count)
+    running = asyncio.create_task(fleet.assigner.run())
+    for name, engine in fleet.running.items():
+        await fleet.assigner.joined(name, engine)
+    await fleet.assigner.until_settled()
+    assert await fleet.answered() == [200] * 4
+    assert fleet.held() == held
+    running.cancel()
