@@ -20,27 +20,27 @@ def latency_bound(graph: Graph, profile: Profile, memory: Memory) -> float:
     """Seconds below which no plan's latency can be."""
     if not graph.ops:
         return 0.0
-    room_bytes = most_resident_bytes(graph, memory)
+    resident_limit_bytes = most_resident_bytes(graph, memory)
     bounds = [profile.compute_s]
-    if not _all_fits(graph, room_bytes, memory.nbytes):
-        bounds.append(_copying_bound(graph, profile, room_bytes))
+    if not _all_fits(graph, resident_limit_bytes, memory.nbytes):
+        bounds.append(_copying_bound(graph, profile, resident_limit_bytes))
         relaxed = relax(graph, profile, memory)
         if relaxed is not None:
             bounds.append(relaxed.latency_s)
     return max(bounds) * (1 - ROUNDING)
 
 
-def _all_fits(graph: Graph, room_bytes: int, memory_bytes: int) -> bool:
-    """Whether nothing ever has to wait for memory. What is stored has `room_bytes` at the start."""
+def _all_fits(graph: Graph, resident_limit_bytes: int, memory_bytes: int) -> bool:
+    """Whether nothing ever has to wait for memory. Parameters have `resident_limit_bytes` at the start."""
     total = sum(t.nbytes for t in graph.tensors) + max(op.scratch_bytes for op in graph.ops)
-    return graph.weight_bytes <= room_bytes and total <= memory_bytes
+    return graph.weight_bytes <= resident_limit_bytes and total <= memory_bytes
 
 
-def _copying_bound(graph: Graph, profile: Profile, room_bytes: int) -> float:
+def _copying_bound(graph: Graph, profile: Profile, resident_limit_bytes: int) -> float:
     """Every parameter and state that some op reads is resident, or copied before the op starts."""
     read = {t for op in graph.ops for t in op.reads if graph.tensors[t].is_weight}
     nbytes = np.array([graph.tensors[t].nbytes for t in read], dtype=np.float64)
-    missing = float(nbytes.sum()) - room_bytes
+    missing = float(nbytes.sum()) - resident_limit_bytes
     if missing <= 0:
         return 0.0
     largest_first = np.cumsum(np.sort(nbytes)[::-1])

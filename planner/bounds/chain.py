@@ -14,11 +14,12 @@ from cohabit.planner.order import predecessors
 from cohabit.planner.profile import Profile
 
 STEEPNESS: Final = 4
-"""How much one op that needs much memory counts against several that need less, when a chain is chosen."""
+"""Exponent of an op's share of the largest need when a chain is chosen: one op that needs much counts more than several
+that need less."""
 MOST_EXCLUSIONS: Final = 8
 """How many sizes are tried as the least of those that cannot be copied while some ops run."""
-LITTLE: Final = 1e-6
-"""What an op counts that needs no memory."""
+LEAST_WEIGHT: Final = 1e-6
+"""Of an op that needs no memory, in the choice of a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class UseInterval:
 
     tensor: int
     nbytes: int
-    first: bool
+    is_before_first_use: bool
     """Whether this is a parameter or state before its first use: what is kept is resident."""
     kept_from: int
     """What is kept occupies memory from this moment, in addition to what the chain's ops need, ..."""
@@ -50,7 +51,7 @@ class UseInterval:
     due: int
     """The copy has arrived before the chain's op that ends at this moment starts."""
     copy_s: float
-    again_s: float | None
+    recompute_s: float | None
     """Least time of computing it again; None where that is impossible."""
 
 
@@ -60,11 +61,11 @@ class OpChain:
 
     op_s: Sequence[float]
     """Time of all ops that certainly run first between the moment before and this one."""
-    last_s: Sequence[float]
+    chain_op_s: Sequence[float]
     """Time of the op that ends at the moment."""
     needed_bytes: Sequence[int]
     """Memory that this op needs."""
-    loose: Sequence[tuple[int, int, float]]
+    unordered: Sequence[tuple[int, int, float]]
     """Ops that may run first in several of the windows: moment after which, moment by which, time."""
     intervals: Sequence[UseInterval]
 
@@ -74,7 +75,7 @@ class OpChain:
         return len(self.op_s) - 1
 
 
-def follow(graph: Graph, profile: Profile, most_ops: int, latest: bool = True) -> OpChain:
+def longest_chain(graph: Graph, profile: Profile, most_ops: int, latest: bool = True) -> OpChain:
     """See a graph along one of its longest chains, thinned out to `most_ops`.
 
     Of branches that need as much memory, the chain takes the one whose op stands latest (or earliest) in the graph.
@@ -85,20 +86,20 @@ def follow(graph: Graph, profile: Profile, most_ops: int, latest: bool = True) -
     moment, joins = _moments(before, chain, len(chain) == len(longest))
     last = len(moment) + len(joins) + 1
     spans = _spans(before, moment, joins, last)
-    op_s, last_s, needed = [0.0] * (last + 1), [0.0] * (last + 1), [0] * (last + 1)
+    op_s, chain_op_s, needed = [0.0] * (last + 1), [0.0] * (last + 1), [0] * (last + 1)
     needed[last] = sum(graph.tensors[t].nbytes for t in {*graph.outputs})
-    loose = []
+    unordered = []
     for k, span in enumerate(spans):
         if span.by == span.after + 1:
             op_s[span.by] += profile.op_seconds[k]
         else:
-            loose.append((span.after, span.by, profile.op_seconds[k]))
+            unordered.append((span.after, span.by, profile.op_seconds[k]))
         if span.pinned:
-            last_s[span.by] = profile.op_seconds[k]
+            chain_op_s[span.by] = profile.op_seconds[k]
             needed[span.by] = _needed_bytes(graph, k)
     intervals = list(_intervals(graph, profile, spans, last))
     _add_joins(graph, joins, intervals, needed)
-    return OpChain(op_s, last_s, needed, loose, intervals)
+    return OpChain(op_s, chain_op_s, needed, unordered, intervals)
 
 
 def exclusions(graph: Graph, profile: Profile, memory_bytes: int) -> Iterator[tuple[float, set[int]]]:
@@ -166,7 +167,7 @@ def _longest(graph: Graph, before: Sequence[set[int]], later: int) -> list[int]:
     came_from: list[int | None] = []
     for k in range(len(graph.ops)):
         best = max(before[k], key=lambda j: (round(length[j], 9), later * j), default=None)
-        length.append(LITTLE + (needed[k] / most) ** STEEPNESS + (length[best] if best is not None else 0.0))
+        length.append(LEAST_WEIGHT + (needed[k] / most) ** STEEPNESS + (length[best] if best is not None else 0.0))
         came_from.append(best)
     at = max(range(len(length)), key=lambda k: (length[k], k), default=None)
     chain = []
@@ -232,9 +233,9 @@ def _intervals(graph: Graph, profile: Profile, spans: Sequence[ChainUse], last: 
                 kept_from = previous.by + previous.pinned
                 arrives_from = (previous.by if previous.pinned else previous.after) + 1
                 if kept_from <= use.after:
-                    again_s = _again_s(graph, profile, writer.get(t), changed_by.get(t), previous)
+                    recompute_s = _recompute_s(graph, profile, writer.get(t), changed_by.get(t), previous)
                     yield UseInterval(
-                        t, tensor.nbytes, False, kept_from, use.after, arrives_from, use.by, copy_s, again_s
+                        t, tensor.nbytes, False, kept_from, use.after, arrives_from, use.by, copy_s, recompute_s
                     )
             previous = use
 
@@ -248,7 +249,7 @@ def _one_after_another(uses: Sequence[ChainUse]) -> Iterator[ChainUse]:
             free = use.by
 
 
-def _again_s(
+def _recompute_s(
     graph: Graph, profile: Profile, writer: int | None, changed_by: int | None, previous: ChainUse
 ) -> float | None:
     """An op that is run again brings all its results, so that each costs a share of it."""

@@ -17,9 +17,9 @@ from typing import Final
 import numpy as np
 
 from cohabit.planner.arrays import Floats, Ints
-from cohabit.planner.bounds.chain import OpChain, UseInterval, exclusions, follow
+from cohabit.planner.bounds.chain import OpChain, UseInterval, exclusions, longest_chain
 from cohabit.planner.bounds.linear import LinearProgram
-from cohabit.planner.bounds.subset_sums import largest_sum, last_absence, whole_tensor_room
+from cohabit.planner.bounds.subset_sums import largest_sum, last_absence, most_whole_tensor_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Profile
@@ -56,9 +56,9 @@ def most_resident_bytes(graph: Graph, memory: Memory) -> int:
 def relax(graph: Graph, profile: Profile, memory: Memory, most_ops: int = MOST_OPS) -> Relaxed | None:
     """Solve the relaxation; None where it has no solution (then no plan has) or the solver finds none."""
     resident_bytes = most_resident_bytes(graph, memory)
-    chains = [follow(graph, profile, most_ops)]
-    if sum(op_s for _, _, op_s in chains[0].loose) > MANY_LOOSE * profile.compute_s:
-        chains.append(follow(graph, profile, most_ops, latest=False))
+    chains = [longest_chain(graph, profile, most_ops)]
+    if sum(op_s for _, _, op_s in chains[0].unordered) > MANY_LOOSE * profile.compute_s:
+        chains.append(longest_chain(graph, profile, most_ops, latest=False))
     apart = list(exclusions(graph, profile, memory.nbytes))
     solved = [_relax(chain, apart, memory.nbytes, resident_bytes) for chain in chains]
     return max((r for r in solved if r is not None), key=lambda r: r.latency_s, default=None)
@@ -69,41 +69,44 @@ def _relax(
 ) -> Relaxed | None:
     if resident_bytes < 0 or max(chain.needed_bytes) > memory_bytes:
         return None
-    rooms = whole_tensor_room(chain, memory_bytes)
-    stored = [s.nbytes for s in chain.intervals if s.first]
-    relaxation = _Relaxation(chain, rooms, largest_sum(stored, resident_bytes), memory_bytes)
+    free_bytes = most_whole_tensor_bytes(chain, memory_bytes)
+    stored = [s.nbytes for s in chain.intervals if s.is_before_first_use]
+    relaxation = _Relaxation(chain, free_bytes, largest_sum(stored, resident_bytes), memory_bytes)
     for ops_s, tensors in apart:
         relaxation.keep_apart(ops_s, tensors)
     solved = relaxation.program.solve()
     if solved is None:
         return None
     latency_s, values = solved
-    shares = {s.tensor: float(values[i]) for i, s in enumerate(chain.intervals) if s.first}
+    shares = {s.tensor: float(values[i]) for i, s in enumerate(chain.intervals) if s.is_before_first_use}
     return Relaxed(latency_s, shares)
 
 
 class _Relaxation:
     """Variables in seconds, and in shares of the memory."""
 
-    def __init__(self, chain: OpChain, rooms: Sequence[int], resident_bytes: int, memory_bytes: int) -> None:
+    def __init__(self, chain: OpChain, free_bytes: Sequence[int], resident_bytes: int, memory_bytes: int) -> None:
         self._chain = chain
-        self._room = np.array(rooms[1:]) / max(memory_bytes, 1)
+        self._room = np.array(free_bytes[1:]) / max(memory_bytes, 1)
         intervals, last = chain.intervals, chain.moments
         self._copy_s = _column(intervals, "copy_s")
         self._share = _column(intervals, "nbytes") / max(memory_bytes, 1)
         self._until = _column(intervals, "until").astype(np.int64)
         self._kept_from = np.maximum(_column(intervals, "kept_from").astype(np.int64), 1)
-        parted = [last_absence(s, rooms) for s in intervals]
-        cannot_stay = [at is not None and at >= s.kept_from for s, at in zip(intervals, parted, strict=True)]
+        last_absences = [last_absence(s, free_bytes) for s in intervals]
+        cannot_stay = [at is not None and at >= s.kept_from for s, at in zip(intervals, last_absences, strict=True)]
         self._arrives_from = np.array(
-            [max(s.arrives_from, at + 1 if at is not None else 0) for s, at in zip(intervals, parted, strict=True)],
+            [
+                max(s.arrives_from, at + 1 if at is not None else 0)
+                for s, at in zip(intervals, last_absences, strict=True)
+            ],
             dtype=np.int64,
         )
         self._due = _column(intervals, "due").astype(np.int64)
-        self._again_s = np.array([s.again_s or 0.0 for s in intervals])
-        self._most_s = sum(chain.op_s) + sum(s for _, _, s in chain.loose) + float(self._copy_s.sum())
+        self._recompute_s = np.array([s.recompute_s or 0.0 for s in intervals])
+        self._most_s = sum(chain.op_s) + sum(s for _, _, s in chain.unordered) + float(self._copy_s.sum())
         p = self.program = LinearProgram(self._most_s)
-        late = _column(intervals, "first") * self._until / (last + 1)
+        late = _column(intervals, "is_before_first_use") * self._until / (last + 1)
         self._kept = p.variables(
             len(intervals), 0, 1 - np.array(cannot_stay, dtype=np.float64), cost=-TIE_BREAK * late * self._copy_s
         )  # the first, so that they are found again
@@ -119,7 +122,7 @@ class _Relaxation:
 
     def _shares_again(self) -> Ints:
         """Shares that are computed again; those that cannot be have a variable that is zero."""
-        most = np.array([0.0 if s.again_s is None else 1.0 for s in self._chain.intervals])
+        most = np.array([0.0 if s.recompute_s is None else 1.0 for s in self._chain.intervals])
         again = self.program.variables(len(most), 0, most)
         some = np.flatnonzero(most)
         rows = self.program.at_most(np.ones(len(some)))
@@ -144,14 +147,14 @@ class _Relaxation:
         self.program.add_constant(rows, factor)
 
     def _residents(self, room: float) -> None:
-        first = np.array([i for i, s in enumerate(self._chain.intervals) if s.first], dtype=np.int64)
+        first = np.array([i for i, s in enumerate(self._chain.intervals) if s.is_before_first_use], dtype=np.int64)
         row = np.repeat(self.program.at_most(np.array([room])), len(first))
         self.program.put(row, self._kept[first], self._share[first])
 
     def _link(self) -> None:
         """Copies take no more time than passes, are there when their use comes, and not before the last use."""
         p, every = self.program, np.arange(len(self._copy_s))
-        op_s, last_s = np.array(self._chain.op_s[1:]), np.array(self._chain.last_s[1:])
+        op_s, last_s = np.array(self._chain.op_s[1:]), np.array(self._chain.chain_op_s[1:])
         before, now = self._ahead_s[:-1], self._ahead_s[1:]
         busy = p.at_most(op_s)
         p.put(busy, now, 1)
@@ -224,21 +227,22 @@ class _Relaxation:
             left -= len(inside)
             if left < 0:
                 return
-            ops_s = passed_s[d] - passed_s[a] - chain.last_s[d]
+            ops_s = passed_s[d] - passed_s[a] - chain.chain_op_s[d]
             row = self._wait_between(waited, a, d, ops_s)
             self._put_copied(np.repeat(row, len(inside)), inside, self._copy_s[inside])
-            again = inside[self._again_s[inside] > 0]
+            again = inside[self._recompute_s[inside] > 0]
             row = self._wait_between(waited, a, d, 0.0)
-            p.put(np.repeat(row, len(again)), self._again[again], self._again_s[again])
+            p.put(np.repeat(row, len(again)), self._again[again], self._recompute_s[again])
             for i in again[(since[again] == a) & (self._due[again] == d)].tolist():  # one of both, not half of each
                 row = self._wait_between(waited, a, d, 0.0)
                 self._put_copied(row, np.array([i]), np.maximum(self._copy_s[[i]] - ops_s, 0.0))
-                p.put(row, self._again[[i]], self._again_s[i])
+                p.put(row, self._again[[i]], self._recompute_s[i])
 
     def keep_apart(self, ops_s: float, tensors: Collection[int]) -> None:
         """First copies of these tensors cannot overlap these ops, nor one another."""
         copied = np.array(
-            [i for i, s in enumerate(self._chain.intervals) if s.first and s.tensor in tensors], dtype=np.int64
+            [i for i, s in enumerate(self._chain.intervals) if s.is_before_first_use and s.tensor in tensors],
+            dtype=np.int64,
         )
         row = self.program.at_most(np.array([sum(self._chain.op_s) - ops_s]))
         self.program.put(np.repeat(row, len(self._wait_s)), self._wait_s, -1)
@@ -254,7 +258,7 @@ class _Relaxation:
     def _compute_again(self) -> Ints | None:
         """What is computed again between two uses takes its time; per window, a variable says how much of it."""
         p, chain = self.program, self._chain
-        some = np.flatnonzero(self._again_s)
+        some = np.flatnonzero(self._recompute_s)
         if not len(some):
             return None
         spent = p.variables(chain.moments, 0, self._most_s)
@@ -263,7 +267,7 @@ class _Relaxation:
         p.put(rows, ahead[1:], 1)
         p.put(rows, ahead[:-1], -1)
         p.put(rows, spent, -1)
-        p.put(rows[self._due[some] - 1], self._again[some], self._again_s[some])
+        p.put(rows[self._due[some] - 1], self._again[some], self._recompute_s[some])
         rows = p.at_most(np.zeros(chain.moments))
         p.put(rows, spent, 1)
         p.put(rows, self._wait_s, -1)
@@ -272,10 +276,10 @@ class _Relaxation:
     def _loose_ops(self, again: Ints | None) -> None:
         """Ops that certainly run before a moment, or after it, do not overlap recomputation."""
         chain, p = self._chain, self.program
-        if not chain.loose:
+        if not chain.unordered:
             return
         before, following = np.zeros(chain.moments + 1), np.zeros(chain.moments + 1)
-        for after, by, op_s in chain.loose:
+        for after, by, op_s in chain.unordered:
             before[by:] += op_s
             following[: after + 1] += op_s
         passed = p.variables(chain.moments, 0, self._most_s * chain.moments)

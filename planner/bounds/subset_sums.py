@@ -11,17 +11,17 @@ PAGE_BYTES: Final = 4096
 MOST_SUMS: Final = 1 << 20
 
 
-def last_absence(interval: UseInterval, rooms: Sequence[int]) -> int | None:
-    """The last moment of a interval at which its tensor cannot be in memory; a copy reserves its bytes at the start."""
+def last_absence(interval: UseInterval, free_bytes: Sequence[int]) -> int | None:
+    """The last moment of an interval at which its tensor cannot be in memory; a copy reserves its bytes first."""
     since = max(min(interval.kept_from, interval.arrives_from), 1)
-    return next((i for i in range(interval.until, since - 1, -1) if rooms[i] < interval.nbytes), None)
+    return next((i for i in range(interval.until, since - 1, -1) if free_bytes[i] < interval.nbytes), None)
 
 
-def whole_tensor_room(chain: OpChain, memory_bytes: int) -> list[int]:
+def most_whole_tensor_bytes(chain: OpChain, memory_bytes: int) -> list[int]:
     """Return, per moment, the most bytes of whole tensors between two uses that fit next to what is needed."""
-    rooms = [memory_bytes - n for n in chain.needed_bytes]
+    free_bytes = [memory_bytes - n for n in chain.needed_bytes]
 
-    def fill(first: int, end: int, intervals: Sequence[UseInterval], among: SubsetSums) -> None:
+    def bisect_moments(first: int, end: int, intervals: Sequence[UseInterval], among: SubsetSums) -> None:
         """Halve the moments until each tensor is in memory, or can be, in all of them or in none."""
         sums, some = copy(among), []
         for s in intervals:
@@ -31,18 +31,18 @@ def whole_tensor_room(chain: OpChain, memory_bytes: int) -> list[int]:
             elif since < end and first <= s.until:
                 some.append(s)
         if end - first == 1:
-            rooms[first] = sums.largest(rooms[first])
+            free_bytes[first] = sums.largest(free_bytes[first])
         else:
             middle = (first + end) // 2
-            fill(first, middle, some, sums)
-            fill(middle, end, some, sums)
+            bisect_moments(first, middle, some, sums)
+            bisect_moments(middle, end, some, sums)
 
-    fill(0, chain.moments + 1, chain.intervals, SubsetSums(memory_bytes))
-    return rooms
+    bisect_moments(0, chain.moments + 1, chain.intervals, SubsetSums(memory_bytes))
+    return free_bytes
 
 
 def largest_sum(sizes: Sequence[int], limit: int) -> int:
-    """At least the largest sum of some of the sizes that is at most `limit`."""
+    """Return the largest sum of some of the sizes within `limit`, or an upper bound of it."""
     sums = SubsetSums(limit)
     for nbytes in sizes:
         sums.add(nbytes)
@@ -55,11 +55,11 @@ class SubsetSums:
     def __init__(self, limit: int) -> None:
         self._mask = (1 << (limit // PAGE_BYTES + 1)) - 1 if limit // PAGE_BYTES < MOST_SUMS else 0
         self._reached = 1
-        self._odd = 0
+        self._unaligned_bytes = 0
 
     def add(self, nbytes: int) -> None:
         if nbytes % PAGE_BYTES or not self._mask:
-            self._odd += nbytes
+            self._unaligned_bytes += nbytes
         else:
             self._reached |= self._reached << nbytes // PAGE_BYTES & self._mask
 
@@ -67,4 +67,4 @@ class SubsetSums:
         if limit < 0:
             return limit
         within = self._reached & ((1 << (limit // PAGE_BYTES + 1)) - 1)
-        return min(limit, (within.bit_length() - 1) * PAGE_BYTES + self._odd)
+        return min(limit, (within.bit_length() - 1) * PAGE_BYTES + self._unaligned_bytes)

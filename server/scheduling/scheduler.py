@@ -114,7 +114,7 @@ class Scheduler:
         if known is None:
             raise ModelNotFound(*request.model)
         ticket = self._ticket(request, known, now_s)
-        self._require_room(known, ticket, now_s)
+        self._check_queue_limit(known, ticket, now_s)
         if ticket.deadline_s is not None:
             needed_s = self._start_s(ticket, known, now_s) + self._needed_s(ticket, now_s) - now_s
             if now_s + needed_s > ticket.deadline_s:
@@ -276,7 +276,7 @@ class Scheduler:
         running_s = max(self._busy_until_s - now_s, 0.0)
         return running_s + sum(k.drain_estimate_s() for k in self._models.values())
 
-    def _require_room(self, known: ScheduledModel, ticket: Ticket, now_s: float) -> None:
+    def _check_queue_limit(self, known: ScheduledModel, ticket: Ticket, now_s: float) -> None:
         name = ticket.request.model.name
         limit = known.policy.of_level(ticket.level).limit
         if limit is not None and known.queue.waiting(ticket.level) >= limit:

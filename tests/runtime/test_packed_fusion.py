@@ -89,7 +89,10 @@ PATTERNS: dict[str, tuple[Layers, list[str]]] = {
         Layers(lambda m, x: m.a(functional.pad(x, (0, 3, 0, 3))), groups=8),
         ["aten.pad.default", CONV],
     ),
-    "more zeros to the right, dense": (Layers(lambda m, x: m.a(functional.pad(x, (0, 1)))), ["aten.pad.default", CONV]),
+    "more zeros to the right, dense": (
+        Layers(lambda m, x: m.a(functional.pad(x, (0, 1)))),
+        ["aten.pad.default", CONV],
+    ),
     "ones around an image": (
         Layers(lambda m, x: m.a(functional.pad(x, (1, 1, 1, 1), value=1.0))),
         ["aten.pad.default", CONV],

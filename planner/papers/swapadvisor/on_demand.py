@@ -64,37 +64,37 @@ class EvictAndFetch:
 class LruDecisions:
     """The decisions of one iteration: a turn per op, and one after the last."""
 
-    room_bytes: int
+    capacity_bytes: int
     residents: frozenset[int]
     turns: tuple[EvictAndFetch, ...]
     kept: frozenset[int]
     """Weights in memory at the end, but none that was there at the start and was evicted before its first use."""
 
 
-def steady(graph: Graph, room_bytes: int) -> LruDecisions:
+def steady(graph: Graph, capacity_bytes: int) -> LruDecisions:
     """The decisions of an iteration that starts with weights that it ends with.
 
     The first pass starts without any. What is there at its end starts the second; a weight that is evicted before
     its first use, or gone at the end, is no resident, and the pass is made again without it.
     """
-    residents = least_recently_used(graph, room_bytes, frozenset()).kept
+    residents = least_recently_used(graph, capacity_bytes, frozenset()).kept
     while True:
-        course = least_recently_used(graph, room_bytes, residents)
+        course = least_recently_used(graph, capacity_bytes, residents)
         if residents <= course.kept:
             return course
         residents &= course.kept
 
 
-def least_recently_used(graph: Graph, room_bytes: int, residents: frozenset[int]) -> LruDecisions:
+def least_recently_used(graph: Graph, capacity_bytes: int, residents: frozenset[int]) -> LruDecisions:
     """Run the ops in order; when there is no room for the next, what was used the longest time ago leaves.
 
     A use is the position of the op, equals leave in order of their ids. Residents were last used an iteration ago,
     inputs just before the first op. What nothing needs any more leaves at once.
     """
-    memory = _LruMemory(graph, room_bytes, residents)
+    memory = _LruMemory(graph, capacity_bytes, residents)
     turns = [memory.turn(k) for k in range(len(graph.ops))]
     kept = memory.kept()
-    return LruDecisions(room_bytes, residents, (*turns, memory.end()), kept)
+    return LruDecisions(capacity_bytes, residents, (*turns, memory.end()), kept)
 
 
 def on_demand(graph: Graph, course: LruDecisions) -> list[Action]:
@@ -125,16 +125,16 @@ def prefetched(graph: Graph, course: LruDecisions) -> list[Action]:
     for k, turn in enumerate(course.turns):
         gone |= {leave.tensor: leave.used + 1 for leave in turn.leaves}
         for t in turn.fetches:
-            earliest = _moved_ahead(held, k, max(earliest, gone[t]), nbytes[t], course.room_bytes)
+            earliest = _moved_ahead(held, k, max(earliest, gone[t]), nbytes[t], course.capacity_bytes)
             fetches[earliest].append(t)
     moved = [EvictAndFetch(tuple(a), tuple(b)) for a, b in zip(leaves, fetches, strict=True)]
-    return on_demand(graph, LruDecisions(course.room_bytes, course.residents, tuple(moved), course.kept))
+    return on_demand(graph, LruDecisions(course.capacity_bytes, course.residents, tuple(moved), course.kept))
 
 
 @compiled
-def _moved_ahead(held: Ints, at: int, earliest: int, nbytes: int, room_bytes: int) -> int:
+def _moved_ahead(held: Ints, at: int, earliest: int, nbytes: int, capacity_bytes: int) -> int:
     """Return the turn to which a fetch can move from turn `at`, and count its bytes in `held` from there on."""
-    while at > earliest and held[at - 1] + nbytes <= room_bytes:
+    while at > earliest and held[at - 1] + nbytes <= capacity_bytes:
         at -= 1
         held[at] += nbytes
     return at
@@ -143,7 +143,7 @@ def _moved_ahead(held: Ints, at: int, earliest: int, nbytes: int, room_bytes: in
 class _LruMemory:
     """What is in memory during one iteration, least recently used first."""
 
-    def __init__(self, graph: Graph, room_bytes: int, residents: Collection[int]) -> None:
+    def __init__(self, graph: Graph, capacity_bytes: int, residents: Collection[int]) -> None:
         self._graph = graph
         self._nbytes = [t.aligned_bytes for t in graph.tensors]
         self._last = _last_uses(graph)
@@ -153,7 +153,7 @@ class _LruMemory:
         self._used = dict.fromkeys((*sorted(residents, key=lambda t: (self._last[t], t)), *inputs), -1)
         self._unsaved = {t for t in self._used if graph.tensors[t].kind != "parameter"}
         self._evicted_unused: set[int] = set()
-        self._free = room_bytes - sum(self._nbytes[t] for t in self._used)
+        self._free = capacity_bytes - sum(self._nbytes[t] for t in self._used)
         self._leaving: list[Eviction] = []
         self._evict(())
         self._leaving += [self._leave(t) for t in inputs if t not in self._last]
