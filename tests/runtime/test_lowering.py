@@ -125,6 +125,36 @@ def test_what_depends_on_weights_alone_is_computed_once_unless_the_weights_grow(
     assert "aten.sin.default" in targets, "its operand is stored anyway"
 
 
+class Positions(torch.nn.Module):
+    """The angles of a rotary embedding and a causal mask: of a fixed length, and of no input but the batch's size."""
+
+    def __init__(self, *, by_row: bool) -> None:
+        super().__init__()
+        self.register_buffer("rates", torch.rand(4))
+        self.by_row = by_row
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1])
+        x = x * (places[:, None] * self.rates).cos()
+        rows = torch.arange(x.shape[0])[:, None, None]
+        kept = places[:, None] < torch.arange(4) + (rows if self.by_row else 0 * rows)
+        return x.masked_fill(kept, 0.0)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_small_constants_of_a_fixed_length_are_computed_once(by_row: bool, tmp_path: Path) -> None:
+    model = Positions(by_row=by_row)
+    models.export(model, {"x": torch.zeros(3, 6, 4)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "positions", [1, 2], tmp_path / "cache")
+    targets = [op.target for op in lowered.graphs[Bucket(2)].ops]
+    once = ["aten.mul.Tensor", "aten.masked_fill.Scalar"]
+    assert (targets == once) == (not by_row), "what differs from row to row is computed for each batch"
+    for batch in (1, 2):
+        inputs = {"x": torch.randn(batch, 6, 4)}
+        (answer,) = run(lowered, batch, inputs, streaming=True, kind="ram")
+        torch.testing.assert_close(answer, model(**inputs), atol=1e-6, rtol=0)
+
+
 def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(constructs: models.Constructs) -> None:
     lowered = constructs["conv_norm"]
     targets = [op.target for op in lowered.graphs[Bucket(2)].ops]

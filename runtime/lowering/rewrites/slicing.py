@@ -41,16 +41,21 @@ class _Layer:
     """The op's arguments, given the operands."""
 
 
+def slice_sizes(model: FxModel, *, packed: bool) -> tuple[int, int]:
+    """Return the largest weight of a layer that is computed whole, and the size of a slice, in bytes."""
+    total = sum(w.nbytes for w in model.weights.values())
+    most, slice_bytes = (PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES) if packed else (SPLIT_BYTES, MOST_SLICE_BYTES)
+    most = min(most, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
+    return most, min(slice_bytes, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
+
+
 def split_large_layers(model: FxModel, *, packed: bool) -> None:
     """Compute layers with large weights in parts: of output features, of output channels, or of experts.
 
     Each part has its part of the weight, so that it can start, and be dropped, on its own. A weight that is stored
     as integers is multiplied by its scales part by part, too.
     """
-    total = sum(w.nbytes for w in model.weights.values())
-    most, slice_bytes = (PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES) if packed else (SPLIT_BYTES, MOST_SLICE_BYTES)
-    most = min(most, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
-    slice_bytes = min(slice_bytes, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
+    most, slice_bytes = slice_sizes(model, packed=packed)
     known: dict[tuple[fx.Node, int, int], fx.Node] = {}
     for node in list(model.graph.nodes):
         layer = _layer(model, node) if node.op == "call_function" and not node.kwargs else None
