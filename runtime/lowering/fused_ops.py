@@ -47,6 +47,19 @@ def conv_pixel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return torch.nn.functional.linear(x.flatten(1), weight.flatten(1), bias)[:, :, None, None]
 
 
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Return x [batch, length, heads, size], each pair of numbers turned. Angles: [length, 1, size / 2, (cos, sin)]."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.view_as_complex(angles.float())).flatten(-2).to(x.dtype)
+
+
+def short_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return what attention computes, from products of whole matrices: [batch, heads, length, size]."""
+    query3, key3, value3 = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    scores = torch.bmm(query3, key3.mT).mul_(scale)
+    return torch.bmm(torch.softmax(scores, -1), value3).view(query.shape)
+
+
 def rows_of_tables(ids: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Return each column's ids as rows of tables that lie one after the other. Raises IndexError as a table would."""
     if bool(((ids < 0) | (ids >= sizes)).any()):
@@ -93,6 +106,6 @@ PLAIN: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {
 }
 """The plain version of each fused op."""
 FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (
-    *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel, rows_of_tables),
+    *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel, rotate, short_attention, rows_of_tables),
     *PLAIN,
 )

@@ -3,6 +3,7 @@
 Splits depend on the model alone, never on the budget, so that outputs are bit-equal at every budget.
 """
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,11 +14,12 @@ from torch import fx
 from cohabit.runtime.lowering.allowed_ops import is_random
 from cohabit.runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from cohabit.runtime.lowering.model import TABLE_OPS, FxModel
+from cohabit.runtime.lowering.rewrites.attention import attend_plainly, join_projections, rotate_pairs
 from cohabit.runtime.lowering.rewrites.in_place import undo_own_changes, work_in_place
 from cohabit.runtime.lowering.rewrites.padding import absorb_padding
 from cohabit.runtime.lowering.rewrites.precision import apply_options
 from cohabit.runtime.lowering.rewrites.recurrent import pack_lstms, split_directions, split_recurrent_layers
-from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, split_large_layers
+from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, slice_sizes, split_large_layers
 from cohabit.runtime.lowering.rewrites.tables import join_tables
 from cohabit.runtime.lowering.rewrites.transposed import convolve_transposed
 from cohabit.runtime.options import Options
@@ -26,6 +28,8 @@ aten = torch.ops.aten
 
 _FOLDED_BYTES = 1 << 20
 """Batch norms are folded into so much of a weight at a time: float64 copies of whole weights stay in the heap."""
+_CONSTANT_BYTES = 256 << 10
+"""So much may what is computed of no input at all add to the weights: masks and positions of a fixed length."""
 HOST_TABLE_BYTES = 1 << 20
 """An embedding table at least this large stays in the host store, and its rows are read there."""
 
@@ -54,6 +58,7 @@ def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int
     drop_dropouts(model)
     pad_by_numbers(model)
     fold_constants(model)
+    fold_rows(model, symbols)
     use_linear(model)
     fold_batch_norms(model)
     split_recurrent_layers(model)
@@ -61,6 +66,9 @@ def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int
         absorb_padding(model)
         convolve_transposed(model)
         join_tables(model)
+        rotate_pairs(model)
+        attend_plainly(model)
+        join_projections(model, slice_sizes(model, packed=True)[1])
     leave_tables_on_host(model)
     split_large_layers(model, packed=options.packed)
     undo_own_changes(model)
@@ -131,13 +139,22 @@ def pad_by_numbers(model: FxModel) -> None:
 
 
 def fold_constants(model: FxModel) -> None:
-    """Compute what depends on weights alone only once, such as a weight norm, where the weights do not grow by it."""
+    """Compute what depends on weights alone only once, such as a weight norm, where the weights do not grow by it.
+
+    What depends on nothing, such as a causal mask, or on such a value and weights, such as the angles of a rotary
+    embedding, is computed once where it is small.
+    """
+    made_of_nothing: set[fx.Node] = set()
     depends: dict[fx.Node, set[fx.Node]] = {}
     for node in model.graph.nodes:
         if model.weight_of(node) is not None:
             depends[node] = {node}
-        elif node.all_input_nodes and _is_pure(node) and all(n in depends for n in node.all_input_nodes):
+        elif _is_pure(node) and all(n in depends for n in node.all_input_nodes):
+            if not node.all_input_nodes and not _makes_constant(node):
+                continue
             depends[node] = set().union(*(depends[n] for n in node.all_input_nodes))
+            if not node.all_input_nodes or not made_of_nothing.isdisjoint(node.all_input_nodes):
+                made_of_nothing.add(node)
     written = _written(model)
     groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
     for node, weights in depends.items():
@@ -148,7 +165,8 @@ def fold_constants(model: FxModel) -> None:
     for weights, results in groups:
         given = sum(model.weights[w.name].nbytes for w in weights if all(user in depends for user in w.users))
         made = [v.nbytes for n in results if isinstance(v := n.meta.get("val"), torch.Tensor)]
-        if len(made) == len(results) and sum(made) <= given and written.isdisjoint(results):
+        constant = sum(made) <= _CONSTANT_BYTES and made_of_nothing.issuperset(results)
+        if len(made) == len(results) and (sum(made) <= given or constant) and written.isdisjoint(results):
             for node in results:
                 value = model.in_file(_value(model, node).contiguous())
                 node.replace_all_uses_with(model.add_weight(f"{node.name}_value", value))
@@ -176,14 +194,67 @@ def _is_pure(node: fx.Node) -> bool:
     return known and not target._schema.is_mutable and not is_random(target)
 
 
-def _value(model: FxModel, node: fx.Node) -> Any:
-    """The result of a node that depends on weights alone."""
+def _makes_constant(node: fx.Node) -> bool:
+    """Whether an op without operands makes the same tensor on the CPU every time."""
+    device = node.kwargs.get("device")
+    on_cpu = device is None or torch.device(str(device)).type == "cpu"
+    made = isinstance(node.meta.get("val"), torch.Tensor) and "empty" not in str(node.target)
+    return on_cpu and made
+
+
+def _value(model: FxModel, node: fx.Node, known: dict[fx.Node, Any] | None = None) -> Any:
+    """The result of a node that depends on weights, and on nodes with known values, alone."""
+    known = {} if known is None else known
     if (weight := model.weight_of(node)) is not None:
         return weight
-    target: Any = node.target
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _value(model, n))
-    with torch.no_grad():
-        return target(*args, **kwargs)
+    if node not in known:
+        target: Any = node.target
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _value(model, n, known))
+        with torch.no_grad():
+            known[node] = target(*args, **kwargs)
+    return known[node]
+
+
+def fold_rows(model: FxModel, symbols: Sequence[Mapping[str, int]]) -> None:
+    """Compute only once what depends on the batch size alone, such as a causal mask, where all its rows are alike."""
+    if model.batch_symbol is None:
+        return
+    sizes = sorted({values[model.batch_symbol] for values in symbols})
+    batch: set[fx.Node] = set()
+    known: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        if node.target is aten.sym_size.int and str(node.meta.get("val")) == model.batch_symbol:
+            batch.add(node)
+        elif model.weight_of(node) is None and not (
+            _is_pure(node)
+            and all(n in known or n in batch for n in node.all_input_nodes)
+            and (node.all_input_nodes or _makes_constant(node))
+        ):
+            continue
+        elif not batch.isdisjoint(node.all_input_nodes):
+            batch.add(node)
+        known.add(node)
+    written = _written(model)
+    for node in sorted(batch - written):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or known.issuperset(node.users):
+            continue
+        row_shape = value.shape[1:]
+        small = (
+            all(isinstance(n, int) for n in row_shape) and math.prod(row_shape) * value.itemsize <= _CONSTANT_BYTES
+        )
+        if not small or any(user.op == "output" for user in node.users):
+            continue
+        values = [_value(model, node, {n: size for n in batch if n.target is aten.sym_size.int}) for size in sizes]
+        row = values[0][:1].clone()
+        if all(len(v) == size and torch.equal(v, row.expand_as(v)) for v, size in zip(values, sizes, strict=True)):
+            rows = next(n for n in batch if n.target is aten.sym_size.int)
+            with model.graph.inserting_before(node):
+                constant = model.add_weight(f"{node.name}_row", row)
+                whole = model.graph.call_function(aten.expand.default, (constant, [rows, *row_shape]))
+            whole.meta = dict(node.meta)
+            node.replace_all_uses_with(whole)
+    model.graph.eliminate_dead_code()
 
 
 def use_linear(model: FxModel) -> None:

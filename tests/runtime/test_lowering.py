@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import decode, encode
+from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.build import build
 from cohabit.runtime.binding.program import Bases
@@ -125,6 +126,36 @@ def test_what_depends_on_weights_alone_is_computed_once_unless_the_weights_grow(
     assert "aten.sin.default" in targets, "its operand is stored anyway"
 
 
+class Positions(torch.nn.Module):
+    """The angles of a rotary embedding and a causal mask: of a fixed length, and of no input but the batch's size."""
+
+    def __init__(self, *, by_row: bool) -> None:
+        super().__init__()
+        self.register_buffer("rates", torch.rand(4))
+        self.by_row = by_row
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1])
+        x = x * (places[:, None] * self.rates).cos()
+        rows = torch.arange(x.shape[0])[:, None, None]
+        kept = places[:, None] < torch.arange(4) + (rows if self.by_row else 0 * rows)
+        return x.masked_fill(kept, 0.0)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_small_constants_of_a_fixed_length_are_computed_once(by_row: bool, tmp_path: Path) -> None:
+    model = Positions(by_row=by_row)
+    models.export(model, {"x": torch.zeros(3, 6, 4)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "positions", [1, 2], tmp_path / "cache")
+    targets = [op.target for op in lowered.graphs[Bucket(2)].ops]
+    once = ["aten.mul.Tensor", "aten.masked_fill.Scalar"]
+    assert (targets == once) == (not by_row), "what differs from row to row is computed for each batch"
+    for batch in (1, 2):
+        inputs = {"x": torch.randn(batch, 6, 4)}
+        (answer,) = run(lowered, batch, inputs, streaming=True, kind="ram")
+        torch.testing.assert_close(answer, model(**inputs), atol=1e-6, rtol=0)
+
+
 def test_batch_norms_are_folded_where_they_follow_a_convolution_alone(constructs: models.Constructs) -> None:
     lowered = constructs["conv_norm"]
     targets = [op.target for op in lowered.graphs[Bucket(2)].ops]
@@ -147,6 +178,38 @@ def test_layers_with_a_large_share_of_the_weights_are_split(constructs: models.C
     assert targets.count("aten.conv2d.default") == 1, "the grouped one stays whole"
     largest = max(s.nbytes for s in lowered.manifest.segments)
     assert largest <= lowered.manifest.segment_bytes / 8 + 4096
+
+
+class Logits(torch.nn.Module):
+    """Many numbers for each of 50 places, by a layer that is computed in parts."""
+
+    def __init__(self, *, added: bool) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(64, 6000)
+        self.added = added
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) + 1 if self.added else torch.tanh(self.head(x))
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("options", [Options(), Options(packed=True)], ids=["plain", "packed"])
+def test_parts_of_a_large_result_are_written_into_it_one_by_one(
+    options: Options, added: bool, tmp_path: Path
+) -> None:
+    model = Logits(added=added)
+    models.export(model, {"x": torch.zeros(3, 50, 64)}, tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "logits", [1, 2], tmp_path / "cache", options=options)
+    graph = lowered.graphs[Bucket(2)]
+    targets = [op.target for op in graph.ops]
+    whole = sum(graph.tensors[t].nbytes for t in graph.outputs)
+    assert targets.count("aten.copy_.default") == (0 if added else 3)
+    assert (peak_activation_bytes(graph) < 1.5 * whole) == (not added), "what can be overwritten is joined, as ever"
+    for batch in (1, 2):
+        inputs = {"x": torch.randn(batch, 50, 64)}
+        answers = [run(lowered, batch, inputs, streaming=s, kind="ram")[0] for s in (False, True)]
+        torch.testing.assert_close(answers[0], model(**inputs), atol=1e-5, rtol=0)
+        assert torch.equal(*answers), "the same bits at every budget"
 
 
 @pytest.mark.parametrize("name", ["experts", "integer_weights"])

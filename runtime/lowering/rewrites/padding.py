@@ -11,7 +11,7 @@ from cohabit.runtime.lowering.model import FxModel
 
 aten = torch.ops.aten
 
-_DIMENSIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2}
+_DIMENSIONS: dict[Any, int] = {aten.conv1d.default: 1, aten.conv2d.default: 2}
 _DEFAULTS: tuple[Any, ...] = (None, [1], [0], [1], 1)
 """Of the arguments after the weight: bias, stride, padding, dilation, groups."""
 _MOST_GROWTH = 2.0
@@ -33,12 +33,13 @@ def absorb_padding(model: FxModel) -> None:
     model.graph.eliminate_dead_code()
 
 
-def _zeros(node: fx.Node) -> Sequence[int] | None:
+def _zeros(node: Any) -> Sequence[int] | None:
     """How many zeros an op adds, in torch's order: both sides of the last dimension, of the one before, and so on."""
     if node.target is aten.constant_pad_nd.default:
         mode, value = "constant", (*node.args, 0)[2]
     elif node.target is aten.pad.default:
-        mode, value = (*node.args, "constant", None)[2:4] if len(node.args) > 2 else ("constant", None)
+        given: list[Any] = [*node.args[2:], *("constant", None)[len(node.args) - 2 :]]
+        mode, value = given
     else:
         return None
     amounts: Any = node.args[1]
@@ -46,15 +47,17 @@ def _zeros(node: fx.Node) -> Sequence[int] | None:
     return amounts if plain and mode == "constant" and not value else None
 
 
-def _absorb(model: FxModel, conv: fx.Node, padded: fx.Node, amounts: Sequence[int]) -> None:
+def _absorb(model: FxModel, conv: Any, padded: fx.Node, amounts: Sequence[int]) -> None:
     """Give a convolution what an op pads, if it is one that can take that."""
     dims = _DIMENSIONS.get(conv.target)
     weight = model.weight_of(conv.args[1]) if dims is not None else None
     if weight is None or conv.args[0] is not padded or conv.kwargs or len(amounts) > 2 * weight.dim() - 4:
         return
-    bias, stride, padding, dilation, groups = (*conv.args[2:], *_DEFAULTS[len(conv.args) - 2 :])
+    window: list[Any] = [*conv.args[2:], *_DEFAULTS[len(conv.args) - 2 :]]
+    bias, stride, padding, dilation, groups = window
     own, steps = ([*n] * (weight.dim() - 2 if len(n) == 1 else 1) for n in (padding, dilation))
-    sides = [(amounts[2 * n], amounts[2 * n + 1]) if 2 * n < len(amounts) else (0, 0) for n in range(len(own))][::-1]
+    added = [*amounts, *[0] * (2 * len(own) - len(amounts))]
+    sides = [(added[2 * n], added[2 * n + 1]) for n in reversed(range(len(own)))]
     zeros = [(max(side) - side[0], max(side) - side[1]) for side in sides]
     if any(map(any, zeros)):
         if weight.shape[1] != 1 or any(n % step for pair, step in zip(zeros, steps, strict=True) for n in pair):

@@ -1,5 +1,6 @@
 """Layers with large weights, computed in slices of their outputs, each of which is copied and dropped on its own."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +21,8 @@ SPLIT_SHARE, LEAST_SPLIT_BYTES = 1 / 8, 1 << 20
 """So is one with a larger share of the model's weights, from this size on: a quarter of the weights must do."""
 SLICE_SHARE, LEAST_SLICE_BYTES = 1 / 12, 512 << 10
 """Size of a slice: large enough for the link, small enough to start early."""
+LEAST_WHOLE_BYTES = 1 << 20
+"""Parts of a result with as many bytes per row of the batch are written into it one by one; smaller ones are joined."""
 _BLOCK_ROWS = 64
 """Packed layouts hold so many outputs together, and are padded to a multiple of that."""
 CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
@@ -41,16 +44,21 @@ class _Layer:
     """The op's arguments, given the operands."""
 
 
+def slice_sizes(model: FxModel, *, packed: bool) -> tuple[int, int]:
+    """Return the largest weight of a layer that is computed whole, and the size of a slice, in bytes."""
+    total = sum(w.nbytes for w in model.weights.values())
+    most, slice_bytes = (PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES) if packed else (SPLIT_BYTES, MOST_SLICE_BYTES)
+    most = min(most, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
+    return most, min(slice_bytes, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
+
+
 def split_large_layers(model: FxModel, *, packed: bool) -> None:
     """Compute layers with large weights in parts: of output features, of output channels, or of experts.
 
     Each part has its part of the weight, so that it can start, and be dropped, on its own. A weight that is stored
     as integers is multiplied by its scales part by part, too.
     """
-    total = sum(w.nbytes for w in model.weights.values())
-    most, slice_bytes = (PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES) if packed else (SPLIT_BYTES, MOST_SLICE_BYTES)
-    most = min(most, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
-    slice_bytes = min(slice_bytes, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
+    most, slice_bytes = slice_sizes(model, packed=packed)
     known: dict[tuple[fx.Node, int, int], fx.Node] = {}
     for node in list(model.graph.nodes):
         layer = _layer(model, node) if node.op == "call_function" and not node.kwargs else None
@@ -63,7 +71,9 @@ def split_large_layers(model: FxModel, *, packed: bool) -> None:
         call: Callable[..., fx.Node] = model.graph.call_function
         after = _activation_after(node)
         with model.graph.inserting_before(node):
-            parts = []
+            sizes = _whole_sizes(model, node, after or node, count)
+            parts: list[fx.Node] = []
+            whole: fx.Node | None = None
             for start in range(0, count, rows):
                 own = [
                     o if cut is None or o is None else _rows(model, known, o, cut, start, min(start + rows, count))
@@ -71,12 +81,39 @@ def split_large_layers(model: FxModel, *, packed: bool) -> None:
                 ]
                 part = call(node.target, layer.arguments(own))
                 parts.append(part if after is None else call(after.target, (part, *after.args[1:]), after.kwargs))
-            whole = call(aten.cat.default, (parts, layer.joined))
+                if sizes is not None:
+                    whole = whole or call(aten.new_empty.default, (parts[0], [*sizes, count]))
+                    place = call(aten.slice.Tensor, (whole, -1, start, min(start + rows, count)))
+                    call(aten.copy_.default, (place, parts[-1]))
+            whole = whole or call(aten.cat.default, (parts, layer.joined))
         for replaced in [node] if after is None else [after, node]:
             whole.meta = dict(replaced.meta)
             replaced.replace_all_uses_with(whole)
             model.graph.erase_node(replaced)
     model.graph.eliminate_dead_code()  # what whole weights were computed by
+
+
+def _whole_sizes(model: FxModel, node: fx.Node, last: fx.Node, count: int) -> list[Any] | None:
+    """The sizes before the last one of a linear layer's large result, into which its parts are written one by one.
+
+    Then the result and one part are in memory, not the result twice. None where parts are joined: where the result is
+    small, where the op after it can overwrite it, and where sizes other than the batch's are dynamic.
+    """
+    value = node.meta.get("val")
+    if node.target is not aten.linear.default or not isinstance(value, torch.Tensor):
+        return None
+    if any(user.target in (*_BY_ELEMENT, *ACTIVATIONS) for user in last.users):
+        return None
+    symbolic = [n for n, d in enumerate(value.shape[:-1]) if not isinstance(d, int)]
+    fixed = math.prod(d for d in value.shape[:-1] if isinstance(d, int))
+    if fixed * count * value.itemsize < LEAST_WHOLE_BYTES or any(
+        str(value.shape[n]) != model.batch_symbol for n in symbolic
+    ):
+        return None
+    call = model.graph.call_function
+    return [
+        call(aten.sym_size.int, (node.args[0], n)) if n in symbolic else d for n, d in enumerate(value.shape[:-1])
+    ]
 
 
 def _activation_after(node: fx.Node) -> fx.Node | None:
