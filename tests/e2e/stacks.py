@@ -18,7 +18,7 @@ from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
 from cohabit.loadgen.zoo.exporting import save_model
-from tests.e2e.serving import Running, infer, serving
+from tests.e2e.serving import Process, Running, infer, serving
 
 WIDTH, LAYERS = 512, 4
 PAUSE_S = 0.05
@@ -73,7 +73,7 @@ def expected(seed: int) -> Array:
     return answer
 
 
-def answer(server: Running, name: str, version: str = "") -> Array:
+def answer(server: Running | Process, name: str, version: str = "") -> Array:
     (output,) = infer(server.address, name, {"x": X}, version).values()
     return output
 

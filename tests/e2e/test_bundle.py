@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
@@ -25,6 +26,7 @@ from cohabit.server.config.sources import add_flags, read_settings
 from cohabit.server.errors import ConfigError
 from tests.e2e.serving import ROOT, Running, process, refused_start, repository_index, serving
 from tests.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
+from tests.hostile.machine import as_root, memory_cgroup
 
 MODELS, BATCHES = "abc", "1,2"
 MEMORY = "8MiB"
@@ -235,6 +237,33 @@ def test_process_memory_is_refused_with_its_parts_or_suffices(bundle: Path) -> N
     with process(bundle, MEMORY, bundle, "--process-memory", f"{least + 16}MiB") as server:
         server.until_ready()
         assert server.peak_bytes() <= least + 16 << 20
+
+
+def statistic(cgroup: Path, name: str) -> int:
+    return int(dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())[name])
+
+
+def test_process_memory_suffices_in_a_cgroup_of_that_size_with_libraries_counted(bundle: Path) -> None:
+    """With nothing in the page cache. What these tests map as well is charged to them, and is taken off the limit."""
+    _, shown = refused_start(bundle, MEMORY, bundle, "--engine", "in-process", "--process-memory", "100MiB")
+    least_bytes = int(re.search(r"give at least (\d+)MiB", shown)[1]) << 20  # type: ignore[index]
+    assert least_bytes < 264 << 20, "an idle server takes 200 MiB"
+    flags = ("--engine", "in-process", "--process-memory", str(least_bytes))
+    with memory_cgroup() as cgroup:
+        limit = cgroup / "memory.limit_in_bytes"
+        limit.write_text(str(least_bytes))
+        as_root("sh", "-c", "sync; echo 3 > /proc/sys/vm/drop_caches")
+        with process(bundle, MEMORY, bundle, *flags, cgroup=cgroup) as server:
+            server.until_ready()
+            whole_bytes = psutil.Process(server.popen.pid).memory_info().rss
+            shared_bytes = whole_bytes - statistic(cgroup, "total_rss") - statistic(cgroup, "total_mapped_file")
+            limit.write_text(str(least_bytes - max(0, shared_bytes)))
+            read: list[int] = []
+            for _ in range(10):
+                assert all(is_answer_of(seed, answer(server, name)) for seed, name in enumerate(MODELS))
+                read.append(statistic(cgroup, "total_pgmajfault"))
+            print(read)
+            assert read[-1] - read[5] < 50, "code that serving needs stays in memory"
 
 
 def test_models_get_what_the_process_leaves(repository: Path, plans: Path) -> None:
