@@ -1,7 +1,7 @@
 """How memory is shared out among models, against the optimum: a multiple-choice knapsack, solved by HiGHS.
 
-Each model has a curve of predicted latency over the partition's size. Shares that are equal, in proportion to rates, and
-in proportion to weights are compared on the same curves. Models and caches are those of `make demo`, in `.demo`.
+Each model has a curve of predicted latency over the partition's size. Shares that are equal, in proportion to rates,
+and in proportion to weights are compared on the same curves. Models and caches are those of `make demo`, in `.demo`.
 """
 
 import sys
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     [f"{link}, Zipf {exponent:g}, {popular} popular", *(f"{ratio - 1:.2%}" for ratio in over)]
                 )
     header = ["link, rates", "share_out", "equal shares", "in proportion to rates", "to weights"]
-    about = f"{len(found)} models in {SHARE:.0%} of their weights: predicted, rate-weighted latency over the optimum's.\n"
+    about = f"{len(found)} models in {SHARE:.0%} of their weights: predicted latency, weighted by rates, over the least.\n"
     table = markdown_table(header, rows)
     print(about, table, sep="\n")
     if options.record:
