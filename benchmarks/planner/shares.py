@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     [f"{link}, Zipf {exponent:g}, {popular} popular", *(f"{ratio - 1:.2%}" for ratio in over)]
                 )
     header = ["link, rates", "share_out", "equal shares", "in proportion to rates", "to weights"]
-    about = f"{len(found)} models in {SHARE:.0%} of their weights: predicted latency, weighted by rates, over the least.\n"
+    about = f"{len(found)} models in {SHARE:.0%} of their weights: predicted, weighted latency over the least.\n"
     table = markdown_table(header, rows)
     print(about, table, sep="\n")
     if options.record:
