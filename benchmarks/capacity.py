@@ -1,8 +1,9 @@
 """`cohabit fit` against a server: latencies that it predicts, and those that a client measures.
 
-Each layout is served, and gets a Poisson load at each rate over HTTP. What a request and an execution take besides what
-plans know is calibrated with all weights resident, at the lowest and the highest rate: a server that has been idle takes
-longer. Every figure is then predicted with the same three numbers. Models and caches are those of `make demo`, in `.demo`.
+Each layout is served, and gets a Poisson load at each rate over HTTP. What a request and an execution take besides
+what plans know is calibrated with all weights resident, at the lowest and the highest rate: a server that has been idle
+takes longer. Every figure is then predicted with the same three numbers. Models and caches are those of `make demo`, in
+`.demo`.
 """
 
 import argparse
@@ -59,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overheads = _calibrated(options, points[0], points[len(options.rates) - 1])
     about = (
         f"Calibrated with all weights resident at {options.rates[0]:g}/s and {options.rates[-1]:g}/s: a request takes"
-        f" {overheads.request_s * 1e3:.2f} ms besides its execution, up to {overheads.idle_s * 1e3:.2f} ms more where the"
-        f" server was idle, and an execution {overheads.execution_s * 1e3:.2f} ms besides its ops. *Busy* is predicted.\n"
+        f" {overheads.request_s * 1e3:.2f} ms besides its execution, up to {overheads.idle_s * 1e3:.2f} ms more on an"
+        f" idle server, and an execution {overheads.execution_s * 1e3:.2f} ms besides its ops. *Busy* is predicted.\n"
     )
     rows, errors = [], {"p99": list[float](), "mean": list[float]()}
     for point in points:
