@@ -1,8 +1,9 @@
 """`cohabit fit` against a server: latencies that it predicts, and those that a client measures.
 
-Each layout is served, and gets a Poisson load at each rate over HTTP. What a request and an execution take besides what
-plans know is measured once, with all weights resident and at the lowest rate; every figure is then predicted with the
-same two numbers. Models and caches are those of `make demo`, in `.demo`.
+Each layout is served, and gets a Poisson load at each rate over HTTP. What a request and an execution take besides
+what plans know is calibrated with all weights resident, at the lowest and the highest rate: a server that has been idle
+takes longer. Every figure is then predicted with the same three numbers. Models and caches are those of `make demo`, in
+`.demo`.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from cohabit.loadgen.report import Report
 from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.run import run_load
 from cohabit.loadgen.server_process import server_command
+from cohabit.server.capacity.simulation import Overheads
 
 LAYOUTS = {"resident": "150%", "partitioned": "25%", "time_shared": "25%"}
 """Layouts, with their memory."""
@@ -55,19 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     prepare_visibly(options.folder / "repository", recipes(options.models), force=False, console=console)
     points = asyncio.run(_measure(options, console))
-    first = points[0]
-    assert first.measured.latency is not None
-    plain = _predict(options, first, 0.0, 0.0)
-    ideal_s = plain.busy / first.rate_per_s  # of an execution; at the lowest rate, requests run alone
-    execution_s = max(first.busy_s - ideal_s, 0.0)
-    request_s = max(first.measured.latency.p50_s - plain.p50_s - execution_s, 0.0)
+    overheads = _calibrated(options, points[0], points[len(options.rates) - 1])
     about = (
-        f"Measured with all weights resident at {first.rate_per_s:g}/s: a request takes {request_s * 1e3:.2f} ms"
-        f" besides its execution, an execution {execution_s * 1e3:.2f} ms besides its ops. *Busy* is predicted.\n"
+        f"Calibrated with all weights resident at {options.rates[0]:g}/s and {options.rates[-1]:g}/s: a request takes"
+        f" {overheads.request_s * 1e3:.2f} ms besides its execution, up to {overheads.idle_s * 1e3:.2f} ms more on an"
+        f" idle server, and an execution {overheads.execution_s * 1e3:.2f} ms besides its ops. *Busy* is predicted.\n"
     )
     rows, errors = [], {"p99": list[float](), "mean": list[float]()}
     for point in points:
-        found, latency = _predict(options, point, request_s, execution_s), point.measured.latency
+        found, latency = _predict(options, point, overheads), point.measured.latency
         assert latency is not None
         ratios = {"p99": found.p99_s / latency.p99_s, "mean": found.mean_s / latency.mean_s}
         if found.busy <= CALM_BUSY:
@@ -116,11 +114,30 @@ async def _measure(options: argparse.Namespace, console: Console) -> list[Point]
     return points
 
 
-def _predict(options: argparse.Namespace, point: Point, request_s: float, execution_s: float) -> Prediction:
+def _calibrated(options: argparse.Namespace, idle: Point, busy: Point) -> Overheads:
+    """Return the overheads with which the simulation has the measured means at two rates."""
+    ideal_s = [_predict(options, point, Overheads()).busy / point.rate_per_s for point in (idle, busy)]
+    execution_s = max(float(np.mean([idle.busy_s - ideal_s[0], busy.busy_s - ideal_s[1]])), 0.0)
+    more_s = []
+    for point in (idle, busy):
+        latency = point.measured.latency
+        assert latency is not None
+        more_s.append(latency.mean_s - _predict(options, point, Overheads(execution_s=execution_s)).mean_s)
+    shares = [Overheads.mean_idle_share(point.rate_per_s) for point in (idle, busy)]
+    idle_s = max((more_s[0] - more_s[1]) / (shares[0] - shares[1]), 0.0) if shares[0] > shares[1] else 0.0
+    return Overheads(max(more_s[1] - idle_s * shares[1], 0.0), idle_s, execution_s)
+
+
+def _predict(options: argparse.Namespace, point: Point, overheads: Overheads) -> Prediction:
     command = [sys.executable, "-m", "cohabit.server.cli", "fit", str(options.folder / "repository"), "--json"]
     command += ["--cache", str(options.folder / "cache"), "--memory", LAYOUTS[point.layout]]
     command += ["--layout", point.layout, "--rate", str(point.rate_per_s)]
-    command += ["--request-ms", str(request_s * 1e3), "--execution-ms", str(execution_s * 1e3)]
+    for flag, seconds in (
+        ("--request-ms", overheads.request_s),
+        ("--idle-ms", overheads.idle_s),
+        ("--execution-ms", overheads.execution_s),
+    ):
+        command += [flag, str(seconds * 1e3)]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     return msgspec.convert(json.loads(printed)["fit"], Prediction)
 

@@ -88,8 +88,8 @@ async def _measure(options: argparse.Namespace, layout: str, trace: Path) -> tup
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.elastic", __doc__)
     parser.add_argument("--models", type=int, default=16)
-    parser.add_argument("--rate", type=float, default=100.0, help="requests per second (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=4, help="minutes (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=60.0, help="requests per second (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="minutes (default: %(default)s)")
     parser.add_argument(
         "--settle", type=float, default=20.0, help="seconds of equal rates before (default: %(default)s)"
     )

@@ -24,6 +24,9 @@ from cohabit.server.scheduling.scheduler import Scheduler
 QUEUE_LIMIT = 8192
 """Requests that may wait per model, as in the server."""
 
+IDLE_AFTER_S = 0.02
+"""Without a request, a server becomes idle with this time constant: processors sleep, caches are taken by others."""
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
@@ -53,8 +56,20 @@ class Overheads:
 
     request_s: float = 0.0
     """Of a request outside of a compute lane: parsing, sockets, the client."""
+    idle_s: float = 0.0
+    """More, of a request to a server that has been idle for long: its processes wake up, and find caches cold."""
     execution_s: float = 0.0
     """Of an execution on a compute lane, besides its ops."""
+
+    def of_requests(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of each request outside of a compute lane, [arrivals]; the first finds an idle server."""
+        idle_share = 1 - np.exp(-np.diff(times_s, prepend=-np.inf) / IDLE_AFTER_S)
+        return np.asarray(self.request_s + self.idle_s * idle_share)
+
+    @staticmethod
+    def mean_idle_share(rate_per_s: float) -> float:
+        """Return the mean share of `idle_s` that requests of Poisson arrivals take."""
+        return 1 / (1 + rate_per_s * IDLE_AFTER_S)
 
 
 NO_OVERHEADS: Final = Overheads()
@@ -135,7 +150,7 @@ def simulate(
                 lane.running = None
                 lane.scheduler.finished(batch, now_s, model_seconds(batch, overheads))
                 for ticket in batch.tickets:
-                    latencies_s[number_of.pop(ticket)] = now_s - ticket.arrived_s + overheads.request_s
+                    latencies_s[number_of.pop(ticket)] = now_s - ticket.arrived_s
             if lane.running is None:
                 dispatch(lane, number, now_s)
 
@@ -156,7 +171,7 @@ def simulate(
     advance(math.inf)
     end_s = max([float(times_s[-1]) if len(times_s) else 0.0, *(lane.last[1] for lane in server if lane.last)])
     busy = tuple(lane.busy_s / end_s if end_s else 0.0 for lane in server)
-    return Simulated(latencies_s, busy, rows / max(executions, 1))
+    return Simulated(latencies_s + overheads.of_requests(times_s), busy, rows / max(executions, 1))
 
 
 def poisson(

@@ -29,8 +29,8 @@ _rates_decoder = msgspec.json.Decoder(dict[str, Annotated[float, msgspec.Meta(gt
 """Of requests per second by model."""
 
 EXIT_MISSED = 1
-REQUEST_MS, EXECUTION_MS = 0.7, 0.15
-"""Assumed, in milliseconds: `benchmarks.capacity` measures both on a machine."""
+REQUEST_MS, IDLE_MS, EXECUTION_MS = 0.7, 1.5, 0.15
+"""Assumed, in milliseconds: `benchmarks.capacity` measures them on a machine."""
 
 _EXAMPLES = """examples:
   cohabit fit models --rate 300 --slo-ms 50                      # the least memory, and p99 over memory
@@ -71,6 +71,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for flag, default, what in (
         ("--request-ms", REQUEST_MS, "per request outside of executions: sockets, parsing, the client"),
+        ("--idle-ms", IDLE_MS, "more per request to an idle server, whose processes wake up"),
         ("--execution-ms", EXECUTION_MS, "per execution besides its ops"),
     ):
         parser.add_argument(
@@ -111,7 +112,11 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         capacity = Capacity(
             found,
             options.layout,
-            overheads=Overheads(options.request_ms / 1e3, options.execution_ms / 1e3),
+            overheads=Overheads(
+                request_s=options.request_ms / 1e3,
+                idle_s=options.idle_ms / 1e3,
+                execution_s=options.execution_ms / 1e3,
+            ),
             library=Library(cache_of(config)) if board is None else None,
             on_progress=progress,
         )

@@ -11,7 +11,7 @@ from torch import nn
 from cohabit.planner.shapes import Bucket
 from cohabit.server.capacity.fit import Capacity, Fit, shared_out
 from cohabit.server.capacity.page import fit_page
-from cohabit.server.capacity.simulation import Overheads, SimulatedModel, poisson, simulate
+from cohabit.server.capacity.simulation import IDLE_AFTER_S, Overheads, SimulatedModel, poisson, simulate
 from cohabit.server.cli import main
 from cohabit.server.errors import ConfigError
 from cohabit.server.scheduling.policy import Policy
@@ -53,6 +53,20 @@ def test_requests_wait_for_those_before_them() -> None:
 def test_overheads_delay_requests_and_executions() -> None:
     overheads = Overheads(request_s=0.01, execution_s=0.002)
     assert latencies([alone()], [(0.0, 0), (0.001, 0)], overheads=overheads) == [0.015, 0.019]
+
+
+def test_requests_to_an_idle_server_take_longer_and_more_so_after_a_longer_pause() -> None:
+    overheads = Overheads(request_s=0.001, idle_s=0.002)
+    first, soon, later = latencies([alone()], [(0.0, 0), (0.01, 0), (1.0, 0)], overheads=overheads)
+    assert (first, later) == (0.006, 0.006)
+    assert soon == pytest.approx(0.004 + 0.002 * (1 - np.exp(-0.01 / IDLE_AFTER_S)), abs=1e-6)
+
+
+@pytest.mark.parametrize("rate_per_s", [5.0, 50.0, 500.0])
+def test_the_mean_share_of_idleness_is_that_of_poisson_arrivals(rate_per_s: float) -> None:
+    times_s, _ = poisson([rate_per_s], 100_000)
+    mean_s = Overheads(idle_s=1.0).of_requests(times_s).mean()
+    assert mean_s == pytest.approx(Overheads.mean_idle_share(rate_per_s), rel=0.02)
 
 
 def test_a_model_waits_for_its_residents_only_directly_after_itself() -> None:
