@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -54,15 +55,12 @@ def problem_of(seed: int) -> Problem:
 def test_a_graph_without_ops_has_a_plan_or_is_refused(searcher: str) -> None:
     graph = Graph("identity", 1, "0" * 64, (Tensor("x", PAGE, "input"),), ops=(), outputs=(0,))
     profile = random_profile(random.Random(0), graph)
-    single, served = Memory(4 * PAGE, counted=True), Memory(4 * PAGE)
-    for memory in (served, single):
-        try:
-            plan = search(Problem(graph, profile, memory), searcher, limit=FEW)
-        except UnsupportedProblem as refusal:
-            assert searcher not in ("best", "streaming") or memory is single
-            assert "it has no ops" in str(refusal) or "ask" in str(refusal)
-        else:
-            check(graph, profile, plan)
+    problem = Problem(graph, profile, Memory(4 * PAGE, counted=searcher not in SERVING))
+    plan = None
+    with suppress(UnsupportedProblem):
+        plan = search(problem, searcher, limit=FEW)
+        check(graph, profile, plan)
+    assert plan is not None or searcher not in ("best", "streaming", "genetic")
 
 
 def long_chain() -> Problem:
