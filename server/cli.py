@@ -34,6 +34,7 @@ COMMANDS = {
     "load": "load models into a running server",
     "unload": "unload models from a running server",
     "stats": "print request statistics of a running server's models",
+    "completion": "print a script with which a shell completes commands and flags",
 }
 _MODULES = {"import": "import_model"}  # `import` is a keyword
 _WIDE = 150
@@ -88,6 +89,16 @@ def _parser() -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         module = _MODULES.get(name, name.replace("-", "_"))
         commands.add_parser(name, help=summary, module=module, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(whole_parser=_whole_parser)
+    return parser
+
+
+def _whole_parser() -> argparse.ArgumentParser:
+    """Return the parser with the flags of every command, which imports all their modules."""
+    parser = _parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        command.declare_flags()
     return parser
 
 
@@ -134,10 +145,13 @@ class _CommandParser(_SuggestingParser):
     def add_subparsers(self, **options: Any) -> Any:
         return super().add_subparsers(**{"parser_class": _SuggestingParser, **options})
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def declare_flags(self) -> None:
         command = import_module(f"cohabit.server.commands.{self._module}")
         command.add_flags(self)
         self.set_defaults(run=command.run)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.declare_flags()
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:  # here rather than in the parser of commands, which does not know this one's flags
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -69,6 +69,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.scale.app": ({"server", "planner.errors"}, {"ray", "starlette"}),
     "server.commands.scale": ({"server", "planner.errors"}, {"ray", "rich"}),
     "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
+    "server.commands.completion": ({"server.errors"}, {"rich", "shtab"}),
     "server.commands.cache": ({"server", "planner", "runtime.lowering"}, {"msgspec", "rich"}),
     "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
     "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cohabit.planner.arrays import Bools, Ints, ints
 from cohabit.planner.compiled import compiled
+from cohabit.planner.errors import UnsupportedProblem
 from cohabit.planner.schedule.gaps import START, Choice, Gaps
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT
 
@@ -81,9 +82,14 @@ class AlapSequence(NamedTuple):
 
 @lru_cache(maxsize=4)
 def tables(gaps: Gaps) -> Tables:
-    """Arrays for `alap`. The graph must have ops."""
+    """Arrays for `alap`. Raises UnsupportedProblem for a graph without ops."""
     graph = gaps.graph
     ops = graph.ops
+    if not ops:
+        raise UnsupportedProblem(
+            f"{graph.name}: it has no ops, only inputs that are its outputs, so there is nothing to choose; ask the"
+            " searcher best for its plan"
+        )
     needed = [op.reads for op in ops]
     needed[-1] = tuple(t for t in dict.fromkeys((*ops[-1].reads, *graph.outputs)) if t not in ops[-1].writes)
     gap_after = {(g.tensor, g.last_use): i for i, g in enumerate(gaps.all) if not g.wraps}

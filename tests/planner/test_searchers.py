@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.graph import Graph, Tensor
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import SwapIn
 from cohabit.planner.problem import TIE, Limit, Problem
@@ -47,6 +49,18 @@ def problem_of(seed: int) -> Problem:
     room = sum(t.nbytes for t in graph.tensors)
     memory = least_bytes(graph) + rng.choice((0, 100, PAGE, 3 * PAGE, room // 4, room // 2, 2 * room))
     return Problem(graph, random_profile(rng, graph), Memory(memory, counted=True))
+
+
+@pytest.mark.parametrize("searcher", SEARCHERS)
+def test_a_graph_without_ops_has_a_plan_or_is_refused(searcher: str) -> None:
+    graph = Graph("identity", 1, "0" * 64, (Tensor("x", PAGE, "input"),), ops=(), outputs=(0,))
+    profile = random_profile(random.Random(0), graph)
+    problem = Problem(graph, profile, Memory(4 * PAGE, counted=searcher not in SERVING))
+    plan = None
+    with suppress(UnsupportedProblem):
+        plan = search(problem, searcher, limit=FEW)
+        check(graph, profile, plan)
+    assert plan is not None or searcher not in ("best", "streaming", "genetic")
 
 
 def long_chain() -> Problem:

@@ -1,5 +1,6 @@
 """What `cohabit import` refuses, with the reason and the way out. A refused import leaves nothing in the repository."""
 
+import argparse
 import json
 import pickle
 import sys
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file, save_model
 from torch import nn
 from transformers import (
@@ -41,9 +43,16 @@ from transformers import (
 )
 
 from cohabit.server.cli import main
+from cohabit.server.commands.import_model import _default_name
 from cohabit.server.importing import huggingface
+from cohabit.server.importing.declared_input import largest_size, parse_input
 from cohabit.server.importing.exporting import export
+from cohabit.server.importing.factory import _load
+from cohabit.server.importing.huggingface import cached_folder
 from cohabit.server.importing.huggingface_inputs import Lengths
+from cohabit.server.importing.subject import declared
+from cohabit.server.triton.config_fields import pooling_of
+from cohabit.server.triton.model_config import read_config
 
 
 class Doubling(nn.Module):
@@ -164,11 +173,16 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nowhere"], "nowhere does not exist; give a folder, a checkpoint, or MODULE:FUNCTION"),
+        (["nowhere"], "nowhere does not exist; give a folder, a hub's name, a checkpoint, or"),
         (["empty"], "empty is no Hugging Face model directory: it has no config.json"),
         (["file.pt"], "file.pt is a checkpoint; name the function that makes its module with --factory"),
         (["file.pt", "--factory", "linear"], "--factory: 'linear' is not MODULE:FUNCTION"),
         ([f"{HERE}:linear", "--sequence-length", "4"], "--sequence-length is for Hugging Face models"),
+        (
+            [f"{HERE}:linear", *X, "--max-sequence-length", "4"],
+            "--max-sequence-length: no input has a dynamic dimension",
+        ),
+        (["file.pt", "--key", "model"], "--key is for checkpoints: name the function that makes the module"),
     ],
 )
 def test_a_path_that_is_nothing_to_import_is_named(refused: Any, arguments: list[str], reason: str) -> None:
@@ -177,7 +191,7 @@ def test_a_path_that_is_nothing_to_import_is_named(refused: Any, arguments: list
     assert refused(*arguments, status=2).startswith(reason)
 
 
-@pytest.mark.parametrize("text", ["x", "x:FP32", "x:FP32:1,-1", "x:FP32:a", ":FP32:1"])
+@pytest.mark.parametrize("text", ["x", "x:FP32", "x:FP32:1,-2", "x:FP32:0,4", "x:FP32:a", ":FP32:1"])
 def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["import", f"{HERE}:linear", "--input", text])
@@ -231,7 +245,94 @@ def test_a_checkpoint_that_does_not_fit_says_where(refused: Any) -> None:
     save_file({"weight": torch.zeros(3, 4), "bias": torch.zeros(2)}, "other.safetensors")
     assert "weight has shape [3, 4]" in refused("other.safetensors", *LINEAR)
     torch.save({"epoch": 3, "model": linear().state_dict()}, "wrapped.pt")
-    assert "its key epoch is a int, not a tensor; save module.state_dict()" in refused("wrapped.pt", *LINEAR)
+    said = refused("wrapped.pt", *LINEAR)
+    assert "its key epoch is a int, not a tensor; name the one that is, of model, with --key" in said
+    said = refused("wrapped.pt", *LINEAR, "--key", "model.inner")
+    assert "--key model.inner: nothing in it is called inner and holds tensors by name" in said
+    said = refused("wrapped.pt", *LINEAR, "--key", "ema")
+    assert "nothing in it is called ema and holds tensors by name; what does, is called model" in said
+
+
+def test_a_key_leads_to_the_weights_in_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    states = {"model": linear().state_dict(), "v.ema": {"model": linear().state_dict()}}
+    torch.save({"epoch": 3, **states}, "run.ckpt")
+    for key, state in (("model", states["model"]), ("v.ema.model", states["v.ema"]["model"])):
+        module = linear()
+        _load(module, Path("run.ckpt"), key)
+        assert torch.equal(module.get_parameter("weight"), state["weight"]), key
+    imported(capsys, "run.ckpt", *LINEAR, "--key", "v.ema.model")
+
+
+def test_an_input_keeps_the_name_that_it_was_declared_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that is a function's, which torch calls `input_1` in its graphs."""
+    monkeypatch.chdir(tmp_path)
+    imported(capsys, f"{HERE}:linear", "--input", "input:FP32:-1,4")
+    (tensor,) = json.loads(Path("models/linear/sample.json").read_text())["inputs"]
+    assert tensor["name"] == "input"
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (self.table(ids) * mask.unsqueeze(-1)).sum(1)
+
+
+class Pooled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3))
+
+
+def test_several_dimensions_may_be_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch finds out which of them are one: the two inputs' lengths are, height and width are not."""
+    ids, mask = parse_input("ids:INT64:-1,-1"), parse_input("mask:FP32:-1,-1")
+    program = export(declared(Masked(), [ids, mask], largest_size([ids, mask], 32), True), 8)
+    assert ranges(program) == [(1, 8), (2, 32)]
+    image = parse_input("x:FP32:-1,3,-1,-1")
+    program = export(declared(Pooled(), [image], largest_size([image], None), True), 8)
+    assert ranges(program) == [(1, 8), (2, 512), (2, 512)]
+
+
+def ranges(program: torch.export.ExportedProgram) -> list[tuple[int, int]]:
+    return sorted((int(r.lower), int(r.upper)) for r in program.range_constraints.values())
+
+
+def test_a_hubs_name_is_looked_up_in_the_local_cache_alone(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "hub")
+    said = refused("someone/encoder")
+    assert "someone/encoder is neither a path here nor in the local Hugging Face cache" in said
+    assert "importing never uses the network: download it with `hf download someone/encoder`" in said
+    folder = Path("hub/models--someone--encoder/snapshots/1234")
+    tiny(str(folder))
+    (folder.parent.parent / "refs").mkdir()
+    (folder.parent.parent / "refs" / "main").write_text("1234")
+    assert cached_folder("someone/encoder").resolve() == folder.resolve()
+    assert _default_name(argparse.Namespace(path="someone/encoder")) == "encoder"
+
+
+def test_a_text_models_tokenizer_and_pooling_come_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny("bert")
+    Path("bert/tokenizer.json").write_text("a tokenizer")
+    Path("bert/1_Pooling").mkdir()
+    Path("bert/1_Pooling/config.json").write_text(
+        '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}'
+    )
+    Path("bert/modules.json").write_text("[]")
+    said = " ".join(imported(capsys, "bert").split())
+    assert "of modules.json, /v1/embeddings pools (cls) and normalises" in said
+    assert """curl localhost:8000/v1/embeddings --data '{"model": "bert", "input": "some text"}'""" in said
+    assert Path("models/bert/tokenizer.json").read_text() == "a tokenizer"
+    assert pooling_of(read_config(Path("models/bert/config.pbtxt"))) == "cls"
 
 
 def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(refused: Any) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import socket
+import subprocess
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from server_fakes import identity, running, serving
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from cohabit.server.cli import main
+from cohabit.server.cli import COMMANDS, main
 from cohabit.server.config.config import SETTINGS, ServeConfig, decode_config, encode_config
 from cohabit.server.config.sizes import FixedSize, ShareOfWeights
 from cohabit.server.config.sources import ResolvedConfig, add_flags, as_toml, read_settings
@@ -326,3 +327,32 @@ def test_a_mistyped_model_is_answered_with_its_neighbour(
     (tmp_path / "resnet50" / "1").mkdir(parents=True)
     assert main(["check", str(tmp_path / "resnt50")]) == 2
     assert "did you mean 'resnet50'?" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_has_every_command_and_its_flags(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    missing = [name for name in COMMANDS if name not in script]
+    missing += [s.flag for s in SETTINGS if s.flag.startswith("--") and s.flag.removeprefix("--") not in script]
+    assert not missing
+
+
+def test_bash_completes_commands_choices_and_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "models").mkdir()
+    complete = """
+        complete_words() {
+            COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+            _shtab_cohabit
+            echo "${COMPREPLY[@]}"
+        }
+        complete_words cohabit che
+        complete_words cohabit serve --layout pa
+        complete_words cohabit serve mod
+    """
+    script = capsys.readouterr().out + complete
+    ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert ran.stdout.split("\n")[:3] == ["check", "partitioned", "models"]
