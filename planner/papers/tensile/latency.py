@@ -1,9 +1,10 @@
 """Predicts the times of a graph's ops on a device from profiles of other graphs there (TENSILE, section IV-A).
 
 Theirs is a network of four layers per operator, on the dimensions of its inputs and its parameters. Here it is a
-regression per kind of op: seconds per op, per byte that it reads or writes, and per multiplication. A graph has sizes
-and no shapes, so multiplications are the square root of the product of the sizes, in elements, of the three largest
-tensors: exact for a product of matrices, and too few by the width of its kernel for a convolution.
+regression per kind of op: seconds per byte that it reads or writes, and per multiplication, above what the quickest ops
+take, whose work is nothing. A graph has sizes and no shapes, so multiplications are the square root of the product of
+the sizes, in elements, of the three largest tensors: exact for a product of matrices, and too few by the width of its
+kernel for a convolution.
 """
 
 import math
@@ -21,6 +22,10 @@ from cohabit.planner.profile import Link, Profile
 
 LEAST_OPS: Final = 6
 """Kinds with fewer ops in the known profiles are predicted as ops of all kinds are together."""
+QUICKEST: Final = 0.05
+"""Share of ops that take no longer than it takes to issue one."""
+EXPLAINED: Final = 0.5
+"""Share of the error by bytes alone that may be left where multiplications count."""
 _ELEMENT_BYTES: Final = 4
 _LEAST_S: Final = 1e-6
 """Shorter times differ by what the clock says."""
@@ -35,12 +40,13 @@ def predicted(graph: Graph, known: Sequence[tuple[Graph, Profile]]) -> Profile:
             for kind in (op.target, ""):
                 work[kind].append(_work(other, op))
                 seconds[kind].append(op_s)
-    costs = {kind: _fitted(work[kind], seconds[kind]) for kind in work if not kind or len(work[kind]) >= LEAST_OPS}
+    issue_s = float(np.quantile(seconds[""], QUICKEST))
+    costs = {k: _fitted(work[k], seconds[k], issue_s) for k in work if not k or len(work[k]) >= LEAST_OPS}
     profiles = [profile for _, profile in known]
     return Profile(
         graph.fingerprint,
         f"{profiles[0].device}, predicted from {len(known)} profiles",
-        tuple(float(costs.get(op.target, costs[""]) @ _work(graph, op)) for op in graph.ops),
+        tuple(issue_s + float(costs.get(op.target, costs[""]) @ _work(graph, op)) for op in graph.ops),
         _middle(profile.swap_in for profile in profiles),
         _middle(profile.swap_out for profile in profiles),
         statistics.median(profile.compute_slowdown for profile in profiles),
@@ -49,17 +55,23 @@ def predicted(graph: Graph, known: Sequence[tuple[Graph, Profile]]) -> Profile:
 
 
 def _work(graph: Graph, op: Op) -> list[float]:
-    """One op, its bytes, and its multiplications."""
+    """An op's bytes, and its multiplications."""
     sizes = sorted((graph.tensors[t].nbytes for t in (*op.reads, *op.writes)), reverse=True)
-    return [1.0, float(sum(sizes)), math.sqrt(math.prod(n / _ELEMENT_BYTES for n in sizes[:3]))]
+    return [float(sum(sizes)), math.sqrt(math.prod(n / _ELEMENT_BYTES for n in sizes[:3]))]
 
 
-def _fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Floats:
-    """What each part of the work costs, none less than nothing. Long ops count more, and short ones still count."""
-    scale = 1 / np.sqrt(np.maximum(seconds, _LEAST_S))
-    rows = np.array(work) * scale[:, None]
+def _fitted(work: Sequence[Sequence[float]], seconds: Sequence[float], issue_s: float) -> Floats:
+    """Seconds per byte and per multiplication, none less than nothing. Long ops count more, short ones still count.
+
+    Multiplications cost nothing unless they explain most of what bytes do not: elementwise ops have none.
+    """
+    above_s = np.maximum(np.subtract(seconds, issue_s), 0.0)
+    scale = 1 / np.sqrt(above_s + max(issue_s, _LEAST_S))
+    rows, wanted = np.array(work) * scale[:, None], above_s * scale
     units = np.maximum(rows.max(axis=0), 1e-300)  # the solver wants columns of like size
-    costs: Floats = nnls(rows / units, np.array(seconds) * scale)[0] / units
+    both, left = nnls(rows / units, wanted)
+    by_bytes, left_by_bytes = nnls(rows[:, :1] / units[:1], wanted)
+    costs: Floats = (both if left < EXPLAINED * left_by_bytes else np.append(by_bytes, 0.0)) / units
     return costs
 
 
