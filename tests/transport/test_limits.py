@@ -40,11 +40,9 @@ from cohabit.server.errors import (
 )
 from cohabit.server.frontend.access import Access
 from cohabit.server.grpc.codec import parse_request
-from cohabit.server.grpc.errors import status_of
 from cohabit.server.grpc.handlers import MOST_CALLS
 from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.codec import decode_request
-from cohabit.server.http.errors import response_of
 from cohabit.server.ipc.model import Array
 from cohabit.server.protocol.shared_memory import RegionUse
 
@@ -401,18 +399,36 @@ def test_the_table_has_every_refusal() -> None:
     assert classes | {*get_args(RefusalKind)} == REFUSALS.keys() == ANSWERS.keys()
 
 
-@pytest.mark.parametrize("kind", REFUSALS)
-def test_a_refusal_has_its_status_over_both_protocols_and_its_words(kind: str) -> None:
+def refusal_of(kind: str) -> RequestError:
+    """An error as the engine's process sends it."""
     error = from_wire(WireError(kind, "the reason", 2.0))
     assert to_wire(error).kind == kind
     assert isinstance(error, RequestError)
-    if isinstance(error, Unauthenticated):
-        error = Unauthenticated("the reason")
-    over_http, over_grpc = response_of(error), status_of(error, "ModelInfer")
-    assert (over_http.status, over_grpc.code.name) == REFUSALS[kind]
-    assert over_http.body == b'{"error":"the reason"}'
-    assert over_grpc.message == "the reason"
-    assert ("Retry-After" in over_http.headers) == bool(over_grpc.metadata) == isinstance(error, Overloaded)
+    return Unauthenticated("the reason") if isinstance(error, Unauthenticated) else error
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_refusal_has_its_status_over_both_protocols_and_its_words(narrow: Ports, kind: str) -> None:
+    def refuse(x: Array) -> dict[str, Array]:
+        raise refusal_of(kind)
+
+    (model,) = narrow.engine.models.values()
+    message = ModelInferRequest(model_name="one")
+    message.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    message.raw_input_contents.append(bytes(16))
+    identical, model.function = model.function, refuse
+    try:
+        over_http = ask(narrow, "POST", "/v2/models/one/infer", json.dumps({"inputs": [x()]}).encode())
+        with grpc.insecure_channel(narrow.grpc) as channel, pytest.raises(grpc.RpcError) as over_grpc:
+            channel.unary_unary(INFER)(message.SerializeToString(), timeout=20)
+    finally:
+        model.function = identical
+    assert (over_http.status, over_grpc.value.code().name) == REFUSALS[kind]
+    prefix = "[request id: <id_unknown>] " if refusal_of(kind).names_request else ""
+    assert over_http.error == over_grpc.value.details() == f"{prefix}the reason"
+    pushback = dict(over_grpc.value.trailing_metadata()).get("grpc-retry-pushback-ms")
+    retried = ("2", "2000") if isinstance(refusal_of(kind), Overloaded) else (None, None)
+    assert (over_http.headers.get("retry-after"), pushback) == retried
 
 
 def test_errors_of_limits_name_the_number_and_the_way_out() -> None:
