@@ -99,7 +99,9 @@ def test_code_that_only_an_import_needs_is_released() -> None:
         "assert (torch.ones(3, 3) @ torch.ones(3, 3)).sum() == 27\n"
         "print(released)\n"
     )
-    released = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    released = int(
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    )
     assert released > 40 << 20
 
 
