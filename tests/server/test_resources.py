@@ -130,7 +130,7 @@ def test_the_front_end_counts_as_it_was_when_the_server_started(monkeypatch: pyt
     config = decode_config(encode_config(started))
     measured = process_memory.measure_process_memory(400 << 20, [], config)
     assert measured.base_bytes == 150 << 20
-    assert measured.models_bytes == (400 - 150 - 1 - 18) // 4 * 4 << 20
+    assert measured.models_bytes == (400 - 150 - 1 - 44) // 4 * 4 << 20
 
 
 @pytest.mark.parametrize("queue_bytes", [None, 3 << 20])
