@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cohabit.planner.profile import Profile
+from cohabit.planner.profile import NOISY, Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.devices import open_device
@@ -22,7 +22,6 @@ from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint, n
 from cohabit.runtime.lowering.lower import Entry, Lowered, NotCached, cached, lower
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import cached_profiles, forget
-from cohabit.runtime.profiling.stopwatch import NOISY
 from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.config.values import batches as parse_sizes
 from cohabit.server.deploy.model import Model
