@@ -23,6 +23,10 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
 
+NOISY = 0.2
+"""A profile with more noise was taken on a busy machine: its times are estimates."""
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Measured costs. `op_seconds[i]` belongs to `graph.ops[i]`."""
 
@@ -39,7 +43,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     provisional: bool = False
     """From a single run, without slowdowns, to be replaced by a full measurement."""
     noise: float = 0.0
-    """How much longer than the fastest run the median run took, as a share: other work slowed this one down."""
+    """How much longer than the fastest run the median run took, as a share, or how much was subtracted from all ops'
+    times, if that is more: other work slowed this one down."""
     window_bytes: int = 0
     """Parameters that stream through so few bytes are copied, and read, in the processor's cache: link and slowdowns
     were measured so, and plans stream through no more. 0 where the size makes no difference."""

@@ -65,6 +65,27 @@ class Dimension(msgspec.Struct, frozen=True):
         return f"{self.least} to {self.buckets[-1]}{steps}"
 
 
+class ShapeBuckets(msgspec.Struct, frozen=True):
+    """Sizes of dynamic dimensions to plan for, as `--shape-buckets` has them; its text is what the flag takes."""
+
+    sizes: tuple[int, ...] = ()
+    """Of every dimension without sizes of its own; () for the default."""
+    own: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """By INPUT.AXIS, or INPUT for all dynamic dimensions of an input."""
+
+    def of(self, name: str, axis: int) -> tuple[int, ...]:
+        """Return the sizes of a dimension of an input; () for the default."""
+        own = dict(self.own)
+        return own.get(f"{name}.{axis}") or own.get(name) or self.sizes
+
+    def __str__(self) -> str:
+        named = [f"{name}={','.join(map(str, sizes))}" for name, sizes in self.own]
+        return ";".join([*([",".join(map(str, self.sizes))] if self.sizes else []), *named])
+
+
+DEFAULT_BUCKETS = ShapeBuckets()
+
+
 class DynamicShape(msgspec.Struct, frozen=True):
     """The dynamic dimensions of a model other than the batch, and conditions on their symbols."""
 
@@ -77,17 +98,17 @@ class DynamicShape(msgspec.Struct, frozen=True):
         """Every combination of the dimensions' buckets."""
         return list(product(*(d.buckets for d in self.dimensions)))
 
-    def bucketed(self, wanted: Collection[int]) -> "DynamicShape":
-        """Return the shape with buckets of the wanted sizes, or powers of two, up to what was exported.
+    def bucketed(self, *wanted: Collection[int]) -> "DynamicShape":
+        """Return the shape with buckets of each dimension's wanted sizes, or powers of two, up to what was exported.
 
         A size of 1 has a bucket of its own, because kernels and views treat it apart. Where no size is possible,
         there are no buckets.
         """
         dimensions = []
-        for d in self.dimensions:
-            most = max(wanted, default=0) if d.most is None else d.most
+        for d, own in zip(self.dimensions, wanted, strict=True):
+            most = max(own, default=0) if d.most is None else d.most
             powers = (LEAST_BUCKET << n for n in range(most.bit_length()))
-            sizes = {min(size, most) for size in wanted or (*(p for p in powers if p < most), most)}
+            sizes = {min(size, most) for size in own or (*(p for p in powers if p < most), most)}
             buckets: list[int] = []
             tried = d.least - 1  # no size is looked at twice, because conditions take microseconds each
             for size in sorted(sizes if d.least > 1 else sizes | {d.least}):

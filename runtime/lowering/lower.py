@@ -16,7 +16,7 @@ import torch
 from cohabit.planner import cache_file
 from cohabit.planner.errors import CohabitError, FormatError
 from cohabit.planner.graph import Graph
-from cohabit.planner.shapes import STATIC, Bucket, Dimension, DynamicShape
+from cohabit.planner.shapes import DEFAULT_BUCKETS, STATIC, Bucket, Dimension, DynamicShape, ShapeBuckets
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import artifact, packing, weights
 from cohabit.runtime.lowering.archive_file import ArchiveFile, noted_fingerprint, notes_of
@@ -107,7 +107,7 @@ def lower(
     on_progress: Callable[[str], None] = lambda text: None,
     options: Options = DEFAULTS,
     *,
-    shape_buckets: Sequence[int] = (),
+    shape_buckets: ShapeBuckets = DEFAULT_BUCKETS,
     compare_rows: bool = True,
 ) -> Lowered:
     """Lower an archive for the given batch sizes; those it was not exported for are left out.
@@ -140,7 +140,7 @@ def cached(
     batches: Iterable[int],
     cache: Path,
     options: Options,
-    shape_buckets: Sequence[int] = (),
+    shape_buckets: ShapeBuckets = DEFAULT_BUCKETS,
 ) -> Lowered:
     """Return what `lower` has left in the cache for an archive of this fingerprint. Raises NotCached."""
     known = _known(name, Entry(cache, archive, sorted(set(batches)), options, shape_buckets))
@@ -209,7 +209,7 @@ class Entry:
     """Fingerprint of the archive."""
     batches: Sequence[int]
     options: Options
-    shape_buckets: Sequence[int]
+    shape_buckets: ShapeBuckets
     compare_rows: bool = True
 
     @property
@@ -233,8 +233,8 @@ class Entry:
         made += f", batches {','.join(map(str, self.batches))}"
         if not self.compare_rows:
             made += ", rows not compared"
-        if self.shape_buckets:
-            made += f", buckets {','.join(map(str, self.shape_buckets))}"
+        if wanted := str(self.shape_buckets):
+            made += f", buckets {wanted}"
         return f"{made}, packed for {self.machine}" if self.options.packed else made
 
     @property
@@ -292,10 +292,12 @@ def _known(name: str, entry: Entry) -> Lowered | None:
     return Lowered(name, inputs, outputs, batched, traces, manifest, path, options, interaction, dynamic)
 
 
-def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int]) -> list[Bucket]:
+def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets) -> list[Bucket]:
     """Choose the buckets of each dynamic dimension, and return those of the model, smallest first."""
-    if any(d.most is None for d in model.dynamic.dimensions) and not shape_buckets:
-        (d, *_) = (d for d in model.dynamic.dimensions if d.most is None)
+    _refuse_unknown(model, shape_buckets)
+    wanted = {d.symbol: shape_buckets.of(model.inputs[d.input].name, d.axis) for d in model.dynamic.dimensions}
+    if unlimited := [d for d in model.dynamic.dimensions if d.most is None and not wanted[d.symbol]]:
+        d = unlimited[0]
         raise UnsupportedModel(
             f"{model.name}: {_named(model, d)} was exported without a largest size; export it with"
             " Dim(..., max=N), or give the sizes to plan for with --shape-buckets or the model's own parameter"
@@ -303,37 +305,51 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: Sequence[int
         )
     usable = _usable(model, batches)
     constraints = tuple(_at_batches(model, usable))
-    model.dynamic = msgspec.structs.replace(model.dynamic, constraints=constraints).bucketed(shape_buckets)
-    if not shape_buckets:
-        model.dynamic = _limited(model, len(usable))
+    model.dynamic = msgspec.structs.replace(model.dynamic, constraints=constraints).bucketed(*wanted.values())
+    model.dynamic = _limited(model, len(usable), [not sizes for sizes in wanted.values()])
     dimensions = model.dynamic.dimensions
     for d in dimensions:
         if not d.buckets:
-            why = f"; --shape-buckets has {', '.join(map(str, shape_buckets))}" if shape_buckets else ""
-            if (
-                model.dynamic.valid(d, max(d.least, d.most or 0, *shape_buckets)) is None
-            ):  # whatever the buckets are
+            sizes = wanted[d.symbol]
+            why = f"; --shape-buckets has {', '.join(map(str, sizes))}" if sizes else ""
+            if model.dynamic.valid(d, max(d.least, d.most or 0, *sizes)) is None:  # whatever the buckets are
                 fixed = next((c for c in model.dynamic.conditions(d) if "==" in c), "what no size meets")
                 why = f"; its export needs {fixed}, so export it with a fixed size"
             raise UnsupportedModel(f"{model.name}: {_named(model, d)} is {d.least} or larger{why}")
     count = len(usable) * math.prod(len(d.buckets) for d in dimensions)
     if dimensions and count > MOST_BUCKETS:
-        sizes = "; ".join(f"{_named(model, d)} {', '.join(map(str, d.buckets))}" for d in dimensions)
+        named = "; ".join(f"{_named(model, d)} {', '.join(map(str, d.buckets))}" for d in dimensions)
         raise UnsupportedModel(
-            f"{model.name}: {len(usable)} batch sizes and the sizes of its dynamic dimensions ({sizes}) are {count}"
+            f"{model.name}: {len(usable)} batch sizes and the sizes of its dynamic dimensions ({named}) are {count}"
             f" combinations to plan, the limit is {MOST_BUCKETS}; name fewer with --shape-buckets or --batch-sizes"
         )
     return [Bucket(batch, sizes) for batch in usable for sizes in model.dynamic.buckets]
 
 
-def _limited(model: FxModel, batches: int) -> DynamicShape:
+def _refuse_unknown(model: FxModel, shape_buckets: ShapeBuckets) -> None:
+    """Raise UnsupportedModel for sizes of a dimension that is not dynamic. Other models' inputs have other names."""
+    inputs = {port.name for port in model.inputs}
+    known = [f"{model.inputs[d.input].name}.{d.axis}" for d in model.dynamic.dimensions]
+    allowed = {*known, *(name.rpartition(".")[0] for name in known)}
+    for name, _ in shape_buckets.own:
+        own = name if name in inputs else name.rpartition(".")[0]
+        if own in inputs and name not in allowed:
+            there_is = f"has {', '.join(known)}" if known else "has none besides the batch"
+            raise UnsupportedModel(
+                f"{model.name}: --shape-buckets names {name}, which is no dynamic dimension of its own; the model"
+                f" {there_is}"
+            )
+
+
+def _limited(model: FxModel, batches: int, by_default: Sequence[bool]) -> DynamicShape:
     """Return the dynamic dimensions with as many buckets as the limit allows, and warn of those that are left out.
 
-    Of the dimension with the most, every other one goes. The largest stays, and so does a size of 1.
+    Of the dimension with the most by default, every other one goes. The largest stays, and so does a size of 1.
     """
     dimensions = list(model.dynamic.dimensions)
-    while batches * math.prod(len(d.buckets) for d in dimensions) > MOST_BUCKETS:
-        index = max(range(len(dimensions)), key=lambda k: len(dimensions[k].buckets))
+    thinned = [k for k in range(len(dimensions)) if by_default[k]]
+    while thinned and batches * math.prod(len(d.buckets) for d in dimensions) > MOST_BUCKETS:
+        index = max(thinned, key=lambda k: len(dimensions[k].buckets))
         buckets = dimensions[index].buckets
         one, others = buckets[: buckets[0] == 1], buckets[buckets[0] == 1 :]
         if len(others) < 2:

@@ -1,7 +1,7 @@
 """A lowered model's profiles, measured with every parameter resident, or read from the cache."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,18 @@ from cohabit.runtime.profiling.link import (
     measure_swap_out,
     segment_copies,
 )
-from cohabit.runtime.profiling.stopwatch import ColdCaches, measure_ops
+from cohabit.runtime.profiling.stopwatch import ColdCaches, measure_ops, tiny_op_seconds
 
 logger = logging.getLogger(__name__)
 
 _LEAST_S = 1e-9
-_METHOD = 5
+_METHOD = 6
 """Changes with the method of measurement, so that cached profiles are measured again."""
+
+_CHEAP_BYTES = 16 << 10
+"""An op that reads and writes no more than this takes a few times as long as torch's smallest."""
+_CHEAP_TIMES = 10
+"""So many times as long the cheapest such op may take. What it takes beyond is other work's, on every op."""
 
 _SAMPLE_BYTES = 64 << 20
 """So much of a model is copied to time the link provisionally: lowering, in the same process, needs memory, too."""
@@ -127,8 +132,9 @@ def measure(
             copies = segment_copies(lowered.manifest, store, arena, window_bytes)
             slowdowns = measure_contention(program, examples, executor, copies, cold, times.latency_s)
             links = Profile("", device, (), swap_in, swap_out, *slowdowns, window_bytes=window_bytes)
-        op_seconds = times.medians()
-        profiles[bucket] = replace(links, graph=graph.fingerprint, op_seconds=op_seconds, noise=times.noise)
+        op_seconds, extra = without_extra(graph, times.medians(), tiny_op_seconds())
+        noise = max(times.noise, extra)
+        profiles[bucket] = replace(links, graph=graph.fingerprint, op_seconds=op_seconds, noise=noise)
     for bucket, graph in lowered.graphs.items():
         if (known := _scaled_from(lowered, bucket)) is not None:
             columns = zip(*(profiles[b].op_seconds for b in known), strict=True)
@@ -138,6 +144,19 @@ def measure(
             noise = max(profiles[b].noise for b in known)
             profiles[bucket] = replace(links, graph=graph.fingerprint, op_seconds=op_seconds, noise=noise)
     return profiles
+
+
+def without_extra(graph: Graph, op_seconds: Sequence[float], tiny_s: float) -> tuple[tuple[float, ...], float]:
+    """Return ops' times without what a busy machine added to each of them, and what was added as a share of the rest.
+
+    Runs that are all disturbed alike show no noise, but their cheapest op takes far longer than it can. `tiny_s` is
+    what torch's smallest op takes.
+    """
+    touched = [sum(graph.tensors[t].nbytes for t in op.touched) for op in graph.ops]
+    cheap = [s for s, nbytes in zip(op_seconds, touched, strict=True) if nbytes <= _CHEAP_BYTES]
+    extra_s = max(0.0, min(cheap, default=0.0) - _CHEAP_TIMES * tiny_s)
+    left = tuple(max(_LEAST_S, seconds - extra_s) for seconds in op_seconds)
+    return left, extra_s * len(left) / max(_LEAST_S, sum(left))
 
 
 def traced_profiles(

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from cohabit.planner.profile import NOISY
 from cohabit.planner.timeline import Span
 from cohabit.runtime.backend import Executor
 from cohabit.runtime.binding.calls import Call
@@ -23,8 +24,9 @@ _MEASURING_S = 0.3
 """Time for each figure, beyond the fewest runs."""
 _FEWEST_RUNS = 3
 _MOST_RUNS = 40
-NOISY, _MOST_TRIES = 0.2, 3
-"""Ops are timed again, so often at most, while their runs are noisier than this; the quietest try counts."""
+_MOST_TRIES = 3
+"""Ops are timed again, so often at most, while their runs are noisy; the quietest try counts."""
+_TINY_OPS = 200
 
 
 class ColdCaches:
@@ -86,6 +88,18 @@ class StepTimes:
         medians = [statistics.median(column) for column in self._columns]
         between_s = max(0.0, self.latency_s - sum(medians)) / max(1, len(medians))
         return tuple(m + between_s for m in medians)
+
+
+def tiny_op_seconds() -> float:
+    """Return what torch's smallest op takes in a quiet moment: the least of many times."""
+    numbers = torch.zeros(16)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        torch.add(numbers, numbers)
+        return time.perf_counter() - start
+
+    return min(seconds() for _ in range(_TINY_OPS))
 
 
 def followed(program: Program, examples: Sequence[torch.Tensor], executor: Executor) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
+from cohabit.planner.profile import NOISY
 from cohabit.planner.search.registry import BASELINES, SEARCHERS, SERVING
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
 from cohabit.server.commands.planning.measured import MeasuredGraph, measured_graphs
@@ -14,7 +15,7 @@ from cohabit.server.commands.planning.subject import MemoryBudget, add_effort, a
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import batches, integer
 from cohabit.server.errors import ConfigError
-from cohabit.server.format import gap, make_table, milliseconds
+from cohabit.server.format import gap, make_table, milliseconds, percent
 
 EXIT_INFEASIBLE = 2
 
@@ -103,6 +104,13 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                     rows.append([*where, *["-"] * 6, f"infeasible: needs {least}"])
     if files:
         graph, device, weight_bytes = planned[0].graph, planned[0].profile.device, planned[0].weight_bytes
+        noise = max(measured.profile.noise for measured in planned)
+        if noise > NOISY:
+            errors.print(
+                f"cohabit: the times are estimates: other work disturbed the profile by {percent(noise)}; when the"
+                " machine is quiet, have the model measured again with cohabit cache remeasure MODEL",
+                soft_wrap=True,
+            )
         table = make_table(
             *_COLUMNS,
             "file",

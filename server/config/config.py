@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from cohabit.planner.memory import parse_size
+from cohabit.planner.shapes import ShapeBuckets
 from cohabit.server.config.setting import Setting, declared, flag, setting
 from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, write_size
 from cohabit.server.config.values import (
@@ -23,6 +24,7 @@ from cohabit.server.config.values import (
     port_or_off,
     seconds,
     seconds_or_zero,
+    shape_buckets,
     trace_option,
 )
 from cohabit.server.errors import ConfigError
@@ -186,14 +188,15 @@ class ServeConfig:
         "N,N,...",
         _commas,
     )
-    shape_buckets: tuple[int, ...] | None = setting(
+    shape_buckets: ShapeBuckets | None = setting(
         None,
         "--shape-buckets",
-        "sizes to plan for of each dynamic dimension other than the batch, the largest of which requests cannot exceed"
-        " (default: powers of two from 16 on, and the largest size that the model was exported for)",
-        batches,
+        "sizes to plan for of each dynamic dimension other than the batch, the largest of which requests cannot exceed,"
+        " or of one: 'tokens.1=16,64;image.2=224' (default: powers of two from 16 on, and the largest size that the"
+        " model was exported for)",
+        shape_buckets,
         "N,N,...",
-        _commas,
+        str,
     )
 
     hosts: tuple[str, ...] = setting(

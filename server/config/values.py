@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 
+from cohabit.planner.shapes import ShapeBuckets
+
 LARGEST_BATCH = 1 << 16
 MOST_SIZES = 64
 """As many as a model may have buckets."""
@@ -57,6 +59,21 @@ def batches(text: str) -> tuple[int, ...]:
             f"{count} sizes are named, the limit is {MOST_SIZES}; each has a plan of its own, so name fewer"
         )
     return tuple(sorted({parse(part.strip()) for part in text.split(",")}))
+
+
+def shape_buckets(text: str) -> ShapeBuckets:
+    """Return the sizes of N,N,... for all dynamic dimensions, or of INPUT[.AXIS]=N,N,... for one, or several by `;`."""
+    plain: tuple[int, ...] = ()
+    own: dict[str, tuple[int, ...]] = {}
+    for part in text.split(";"):
+        name, separator, sizes = part.strip().rpartition("=")
+        if name in own or (not name and (separator or plain)):
+            raise ValueError(f"'{text}' is not of the form N,N,... or INPUT.AXIS=N,N,... with each named once")
+        if name:
+            own[name] = batches(sizes)
+        else:
+            plain = batches(sizes)
+    return ShapeBuckets(plain, tuple(own.items()))
 
 
 def model_rate(text: str) -> tuple[str, float]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from cohabit.planner.errors import CohabitError
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
+from cohabit.planner.profile import NOISY
 from cohabit.planner.shapes import Bucket
-from cohabit.runtime.profiling.stopwatch import NOISY
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.model import Model
 from cohabit.server.deploy.prepare import measured_profiles, warn_of_noise

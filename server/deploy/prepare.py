@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from cohabit.planner.profile import Profile
-from cohabit.planner.shapes import Bucket
+from cohabit.planner.profile import NOISY, Profile
+from cohabit.planner.shapes import DEFAULT_BUCKETS, Bucket, ShapeBuckets
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.devices import open_device
 from cohabit.runtime.errors import UnsupportedModel
@@ -22,9 +22,8 @@ from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint, n
 from cohabit.runtime.lowering.lower import Entry, Lowered, NotCached, cached, lower
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import cached_profiles, forget
-from cohabit.runtime.profiling.stopwatch import NOISY
 from cohabit.server.config.config import ServeConfig, cache_of
-from cohabit.server.config.values import batches as parse_sizes
+from cohabit.server.config.values import shape_buckets as parse_sizes
 from cohabit.server.deploy.model import Model
 from cohabit.server.deploy.options import options_of
 from cohabit.server.deploy.worker import EXPECTED, WorkerProcesses, stage
@@ -343,9 +342,9 @@ def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
     return sorted({b for b in (*config.batch_sizes, *preferred) if b < most} | {most})
 
 
-def wanted_buckets(source: ModelSource, config: ServeConfig) -> tuple[int, ...]:
+def wanted_buckets(source: ModelSource, config: ServeConfig) -> ShapeBuckets:
     """Return the sizes of dynamic dimensions to plan for; empty for the default. Raises RepositoryError."""
-    return parameter_of(source.config, SHAPE_BUCKETS, parse_sizes) or config.shape_buckets or ()
+    return parameter_of(source.config, SHAPE_BUCKETS, parse_sizes) or config.shape_buckets or DEFAULT_BUCKETS
 
 
 def model_options(source: ModelSource, config: ServeConfig) -> Options:

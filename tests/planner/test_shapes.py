@@ -62,7 +62,7 @@ def test_no_size_is_compared_twice_with_the_conditions_of_an_export(monkeypatch:
 
 def test_several_dimensions_make_every_combination() -> None:
     dimensions = (Dimension("s", 0, 1, 1, 0, 2, 32), Dimension("t", 1, 1, 1, 0, 2, 20))
-    dynamic = DynamicShape(dimensions).bucketed(())
+    dynamic = DynamicShape(dimensions).bucketed((), ())
     assert dynamic.buckets == [(16, 16), (16, 20), (32, 16), (32, 20)]
     assert smallest_holding(dynamic.buckets, (17, 3)) == (32, 16)
     assert sorted([Bucket(4), Bucket(1, (32,)), Bucket(1, (4,))]) == [Bucket(1, (4,)), Bucket(1, (32,)), Bucket(4)]

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Plan
-from cohabit.planner.shapes import Bucket
+from cohabit.planner.shapes import Bucket, ShapeBuckets
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.errors import UnsupportedModel
@@ -203,7 +203,7 @@ def lowered_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bo
                 case.batches,
                 folder / "cache",
                 options=Options(packed=packed),
-                shape_buckets=case.buckets,
+                shape_buckets=ShapeBuckets(case.buckets),
             )
         return known[name, packed]
 
@@ -351,7 +351,7 @@ def test_buckets_that_cannot_be_are_refused_with_the_way_out(
     program = torch.export.export(Doubling(), (), kwargs={"x": torch.randn(3, 40, 4)}, dynamic_shapes={"x": dims})
     torch.export.save(program, tmp_path / "model.pt2")
     with pytest.raises(UnsupportedModel, match=reason) as refused:
-        lower(tmp_path / "model.pt2", "refused", [1, 2], tmp_path / "cache", shape_buckets=buckets)
+        lower(tmp_path / "model.pt2", "refused", [1, 2], tmp_path / "cache", shape_buckets=ShapeBuckets(buckets))
     assert "dimension 1 of input x" in str(refused.value)
     assert "--shape-buckets" in str(refused.value)
 
@@ -365,13 +365,23 @@ def test_three_dynamic_dimensions_have_as_many_buckets_as_the_limit_allows(
     )
     model = from_program("three", program)
     with caplog.at_level(logging.WARNING):
-        buckets = _buckets(model, [1, 2], ())
+        buckets = _buckets(model, [1, 2], ShapeBuckets())
     assert len(buckets) <= MOST_BUCKETS
     assert all(d.buckets[0] == 1 and d.buckets[-1] == 64 for d in model.dynamic.dimensions)
     assert len(buckets) > MOST_BUCKETS / 2
     assert "fewer sizes of dynamic dimensions are planned than usual" in caplog.text
     with pytest.raises(UnsupportedModel, match="combinations to plan, the limit is 64"):
-        _buckets(from_program("three", program), [1], (1, 16, 32, 48, 64))
+        _buckets(from_program("three", program), [1], ShapeBuckets((1, 16, 32, 48, 64)))
+    model = from_program("three", program)
+    _buckets(model, [1, 2], ShapeBuckets((5,), (("x.2", (8, 24)), ("other", (3,)))))
+    assert [d.buckets for d in model.dynamic.dimensions] == [(1, 5), (1, 8, 24), (1, 5)]
+    model = from_program("three", program)
+    _buckets(model, [1, 2], ShapeBuckets((), (("x.2", (8, 24)),)))
+    assert model.dynamic.dimensions[1].buckets == (1, 8, 24), "the others are thinned"
+    with pytest.raises(
+        UnsupportedModel, match=r"names x\.0, which is no dynamic dimension .* has x\.1, x\.2, x\.3"
+    ):
+        _buckets(model, [1, 2], ShapeBuckets((), (("x.0", (8,)),)))
 
 
 class Framed(nn.Module):
@@ -408,7 +418,7 @@ def test_buckets_that_are_too_small_are_the_reason_and_no_condition_of_the_expor
     program = torch.export.export(Checked(), (), kwargs={"x": torch.randn(3, 40, 4)}, dynamic_shapes={"x": dims})
     torch.export.save(program, tmp_path / "model.pt2")
     with pytest.raises(UnsupportedModel, match=r"is 32 or larger; --shape-buckets has 16$"):
-        lower(tmp_path / "model.pt2", "refused", [1, 2], tmp_path / "cache", shape_buckets=[16])
+        lower(tmp_path / "model.pt2", "refused", [1, 2], tmp_path / "cache", shape_buckets=ShapeBuckets((16,)))
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["guards", "assertions"])
@@ -482,7 +492,7 @@ def test_random_models_equal_eager_at_random_lengths(
         torch.export.export(model, (), kwargs={"x": torch.randn(3, 5, 8)}, dynamic_shapes=dims),
         folder / "model.pt2",
     )
-    lowered = lower(folder / "model.pt2", "random", [2], folder / "cache", shape_buckets=(8, 24))
+    lowered = lower(folder / "model.pt2", "random", [2], folder / "cache", shape_buckets=ShapeBuckets((8, 24)))
     for length in lengths:
         x = torch.randn(2, length, 8)
         with torch.no_grad():

@@ -8,11 +8,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 import cohabit.runtime.cpu.backend
 import cohabit.runtime.profiling.stopwatch
 from cohabit.planner.graph import aligned
-from cohabit.planner.profile import Link, Profile
+from cohabit.planner.profile import NOISY, Link, Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.cpu.backend import CpuBackend
@@ -21,7 +22,8 @@ from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.profiling.link import leading, segment_copies
-from cohabit.runtime.profiling.stopwatch import NOISY, ColdCaches, measure_ops
+from cohabit.runtime.profiling.profile import without_extra
+from cohabit.runtime.profiling.stopwatch import ColdCaches, StepTimes, measure_ops
 from cohabit.server.deploy.prepare import warn_of_noise, warn_of_random_ops
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
@@ -92,6 +94,35 @@ def test_ops_are_timed_again_while_their_runs_are_noisy_and_the_quietest_try_cou
     assert times.medians() == (latency_s,)
     assert times.noise == pytest.approx(noise)
     assert len(executor.left) == unused
+
+
+def test_what_a_busy_machine_adds_to_every_op_is_subtracted_and_counts_as_noise(bench: Bench) -> None:
+    sizes = [sum(bench.graph.tensors[t].nbytes for t in op.touched) for op in bench.graph.ops]
+    cheap = [nbytes <= 16 << 10 for nbytes in sizes]
+    assert any(cheap)
+    assert not all(cheap)
+    quiet = tuple(8e-6 if small else 1e-3 for small in cheap)
+    assert without_extra(bench.graph, quiet, 1e-6) == (quiet, 0.0)
+    op_seconds, share = without_extra(bench.graph, [s + 90e-6 for s in quiet], 1e-6)
+    assert op_seconds == pytest.approx([s + 2e-6 for s in quiet])
+    assert share == pytest.approx(88e-6 * len(quiet) / sum(op_seconds))
+
+
+def test_large_ops_alone_show_no_extra(bench: Bench) -> None:
+    large = [t.__class__(t.name, max(t.nbytes, 1 << 20), t.kind, t.alignment) for t in bench.graph.tensors]
+    graph = replace(bench.graph, tensors=tuple(large))
+    assert without_extra(graph, [1e-3] * len(graph.ops), 1e-6) == ((1e-3,) * len(graph.ops), 0.0)
+
+
+def test_a_measurement_that_is_disturbed_alike_in_every_run_is_noisy(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    medians = StepTimes.medians
+    monkeypatch.setattr(cohabit.runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(StepTimes, "medians", lambda times: tuple(s + 1.0 for s in medians(times)))
+    profile = CpuBackend().measure(bench.lowered, bench.store, None, lambda text: None)[1][Bucket(2)]
+    assert max(profile.op_seconds) < 1.0
+    assert profile.noise > NOISY
 
 
 def test_the_log_says_how_noisy_a_measurement_was(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,4 +84,18 @@ def test_a_list_of_too_many_sizes_is_refused_before_it_is_read(count: int) -> No
     sizes = ",".join(map(str, range(1, count + 1)))
     with pytest.raises(RepositoryError, match=reason):
         wanted_buckets(source(**{SHAPE_BUCKETS: sizes}), DEFAULT)
-    assert len(wanted_buckets(source(**{SHAPE_BUCKETS: ",".join(map(str, range(1, 65)))}), DEFAULT)) == 64
+    given = wanted_buckets(source(**{SHAPE_BUCKETS: ",".join(map(str, range(1, 65)))}), DEFAULT)
+    assert len(given.sizes) == 64
+
+
+def test_a_dimension_may_have_sizes_of_its_own() -> None:
+    given = wanted_buckets(source(**{SHAPE_BUCKETS: "64,16; image.2=224,32;tokens=7"}), DEFAULT)
+    assert [given.of("image", 2), given.of("image", 3), given.of("tokens", 1)] == [(32, 224), (16, 64), (7,)]
+    assert str(given) == "16,64;image.2=32,224;tokens=7"
+    assert wanted_buckets(source(**{SHAPE_BUCKETS: str(given)}), DEFAULT) == given
+
+
+@pytest.mark.parametrize("text", ["16;32", "=16", "x=1;x=2", "x=", "x=0", "x"])
+def test_sizes_that_name_no_dimension_or_one_twice_are_refused(text: str) -> None:
+    with pytest.raises(RepositoryError, match=r"cohabit\.shape_buckets"):
+        wanted_buckets(source(**{SHAPE_BUCKETS: text}), DEFAULT)
