@@ -55,6 +55,12 @@ def test_overheads_delay_requests_and_executions() -> None:
     assert latencies([alone()], [(0.0, 0), (0.001, 0)], overheads=overheads) == [0.015, 0.019]
 
 
+def test_executions_and_loads_take_longer_than_predicted_by_a_factor() -> None:
+    models = [alone("a", load_s=0.001), alone("b", recovery_s=0.002)]
+    overheads = Overheads(execution_s=0.001, execution_factor=2.0)
+    assert latencies(models, [(0.0, 0), (1.0, 1), (1.0, 1)], overheads=overheads) == [0.009, 0.007, 0.018]
+
+
 def test_requests_to_an_idle_server_take_longer_and_more_so_after_a_longer_pause() -> None:
     overheads = Overheads(request_s=0.001, idle_s=0.002)
     first, soon, later = latencies([alone()], [(0.0, 0), (0.01, 0), (1.0, 0)], overheads=overheads)
