@@ -2,7 +2,8 @@
 
 Each layout is served, and gets a Poisson load at each rate over HTTP. What a request and an execution take besides
 what plans know is calibrated with all weights resident, at the lowest and the highest rate: a server that has been idle
-takes longer. Every figure is then predicted with the same three numbers. Models and caches are those of `make demo`, in
+takes longer, and executions may take longer than their profiles. Every figure is then predicted with the same four
+numbers. Models and caches are those of `make demo`, in
 `.demo`.
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import serving
+from benchmarks.scrape import by_model, serving
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
 from cohabit.loadgen.repository import prepare_visibly, recipes
@@ -32,6 +33,7 @@ LAYOUTS = {"resident": "150%", "partitioned": "25%", "time_shared": "25%"}
 CALM_BUSY = 0.6
 """Up to this share of a lane's time, predictions are to hold."""
 WARM_UP_S = 2.0
+COUNTERS = ("cohabit_compute_seconds_sum", "nv_inference_exec_count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,14 @@ class Point:
     layout: str
     rate_per_s: float
     measured: Report
-    busy_s: float
-    """Seconds that the lane executed, per execution."""
+    compute_s: dict[str, float]
+    """Seconds of a mean execution, by model."""
+
+
+class ModelPrediction(msgspec.Struct):
+    name: str
+    latency_s: float
+    """Of an execution, without overheads."""
 
 
 class Prediction(msgspec.Struct):
@@ -50,6 +58,7 @@ class Prediction(msgspec.Struct):
     p99_s: float
     mean_s: float
     busy: float
+    models: list[ModelPrediction]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = (
         f"Calibrated with all weights resident at {options.rates[0]:g}/s and {options.rates[-1]:g}/s: a request takes"
         f" {overheads.request_s * 1e3:.2f} ms besides its execution, up to {overheads.idle_s * 1e3:.2f} ms more on an"
-        f" idle server, and an execution {overheads.execution_s * 1e3:.2f} ms besides its ops. *Busy* is predicted.\n"
+        f" idle server; an execution takes {overheads.execution_factor:.2f} times its prediction and"
+        f" {overheads.execution_s * 1e3:.2f} ms. *Busy* is predicted.\n"
     )
     rows, errors = [], {"p99": list[float](), "mean": list[float]()}
     for point in points:
@@ -100,32 +110,38 @@ async def _measure(options: argparse.Namespace, console: Console) -> list[Point]
         command = server_command("cohabit", options.folder / "repository", memory, layout)
         async with serving([*command, "--cache", str(options.folder / "cache")]) as server:
             for rate in options.rates:
-                counters = ("cohabit_lane_busy_seconds_total", "nv_inference_exec_count")
-                before = [server.total(counter) for counter in counters]
+                before = [by_model(server.metrics_url, counter) for counter in COUNTERS]
                 load = Load(
                     rate_per_s=rate, duration_s=options.duration, model_count=options.models, warmup_s=WARM_UP_S
                 )
                 report = await run_load(server.url, load)
-                busy_s, executions = (
-                    server.total(counter) - value for counter, value in zip(counters, before, strict=True)
+                await asyncio.sleep(1.1)  # metrics are a second old at most
+                after = [by_model(server.metrics_url, counter) for counter in COUNTERS]
+                seconds, counts = (
+                    {model: value - old[model] for model, value in new.items()}
+                    for old, new in zip(before, after, strict=True)
                 )
-                points.append(Point(layout, rate, report, busy_s / executions))
+                compute_s = {model: seconds[model] / count for model, count in counts.items() if count}
+                points.append(Point(layout, rate, report, compute_s))
                 console.print(f"{layout} at {rate:g}/s measured")
     return points
 
 
 def _calibrated(options: argparse.Namespace, idle: Point, busy: Point) -> Overheads:
     """Return the overheads with which the simulation has the measured means at two rates."""
-    ideal_s = [_predict(options, point, Overheads()).busy / point.rate_per_s for point in (idle, busy)]
-    execution_s = max(float(np.mean([idle.busy_s - ideal_s[0], busy.busy_s - ideal_s[1]])), 0.0)
+    plain = {model.name: model.latency_s for model in _predict(options, idle, Overheads()).models}
+    predicted_s = [plain[name] for point in (idle, busy) for name in point.compute_s]
+    measured_s = [seconds for point in (idle, busy) for seconds in point.compute_s.values()]
+    factor, execution_s = (max(float(number), 0.0) for number in np.polyfit(predicted_s, measured_s, 1))
+    executions = Overheads(execution_s=execution_s, execution_factor=factor)
     more_s = []
     for point in (idle, busy):
         latency = point.measured.latency
         assert latency is not None
-        more_s.append(latency.mean_s - _predict(options, point, Overheads(execution_s=execution_s)).mean_s)
+        more_s.append(latency.mean_s - _predict(options, point, executions).mean_s)
     shares = [Overheads.mean_idle_share(point.rate_per_s) for point in (idle, busy)]
     idle_s = max((more_s[0] - more_s[1]) / (shares[0] - shares[1]), 0.0) if shares[0] > shares[1] else 0.0
-    return Overheads(max(more_s[1] - idle_s * shares[1], 0.0), idle_s, execution_s)
+    return Overheads(max(more_s[1] - idle_s * shares[1], 0.0), idle_s, execution_s, factor)
 
 
 def _predict(options: argparse.Namespace, point: Point, overheads: Overheads) -> Prediction:
@@ -138,6 +154,7 @@ def _predict(options: argparse.Namespace, point: Point, overheads: Overheads) ->
         ("--execution-ms", overheads.execution_s),
     ):
         command += [flag, str(seconds * 1e3)]
+    command += ["--execution-factor", str(overheads.execution_factor)]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     return msgspec.convert(json.loads(printed)["fit"], Prediction)
 

@@ -1,8 +1,10 @@
 """Which models fit into how much memory, and how long their clients would wait, before there is a server."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final
 
 import msgspec
@@ -27,6 +29,7 @@ SATURATED_BUSY: Final = 0.98
 _STEPS = 10
 """Memory sizes of a curve, between the least and that of all-resident models."""
 _RATE_PRECISION = 0.02
+_RAM_BYTES, _RAM_COPIES = 256 << 20, 5
 _LEAST_SHARE = 1e-3
 """Of the rate at which a lane is always busy: hardly any request meets another."""
 
@@ -204,7 +207,10 @@ class Capacity:
     def _simulated_model(self, candidate: Candidate, memory: Memory) -> SimulatedModel:
         demand = candidate.demand
         if self.layout == "time_shared":  # a model is there as a whole while it runs, and copied before
-            link = demand.profiles[min(demand.profiles)].swap_in
+            profile = demand.profiles[min(demand.profiles)]
+            link = profile.swap_in
+            if profile.window_bytes:  # copies of the profile's link stay in the processor's cache
+                link = msgspec.structs.replace(link, bandwidth_bytes_per_s=_ram_bandwidth_bytes_per_s())
             graph = demand.graphs[min(demand.graphs)]
             copies = [link.seconds(t.nbytes) for t in graph.tensors if t.kind == "parameter"]
             times = {bucket: profile.compute_s for bucket, profile in demand.profiles.items()}
@@ -241,6 +247,19 @@ def shared_out(total_per_s: float, names: Sequence[str], given: Mapping[str, flo
             " it out"
         )
     return [given[name] if name in given else left / len(missing) for name in names]
+
+
+@cache
+def _ram_bandwidth_bytes_per_s() -> float:
+    """Return the bandwidth of copies in RAM that are too large for the processor's cache."""
+    copied = np.ones(_RAM_BYTES, np.uint8)
+    target = np.empty_like(copied)
+    seconds = []
+    for _ in range(_RAM_COPIES):
+        start_s = time.perf_counter()
+        np.copyto(target, copied)
+        seconds.append(time.perf_counter() - start_s)
+    return _RAM_BYTES / float(np.median(seconds))
 
 
 def _percentiles(latencies_s: NDArray[np.float64]) -> tuple[float, float]:

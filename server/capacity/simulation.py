@@ -60,6 +60,12 @@ class Overheads:
     """More, of a request to a server that has been idle for long: its processes wake up, and find caches cold."""
     execution_s: float = 0.0
     """Of an execution on a compute lane, besides its ops."""
+    execution_factor: float = 1.0
+    """By which executions and copies take longer than predicted."""
+
+    def of_execution(self, predicted_s: float) -> float:
+        """Return the seconds of an execution, of its plan's."""
+        return self.execution_factor * predicted_s + self.execution_s
 
     def of_requests(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of each request outside of a compute lane, [arrivals]; the first finds an idle server."""
@@ -129,11 +135,11 @@ def simulate(
                 heapq.heappush(events, (wake_s, number))
             return
         model = by_key[batch.model]
-        seconds = model.seconds(batch.rows) + overheads.execution_s
+        seconds = model_seconds(batch)
         if lane.last is not None and lane.last[0] == batch.model:
-            seconds += max(0.0, model.recovery_s - (now_s - lane.last[1]))
+            seconds += max(0.0, overheads.execution_factor * model.recovery_s - (now_s - lane.last[1]))
         else:
-            seconds += model.load_s
+            seconds += overheads.execution_factor * model.load_s
         lane.running = batch
         lane.last = (batch.model, now_s + seconds)
         lane.busy_s += seconds
@@ -148,14 +154,14 @@ def simulate(
             batch = lane.running
             if batch is not None and lane.last is not None and now_s >= lane.last[1]:
                 lane.running = None
-                lane.scheduler.finished(batch, now_s, model_seconds(batch, overheads))
+                lane.scheduler.finished(batch, now_s, model_seconds(batch))
                 for ticket in batch.tickets:
                     latencies_s[number_of.pop(ticket)] = now_s - ticket.arrived_s
             if lane.running is None:
                 dispatch(lane, number, now_s)
 
-    def model_seconds(batch: Batch, overheads: Overheads) -> float:
-        return by_key[batch.model].seconds(batch.rows) + overheads.execution_s
+    def model_seconds(batch: Batch) -> float:
+        return overheads.of_execution(by_key[batch.model].seconds(batch.rows))
 
     for arrival, (now_s, which) in enumerate(zip(times_s.tolist(), wanted.tolist(), strict=True)):
         advance(now_s)

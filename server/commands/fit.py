@@ -81,6 +81,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             metavar="MS",
             help=f"milliseconds {what} (default: %(default)s)",
         )
+    parser.add_argument(
+        "--execution-factor",
+        type=typed(rate),
+        default=1.0,
+        metavar="F",
+        help="measured over predicted seconds of executions, as cohabit_measured_over_predicted has it (default: 1)",
+    )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with p99 over memory")
     add_measuring(parser, "batch_sizes")
@@ -116,6 +123,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                 request_s=options.request_ms / 1e3,
                 idle_s=options.idle_ms / 1e3,
                 execution_s=options.execution_ms / 1e3,
+                execution_factor=options.execution_factor,
             ),
             library=Library(cache_of(config)) if board is None else None,
             on_progress=progress,

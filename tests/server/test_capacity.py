@@ -2,14 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from cohabit.planner.memory import Memory
+from cohabit.planner.profile import Link
 from cohabit.planner.shapes import Bucket
-from cohabit.server.capacity.fit import Capacity, Fit, shared_out
+from cohabit.server.capacity import fit as fit_module
+from cohabit.server.capacity.fit import Candidate, Capacity, Fit, shared_out
 from cohabit.server.capacity.page import fit_page
 from cohabit.server.capacity.simulation import IDLE_AFTER_S, Overheads, SimulatedModel, poisson, simulate
 from cohabit.server.cli import main
@@ -53,6 +58,12 @@ def test_requests_wait_for_those_before_them() -> None:
 def test_overheads_delay_requests_and_executions() -> None:
     overheads = Overheads(request_s=0.01, execution_s=0.002)
     assert latencies([alone()], [(0.0, 0), (0.001, 0)], overheads=overheads) == [0.015, 0.019]
+
+
+def test_executions_and_loads_take_longer_than_predicted_by_a_factor() -> None:
+    models = [alone("a", load_s=0.001), alone("b", recovery_s=0.002)]
+    overheads = Overheads(execution_s=0.001, execution_factor=2.0)
+    assert latencies(models, [(0.0, 0), (1.0, 1), (1.0, 1)], overheads=overheads) == [0.009, 0.007, 0.018]
 
 
 def test_requests_to_an_idle_server_take_longer_and_more_so_after_a_longer_pause() -> None:
@@ -208,6 +219,18 @@ def test_the_highest_rate_meets_the_slo_and_more_does_not(monkeypatch: pytest.Mo
     assert fit(1, [highest]).meets(0.02)
     assert not fit(1, [highest * 1.05]).meets(0.02)
     assert capacity.highest_rate(1, [1.0], SERVICE_S / 2) == 0.0, "slower than the SLO even alone"
+
+
+@pytest.mark.parametrize(("window_bytes", "load_s"), [(0, 0.001), (4096, 0.002)])
+def test_a_whole_model_is_copied_through_ram_even_if_its_profile_copies_in_the_cache(
+    window_bytes: int, load_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_module, "_ram_bandwidth_bytes_per_s", lambda: 5e8)
+    profile = SimpleNamespace(swap_in=Link(0.0, 1e9), window_bytes=window_bytes, compute_s=0.001)
+    graph = SimpleNamespace(tensors=[SimpleNamespace(kind="parameter", nbytes=1_000_000)])
+    demand: Any = SimpleNamespace(name="a", profiles={Bucket(1): profile}, graphs={Bucket(1): graph})
+    model = Capacity([], "time_shared")._simulated_model(Candidate(demand, 0), Memory(0, 0))
+    assert model.load_s == pytest.approx(load_s)
 
 
 def test_a_page_without_a_fit_says_so() -> None:
