@@ -181,7 +181,7 @@ def _default_name(options: argparse.Namespace) -> str:
     if path.exists():
         name = path.resolve().name if path.is_dir() else path.stem
     else:
-        name = str(options.path).rpartition(":")[2]
+        name = re.split("[:/]", str(options.path))[-1]
     return _UNUSUAL.sub("_", name).lstrip("-.")
 
 
