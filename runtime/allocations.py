@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ def measuring_allocations() -> Iterator[dict[str, int]]:
         profiler.stop_trace()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
+    events: list[Any] = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), int(e.nbytes())) for e in events if e.name() == "[memory]")
     for event in events:
         if event.is_user_annotation():

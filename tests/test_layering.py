@@ -59,7 +59,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.engine": ({"server", "runtime", "planner.shapes"}, {"msgspec", "numpy", "torch"}),
     "server.repository": ({"server", "runtime.lowering.archive_file"}, {"msgspec"}),
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
-    "server.importing": ({"server", "runtime"}, {"numpy", "safetensors", "torch", "transformers"}),
+    "server.importing": (
+        {"server", "runtime"},
+        {"huggingface_hub", "numpy", "safetensors", "torch", "transformers"},
+    ),
     "server.capacity": ({"server", "planner"}, {"msgspec", "numpy"}),
     "server.view": ({"server", "planner.errors"}, {"msgspec"}),
     "server.view.analysis": ({"server", "planner"}, set()),

@@ -190,10 +190,10 @@ async def test_a_server_serves_a_block_inside_a_running_event_loop(repository: P
     linear, x = nn.Linear(8, 2).eval(), np.ones((2, 8), np.float32)
     with cohabit.Server(repository, "1MiB", "--cache", str(tmp_path)) as server:
         expected = linear(torch.from_numpy(x)).detach().numpy()
-        np.testing.assert_allclose(server.infer("scorer", input_1=x)["output"], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(server.infer("scorer", input=x)["output"], expected, rtol=1e-5, atol=1e-6)
         assert server.client.is_model_ready("scorer")
         with pytest.raises(InferenceServerException, match="nobody"):
-            server.infer("nobody", input_1=x)
+            server.infer("nobody", input=x)
     with pytest.raises(OSError, match="refused"):
         InferenceServerClient(address_of(server.url)).is_server_live()
 

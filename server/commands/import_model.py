@@ -181,7 +181,7 @@ def _default_name(options: argparse.Namespace) -> str:
     if path.exists():
         name = path.resolve().name if path.is_dir() else path.stem
     else:
-        name = str(options.path).rpartition(":")[2]
+        name = re.split("[:/]", str(options.path))[-1]
     return _UNUSUAL.sub("_", name).lstrip("-.")
 
 
@@ -244,7 +244,6 @@ def _refuse_flags_of_folders(options: argparse.Namespace) -> None:
 
 def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
     from cohabit.server.importing.entry import SAMPLE
-    from cohabit.server.ipc.model import TOKENIZER
 
     out.print(f"{entry.folder}: {format_bytes(entry.archive_bytes)}, {format_bytes(entry.weight_bytes)} of weights")
     out.print(tensor_table(entry.info))
@@ -264,7 +263,7 @@ def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
     if (entry.folder / SAMPLE).is_file():
         url = f"localhost:8000/v2/models/{entry.info.name}/infer"
         out.print(f"a request that it takes: curl {url} --data-binary @{entry.folder / SAMPLE}", soft_wrap=True)
-    if (entry.folder / TOKENIZER).is_file():
+    if entry.has_tokenizer:
         body = f'{{"model": "{entry.info.name}", "input": "some text"}}'
         out.print(f"a text's embedding: curl localhost:8000/v1/embeddings --data '{body}'", soft_wrap=True)
     needed = write_size(-(-entry.memory_bytes // _MIB) * _MIB)

@@ -64,8 +64,8 @@ class ServeConfig:
     memory: MemorySize = field(
         metadata=flag(
             "--memory",
-            "device memory for all models, as a size (64MiB, 8GiB, 82MB) or a share of the sum of their weights (25%)."
-            " Without it, on a CPU: --process-memory with what the machine or container has left",
+            "device memory for all models, as a size (64MiB, 8GiB, 82MB) or a share of the sum of their weights (25%);"
+            " without it, a CPU server takes what the machine or container has left, as with --process-memory",
             parse_memory,
             "SIZE",
             group="memory",

@@ -57,6 +57,10 @@ class ImportedEntry:
     errors: dict[int, float]
     notes: tuple[str, ...]
 
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.folder / TOKENIZER).is_file()
+
 
 def refuse_name(repository: Path, name: str) -> None:
     """Raise ImportFailed for a name that is not usable, or that a repository has already."""

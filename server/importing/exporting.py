@@ -106,7 +106,7 @@ def _dynamic_dims(subject: Subject, max_batch: int, least_tokens: int) -> dict[s
     length: Any = None
     if subject.most_tokens:
         length = Dim(_SEQUENCE, min=least_tokens, max=subject.most_tokens)
-    if subject.has_declared_sizes:  # torch finds out which of them are equal
+    if subject.most_tokens and subject.has_declared_sizes:  # torch finds out which of them are equal
         length = Dim.DYNAMIC(min=least_tokens, max=subject.most_tokens)
     dims = {
         given.name: {p: length if p else batch for p, d in enumerate(given.dims) if d < 0}

@@ -36,8 +36,7 @@ def from_factory(
     if checkpoint is not None:
         _load(module, checkpoint, key)
     if inputs:
-        largest = largest_size(inputs, most)
-        return declared(module, inputs, largest, largest > 0)
+        return declared(module, inputs, largest_size(inputs, most), has_declared_sizes=True)
     examples = getattr(module, "example_inputs", None)
     if not isinstance(examples, Mapping) or not examples:
         raise ImportFailed(

@@ -44,7 +44,8 @@ class OtlpExporter:
         own = trace.context
         context = _context(own.trace_id, own.span_id)
         parent = None if own.parent_id is None else _context(own.trace_id, own.parent_id, is_remote=True)
-        attributes = {f"cohabit.{key}": value for key, value in label_of(trace).items() if value is not None}
+        label = label_of(trace)
+        attributes: dict[str, Any] = {f"cohabit.{key}": label[key] for key in label if label[key] is not None}
         if (timing := trace.timing) is not None:
             attributes |= {
                 "cohabit.rows": timing.rows,

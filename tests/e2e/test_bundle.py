@@ -56,6 +56,7 @@ def repository(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path
     )
     (root / "a" / "config.pbtxt").write_text(config)
     (root / "a" / "labels").write_text("first\nsecond")
+    (root / "b" / "tokenizer.json").write_text("a tokenizer")
     return root
 
 
@@ -85,6 +86,11 @@ def test_a_bundle_gives_the_bits_of_resident_models(repository: Path, plans: Pat
         for name in (*MODELS, *MODELS):
             np.testing.assert_array_equal(answer(server, name), wanted[name])
         assert server.placement.models["a", 1].servable.info.outputs[0].labels == ("first", "second")
+
+
+def test_a_bundle_has_the_tokenizers_of_its_models(exported: Path) -> None:
+    found = [path.relative_to(exported) for path in exported.rglob("tokenizer.json")]
+    assert found == [Path("models/b/tokenizer.json")]
 
 
 def test_a_bundle_is_served_by_a_process_that_cannot_prepare(bundle: Path) -> None:

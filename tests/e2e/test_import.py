@@ -12,6 +12,9 @@ import torch
 import tritonclient.grpc as grpc_client
 import tritonclient.http as triton
 from google.protobuf import text_format
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import (
     AutoModel,
@@ -77,6 +80,9 @@ def bert(folder: Path) -> None:
         max_position_embeddings=16,
     )  # fmt: skip
     BertModel(config).save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({"[PAD]": 0, **{f"w{n}": n for n in range(1, 90)}}, unk_token="w1"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def vit(folder: Path) -> None:
@@ -131,6 +137,23 @@ def test_a_text_model_answers_as_transformers_does(server: Process, folder: Path
     assert sorted(answers) == ["last_hidden_state", "pooler_output"]
     assert close(answers["last_hidden_state"], expected.last_hidden_state)
     assert close(answers["pooler_output"], expected.pooler_output)
+
+
+def test_texts_become_the_mean_of_what_transformers_computes_for_their_tokens(
+    server: Process, folder: Path
+) -> None:
+    rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13], *([n] * 4 for n in range(20, 28))]
+    texts = [" ".join(f"w{token}" for token in row) for row in rows]
+    status, answer = ask(server.address, "POST", "/v1/embeddings", {"model": "bert", "input": texts})
+    assert status == 200, answer
+    model: PreTrainedModel = AutoModel.from_pretrained(folder / "bert").eval()
+    with torch.no_grad():
+        means = torch.cat([model(torch.tensor([row])).last_hidden_state.mean(1) for row in rows])
+    expected = nn.functional.normalize(means).numpy()
+    np.testing.assert_allclose([item["embedding"] for item in answer["data"]], expected, atol=1e-5)
+    assert answer["usage"]["total_tokens"] == sum(map(len, rows))
+    _, listed = ask(server.address, "GET", "/v1/models")
+    assert [model["id"] for model in listed["data"]] == ["bert"], "the other text model needs position_ids"
 
 
 def test_an_image_model_answers_with_the_names_of_its_classes(server: Process, folder: Path) -> None:
