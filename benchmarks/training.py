@@ -289,7 +289,7 @@ def _same(cells: Cells, net: str, share: float, name: str) -> str:
 ABOUT = """**Executed.** Each cell is a process with one thread in a memory cgroup of its base, a share of the step's
 peak, and 16 MiB, without swap. *Peak* is the most that the captured step needs if nothing leaves memory, by the graph.
 *Base* is what the process takes, but for tensors, after a first step without the limit; page cache does not count. SGD
-with momentum. {steps} steps are measured after two others, by their median. Plans are searched for {seconds:g} s and
+with momentum. {steps} steps are measured after five others, by their median. Plans are searched for {seconds:g} s and
 store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache. Eager without a limit is
 measured before each group of several contestants, with the same settings of the C library's heap; other
 shares of `best` alone, and baselines, are compared with the latest, up to 20 minutes before.

@@ -32,7 +32,7 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.training.capture import BUCKET, StepOptions, capture
 from cohabit.runtime.training.state import TrainingState
 
-BATCHES = ("wide_resnet", "inception", "unet")
+IMAGES = ("wide_resnet", "inception", "unet")
 """Nets for the bisection: those whose samples are images."""
 WAYS = ("capuchin", "particle_swarm", "best")
 NEAR = (0.1, 0.01)
@@ -70,9 +70,9 @@ def by_rule(graph: Graph, profile: Profile, way: str, memory_bytes: int, seconds
     return plan if plan.residents else None
 
 
-def batches(folder: Path, seconds: float) -> Iterator[Sequence[str]]:
+def batches(nets: Sequence[str], folder: Path, seconds: float) -> Iterator[Sequence[str]]:
     """Table 2: per net, the largest batch of each way in what eager needs for its batch, and its samples per second."""
-    for net in BATCHES:
+    for net in nets:
         known = [measured_profile(net, folder)]
         first = len(NETS[net].batch()[0])
         memory_bytes = resident_bytes(step_of(net, first))
@@ -94,9 +94,9 @@ def batches(folder: Path, seconds: float) -> Iterator[Sequence[str]]:
         yield row
 
 
-def convergence(folder: Path, iterations: int) -> Iterator[Sequence[str]]:
+def convergence(nets: Sequence[str], folder: Path, iterations: int) -> Iterator[Sequence[str]]:
     """Figure 8: after how many iterations the best step so far is within a share of the last one."""
-    for net in NETS:
+    for net in nets:
         graph, profile = measured_profile(net, folder)
         memory = Memory(int(0.6 * resident_bytes(graph)), counted=True)
         problem = Problem(graph, profile, memory, objective="period")
@@ -114,15 +114,21 @@ def convergence(folder: Path, iterations: int) -> Iterator[Sequence[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("benchmarks.planner.home", __doc__)
+    parser.add_argument("--batches-of", nargs="*", default=IMAGES, choices=IMAGES, help="nets for the bisection")
+    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS), help="nets for the swarm")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each search (default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=40, help="of the swarm (default: %(default)s)")
     arguments = parser.parse_args(argv)
     header = ["net", "memory, MiB", "all in memory", *WAYS]
     sections = ["## The largest batch (Table 2)\n", BATCH]
-    sections.append(markdown_table(header, list(batches(arguments.folder, arguments.seconds))))
+    sections.append(
+        markdown_table(header, list(batches(arguments.batches_of, arguments.folder, arguments.seconds)))
+    )
     sections += ["## Convergence (Figure 8)\n", SWARM]
     header = ["net at 60 %", "first over bound", "last over bound", "within 10 %", "within 1 %", "iterations"]
-    sections.append(markdown_table(header, list(convergence(arguments.folder, arguments.iterations))))
+    sections.append(
+        markdown_table(header, list(convergence(arguments.nets, arguments.folder, arguments.iterations)))
+    )
     Console().print("\n".join(sections), markup=False)
     if arguments.record:
         title = "The largest batch, and the swarm's convergence: HOME, Table 2 and Figure 8"

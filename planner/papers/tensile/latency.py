@@ -21,7 +21,7 @@ from cohabit.planner.graph import Graph, Op
 from cohabit.planner.profile import Link, Profile
 
 LEAST_OPS: Final = 6
-"""Kinds with fewer ops in the known profiles are predicted as ops of all kinds are together."""
+"""Kinds with fewer ops in the known profiles take as long per byte as ops of all kinds together."""
 QUICKEST: Final = 0.05
 """Share of ops that take no longer than it takes to issue one."""
 EXPLAINED: Final = 0.5
@@ -37,16 +37,18 @@ def predicted(graph: Graph, known: Sequence[tuple[Graph, Profile]]) -> Profile:
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for other, profile in known:
         for op, op_s in zip(other.ops, profile.op_seconds, strict=True):
-            for kind in (op.target, ""):
-                work[kind].append(_work(other, op))
-                seconds[kind].append(op_s)
-    issue_s = float(np.quantile(seconds[""], QUICKEST))
-    costs = {k: _fitted(work[k], seconds[k], issue_s) for k in work if not k or len(work[k]) >= LEAST_OPS}
+            work[op.target].append(_work(other, op))
+            seconds[op.target].append(op_s)
+    every_s = np.concatenate([*seconds.values()])
+    issue_s = float(np.quantile(every_s, QUICKEST))
+    costs = {kind: _fitted(work[kind], seconds[kind], issue_s) for kind in work if len(work[kind]) >= LEAST_OPS}
+    nbytes = sum(own[0] for of_kind in work.values() for own in of_kind)
+    others = np.array([np.maximum(every_s - issue_s, 0.0).sum() / nbytes, 0.0])
     profiles = [profile for _, profile in known]
     return Profile(
         graph.fingerprint,
         f"{profiles[0].device}, predicted from {len(known)} profiles",
-        tuple(issue_s + float(costs.get(op.target, costs[""]) @ _work(graph, op)) for op in graph.ops),
+        tuple(issue_s + float(costs.get(op.target, others) @ _work(graph, op)) for op in graph.ops),
         _middle(profile.swap_in for profile in profiles),
         _middle(profile.swap_out for profile in profiles),
         statistics.median(profile.compute_slowdown for profile in profiles),
