@@ -32,6 +32,8 @@ from cohabit.server.scale.settings import MOST_REPLICAS, ScalePlan, count, plan_
 _MOST_UNDER_WAY = 8192
 """Queues are the engines' own, which shed by deadlines and limits."""
 _HEALTH_CHECK_S = 1.0
+_ENGINE = "Engine"
+"""The engines' deployment, as config files of Ray name it."""
 _DRAIN_S = 120.0
 """How long an engine that is to stop may wait for others to load its models, and for its requests."""
 _KEPT = ("STARTING", "UPDATING", "RECOVERING", "RUNNING")
@@ -55,7 +57,8 @@ def application(plan: ScalePlan, replicas: int) -> Application:
     options = {"max_ongoing_requests": _MOST_UNDER_WAY, "health_check_period_s": _HEALTH_CHECK_S}
     share = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
     engines = serve.deployment(
-        Engine,
+        EngineDeployment,
+        name=_ENGINE,
         num_replicas=replicas,
         ray_actor_options=share,
         graceful_shutdown_wait_loop_s=0.1,
@@ -77,7 +80,7 @@ def requests_per_engine(context: AutoscalingContext) -> tuple[float, dict[str, A
     return under_way / context.config.get_target_ongoing_requests(), {}
 
 
-class Engine:
+class EngineDeployment:
     """An engine in an actor of its own. It is started once its models are served."""
 
     async def __init__(self, config: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -165,7 +168,7 @@ class Ingress:
         """Return how many engines run or are being started."""
 
         def counted() -> int:
-            states = serve.status().applications[self._app_name].deployments[Engine.__name__].replica_states
+            states = serve.status().applications[self._app_name].deployments[_ENGINE].replica_states
             return sum(states.get(state, 0) for state in _KEPT)
 
         try:
