@@ -243,3 +243,11 @@ def test_copies_go_into_bytes_that_nothing_needs_any_more() -> None:
 def test_a_released_resident_makes_room_and_comes_back_at_the_end() -> None:
     work = workload([2, 2, 2], 4, 0)
     assert played(work, [RELEASED, KEPT, STREAMED]) == [(2, 2, 0, 2), (0, 2, 2, 3)]
+
+
+def test_the_rule_of_the_next_hole_goes_on_where_the_last_copy_ended() -> None:
+    """In a partition of four pages, W0 to W3 go one after the other, whichever bytes have been idle longer."""
+    work = workload([1, 1, 1, 1, 1, 1], 4, 0)
+    choice = np.full(6, STREAMED)
+    swaps, _ = play(work.arrays, place_residents(work.arrays, choice), uniform(choice, np.zeros(6, np.bool_), 2))
+    assert swaps.page[:6].tolist() == [0, 1, 2, 3, 0, 1]
