@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import AutoscalingContext
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -85,7 +86,7 @@ class EngineDeployment:
 
     async def __init__(self, config: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         context = serve.get_replica_context()
-        self._name = context.replica_tag
+        self._name, self._app_name = context.replica_tag, context.app_name
         self._ingress = serve.get_deployment_handle("Ingress", context.app_name)
         self._requests = 0
         self._beating: asyncio.Task[None] | None = None
@@ -104,8 +105,14 @@ class EngineDeployment:
         if self._beating is not None:
             self._beating.cancel()
         with suppress(RayError, TimeoutError):
-            await asyncio.wait_for(self._ingress.leave.remote(self._name), _DRAIN_S / 2)
+            if not await asyncio.to_thread(self._application_stops):
+                await asyncio.wait_for(self._ingress.leave.remote(self._name), _DRAIN_S / 2)
         await self._engine.stop()
+
+    def _application_stops(self) -> bool:
+        """Whether the whole application stops, so that there is no ingress to ask."""
+        application = serve.status().applications.get(self._app_name)
+        return application is None or application.status == ApplicationStatus.DELETING
 
     async def _keep_beating(self) -> None:
         while True:
