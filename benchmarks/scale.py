@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from cohabit.loadgen.server_process import running_server, server_command
 PATIENCE_S = 900.0
 
 
+TURNS = 4
 DEMO_MODELS = 16
 """Those of `make demo`."""
 
@@ -71,18 +72,33 @@ def sender(session: aiohttp.ClientSession, asked: Sequence[Question]) -> Send:
     return send
 
 
-async def measured(send: Send, models: Sequence[str], options: argparse.Namespace) -> list[str]:
-    """Send the same arrivals to whatever `send` asks: answers per second, p50, p99, and requests without an answer."""
-    arrivals = draw_arrivals(options.rate, options.seconds, dict.fromkeys(models, 1.0), 0)
-    warm = draw_arrivals(options.rate / 2, options.seconds / 4, dict.fromkeys(models, 1.0), 1)
-    await run_open_loop(warm, send, 10_000)
-    outcomes: list[Arrived] = await run_open_loop(arrivals, send, 10_000)
-    seconds = np.array([outcome.latency_s for outcome in outcomes if outcome.failure is None])
-    if not len(seconds):
-        raise RuntimeError(f"no request was answered: {outcomes[0].failure}")
-    end_s = max(outcome.arrival.at_s + outcome.latency_s for outcome in outcomes)
-    p50, p99 = (1e3 * np.percentile(seconds, q) for q in (50, 99))
-    return [f"{len(seconds) / end_s:.1f}", f"{p50:.1f}", f"{p99:.1f}", str(len(outcomes) - len(seconds))]
+async def measured(
+    sends: Mapping[str, Send], models: Sequence[str], options: argparse.Namespace
+) -> list[list[str]]:
+    """Send the same arrivals to each server in turns, so that what else the machine does falls on all of them.
+
+    Returns a row of each: answers per second, p50, p99, and requests without an answer.
+    """
+    popularity = dict.fromkeys(models, 1.0)
+    found: dict[str, list[Arrived]] = {name: [] for name in sends}
+    ends_s = dict.fromkeys(sends, 0.0)
+    for send in sends.values():
+        await run_open_loop(draw_arrivals(options.rate / 2, 5.0, popularity, TURNS), send, 10_000)
+    for turn in range(TURNS):
+        for name, send in sends.items():
+            arrivals = draw_arrivals(options.rate, options.seconds / TURNS, popularity, turn)
+            outcomes: list[Arrived] = await run_open_loop(arrivals, send, 10_000)
+            found[name] += outcomes
+            ends_s[name] += max(outcome.arrival.at_s + outcome.latency_s for outcome in outcomes)
+    rows = []
+    for name, outcomes in found.items():
+        seconds = np.array([outcome.latency_s for outcome in outcomes if outcome.failure is None])
+        if not len(seconds):
+            raise RuntimeError(f"{name}: no request was answered: {outcomes[0].failure}")
+        p50, p99 = (1e3 * np.percentile(seconds, q) for q in (50, 99))
+        unanswered = len(outcomes) - len(seconds)
+        rows.append([name, f"{len(seconds) / ends_s[name]:.1f}", f"{p50:.1f}", f"{p99:.1f}", str(unanswered)])
+    return rows
 
 
 def engines_of(command: int) -> list[psutil.Process]:
@@ -100,7 +116,7 @@ def engines_of(command: int) -> list[psutil.Process]:
 async def killed(url: str, asked: Sequence[Question], options: argparse.Namespace) -> list[str]:
     """Kill the engines' actors in turn, each once the one before is served again."""
     found = Outcome()
-    (command,) = (p.pid for p in psutil.Process().children() if "scale" in p.cmdline())
+    (command,) = (p.pid for p in psutil.Process().children() if url.rpartition(":")[2] in p.cmdline())
     timeout, connector = aiohttp.ClientTimeout(total=PATIENCE_S), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         stop = asyncio.Event()
@@ -167,7 +183,7 @@ async def multiplexed(url: str, options: argparse.Namespace) -> AsyncIterator[No
     import ray
     from ray import serve
 
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init("local", include_dashboard=False, log_to_driver=False)  # not the engines' cluster
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": int(url.rpartition(":")[2])})
         deployment = serve.deployment(Multiplexed, num_replicas=2)
@@ -230,28 +246,26 @@ async def sections_of(options: argparse.Namespace, models: Sequence[str], consol
     command = server_command("cohabit", _repository(options), options.memory, None)
     async with running_server([*command, *_engine_flags(options)], PATIENCE_S) as url:
         asked = await asyncio.to_thread(questions, url, models)
-    rows, sections = [], []
+    sections: list[str] = []
     timeout, connector = aiohttp.ClientTimeout(total=PATIENCE_S), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
+        sends: dict[str, Send] = {}
         for replicas in options.replicas:
             url = f"http://127.0.0.1:{free_port()}"
-            async with running_server(scale_command(options, replicas, url), PATIENCE_S):
-                own = asked_at(url, asked)
-                rows.append(
-                    [f"cohabit, engines: {replicas}", *await measured(sender(session, own), models, options)]
-                )
-                console.print(rows[-1])
-                if replicas == 2 and options.kills:
-                    sections += await killed(url, own, options)
-                    console.print(*sections, markup=False)
+            await stack.enter_async_context(running_server(scale_command(options, replicas, url), PATIENCE_S))
+            own = asked_at(url, asked)
+            sends[f"cohabit, engines: {replicas}"] = sender(session, own)
         if options.multiplexed:
-            url = f"http://127.0.0.1:{free_port()}"
-            async with multiplexed(url, options):
-                send = multiplexed_sender(session, url, asked)
-                rows.append(["Ray's multiplexing, replicas: 2", *await measured(send, models, options)])
-                console.print(rows[-1])
-                ratio = float(rows[-1][3]) / float(rows[-2][3])
-                sections.insert(0, f"p99 of Ray's multiplexing over ours with two engines: {ratio:.2f}.\n")
+            other = f"http://127.0.0.1:{free_port()}"
+            await stack.enter_async_context(multiplexed(other, options))
+            sends["Ray's multiplexing, replicas: 2"] = multiplexed_sender(session, other, asked)
+        rows = await measured(sends, models, options)
+        if options.multiplexed:
+            ratio = float(rows[-1][3]) / float(rows[-2][3])
+            sections.append(f"p99 of Ray's multiplexing over ours with two engines: {ratio:.2f}.\n")
+        if options.kills:
+            sections += await killed(url, own, options)
     return [markdown_table(["", "answers/s", "p50 ms", "p99 ms", "no answer"], rows), *sections]
 
 
@@ -287,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.demo:
             intro = (
                 f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine;"
-                f" {options.rate:g} requests/s arrive at random for {options.seconds:g} s, over HTTP."
+                f" {options.rate:g} requests/s arrive at random for {options.seconds:g} s, over HTTP, in {TURNS} turns."
                 " A replica of the multiplexed deployment holds"
                 f" {options.resident_models} models and copies others from RAM as a whole. All processes share the"
                 " CPUs.\n"

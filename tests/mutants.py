@@ -42,7 +42,12 @@ AREAS = {
         "tests/transport/test_bad_input.py tests/transport/test_tritonclient.py tests/transport/test_codec.py "
         "tests/transport/test_shared_memory.py tests/transport/test_limits.py tests/transport/test_classification.py",
     ),
-    "streams": Area("planner/streaming/*.py", "tests/planner/test_schedule.py tests/planner/test_searchers.py"),
+    "streams": Area(
+        "planner/streaming/*.py",
+        "tests/planner/test_streaming.py tests/planner/test_critical.py tests/planner/test_anneal.py "
+        "tests/planner/test_schedule.py::test_every_serving_searcher_evaluates_a_candidate_as_its_plan_is_simulated"
+        "[streaming] tests/planner/test_schedule.py::test_streaming_simulates_the_schedule_that_it_writes",
+    ),
     "placement": Area(
         "server/deploy/partitions.py planner/layout/placement.py",
         "tests/server/test_partitions.py tests/planner/test_layout.py",

@@ -69,7 +69,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.view.plan_document": ({"server", "planner"}, set()),
     "server.view.terminal": ({"server", "planner"}, {"rich"}),
     "server.scale": ({"server", "planner.errors", "planner.sizing.assignment"}, {"aiohttp", "msgspec", "yarl"}),
-    "server.scale.app": ({"server", "planner.errors"}, {"ray", "starlette"}),
+    "server.scale.app": ({"server", "planner.errors", "planner.sizing.assignment"}, {"ray", "starlette"}),
     "server.commands.scale": ({"server", "planner.errors"}, {"ray", "rich"}),
     "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "server.commands.completion": ({"server.errors"}, {"rich", "shtab"}),
@@ -103,7 +103,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "grpc": {"frontend", "ipc", "observe", "protocol"},
         "importing": {"config", "deploy", "engine", "ipc", "protocol", "repository", "triton"},
         "capacity": {"ipc", "scheduling"},
-        "scale": {"config", "http", "ipc", "protocol", "repository"},
+        "scale": {"config", "frontend", "http", "ipc", "protocol", "repository"},
         "commands": {"capacity", "config", "deploy", "engine", "importing", "repository", "scale", "view"},
     },
     "planner": {

@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import AutoscalingContext
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,6 +33,8 @@ from cohabit.server.scale.settings import MOST_REPLICAS, ScalePlan, count, plan_
 _MOST_UNDER_WAY = 8192
 """Queues are the engines' own, which shed by deadlines and limits."""
 _HEALTH_CHECK_S = 1.0
+_ENGINE = "Engine"
+"""The engines' deployment, as config files of Ray name it."""
 _DRAIN_S = 120.0
 """How long an engine that is to stop may wait for others to load its models, and for its requests."""
 _KEPT = ("STARTING", "UPDATING", "RECOVERING", "RUNNING")
@@ -55,7 +58,8 @@ def application(plan: ScalePlan, replicas: int) -> Application:
     options = {"max_ongoing_requests": _MOST_UNDER_WAY, "health_check_period_s": _HEALTH_CHECK_S}
     share = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
     engines = serve.deployment(
-        Engine,
+        EngineDeployment,
+        name=_ENGINE,
         num_replicas=replicas,
         ray_actor_options=share,
         graceful_shutdown_wait_loop_s=0.1,
@@ -77,12 +81,12 @@ def requests_per_engine(context: AutoscalingContext) -> tuple[float, dict[str, A
     return under_way / context.config.get_target_ongoing_requests(), {}
 
 
-class Engine:
+class EngineDeployment:
     """An engine in an actor of its own. It is started once its models are served."""
 
     async def __init__(self, config: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         context = serve.get_replica_context()
-        self._name = context.replica_tag
+        self._name, self._app_name = context.replica_tag, context.app_name
         self._ingress = serve.get_deployment_handle("Ingress", context.app_name)
         self._requests = 0
         self._beating: asyncio.Task[None] | None = None
@@ -101,8 +105,14 @@ class Engine:
         if self._beating is not None:
             self._beating.cancel()
         with suppress(RayError, TimeoutError):
-            await asyncio.wait_for(self._ingress.leave.remote(self._name), _DRAIN_S / 2)
+            if not await asyncio.to_thread(self._application_stops):
+                await asyncio.wait_for(self._ingress.leave.remote(self._name), _DRAIN_S / 2)
         await self._engine.stop()
+
+    def _application_stops(self) -> bool:
+        """Whether the whole application stops, so that there is no ingress to ask."""
+        application = serve.status().applications.get(self._app_name)
+        return application is None or application.status == ApplicationStatus.DELETING
 
     async def _keep_beating(self) -> None:
         while True:
@@ -165,7 +175,7 @@ class Ingress:
         """Return how many engines run or are being started."""
 
         def counted() -> int:
-            states = serve.status().applications[self._app_name].deployments[Engine.__name__].replica_states
+            states = serve.status().applications[self._app_name].deployments[_ENGINE].replica_states
             return sum(states.get(state, 0) for state in _KEPT)
 
         try:

@@ -9,7 +9,7 @@ import msgspec
 
 from cohabit.planner.sizing.assignment import Assignment, ModelTraffic
 from cohabit.server.errors import EngineUnavailable
-from cohabit.server.scale.routing import Engine, ForwardedAnswer, ForwardedRequest, Router
+from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, RoutedEngine, Router
 
 _log = logging.getLogger("cohabit.scale")
 _POLL_S = 0.3
@@ -44,7 +44,7 @@ class Assigner:
         self._change.set()
         return await asyncio.shield(part)
 
-    async def joined(self, engine: str, address: Engine) -> None:
+    async def joined(self, engine: str, address: RoutedEngine) -> None:
         """Route requests to an engine, which serves its models. Does nothing for one that is known already."""
         if engine in self.router.engines or engine in self._leaving:
             return

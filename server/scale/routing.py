@@ -50,7 +50,7 @@ class ForwardedAnswer:
 _LIVE = ForwardedRequest("GET", "/v2/health/live", {}, b"")
 
 
-class Engine(Protocol):
+class RoutedEngine(Protocol):
     """An engine that takes requests."""
 
     async def answer(self, request: ForwardedRequest) -> ForwardedAnswer:
@@ -67,7 +67,7 @@ class Router:
     def __init__(self, models: Collection[str], on_lost: Callable[[str], None]) -> None:
         """`models` are those of the repository; `on_lost` is called with an engine that has stopped answering."""
         self.models = models
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, RoutedEngine] = {}
         """The engines that are alive."""
         self._on_lost = on_lost
         self._holders: Mapping[str, Sequence[str]] = {}

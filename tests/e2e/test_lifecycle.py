@@ -136,6 +136,9 @@ def mapped_libraries(parent: int, module: str) -> set[str]:
     return {part for file in files if ".so" in file.suffixes for part in file.parts}
 
 
+REQUESTS = 5
+
+
 def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives: Archives) -> None:
     inputs = archives.inputs("ranker", 1)
     (expected,) = archives.eager("ranker", inputs).values()
@@ -145,12 +148,12 @@ def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives
         for name, array in inputs.items()
     ]
     body = {"inputs": tensors}
-    # A link so slow that an inference takes about three seconds. That all requests have come is seen while the first or
-    # the second is executed: the text of the metrics is good for one second.
-    flags = ("--link-bandwidth", "650KB/s", "--batch-sizes", "1", "--exit-timeout-secs", "60")
+    # A link so slow that an inference takes about a second, as what is copied for a start does several times over. That
+    # all requests have come is seen while the others wait: the text of the metrics is good for one second.
+    flags = ("--link-bandwidth", "2MB/s", "--batch-sizes", "1", "--exit-timeout-secs", "60")
     with (
         process(archives.repository("ranker"), "50%", archives.cache, *flags) as server,
-        ThreadPoolExecutor(3) as clients,
+        ThreadPoolExecutor(REQUESTS) as clients,
     ):
         server.until_ready()
         assert mapped_libraries(server.popen.pid, "engine_process") & COMPILERS == set(), "it only reads plans"
@@ -162,8 +165,8 @@ def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives
             names = ("nv_inference_request_success", "nv_inference_pending_request_count")
             return sum(metric(server.metrics_address, name, "ranker") for name in names)
 
-        in_flight = [clients.submit(post) for _ in range(3)]
-        eventually(lambda: waiting_or_answered() == 2)
+        in_flight = [clients.submit(post) for _ in range(REQUESTS)]
+        eventually(lambda: waiting_or_answered() == REQUESTS - 1)
         server.popen.send_signal(signal.SIGTERM)
         eventually(lambda: ask(server.address, "GET", "/v2/health/ready")[0] == 400)
         status, refusal = post()
