@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +26,13 @@ _EXAMPLES = """examples:
 
 Needs Ray Serve: pip install 'cohabit[scale]'. On a cluster, REPOSITORY is the same path on every machine.
 """
+
+_HELP = {
+    "repository": "folder with the models; no bundle, which is made for one engine",
+    "memory": "device memory of one engine, as a size (64MiB, 8GiB)",
+    "threads": "threads that one inference computes with (default: 1)",
+}
+"""Of settings that say less here than for `cohabit serve`."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +64,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     engine = parser.add_argument_group("each engine")
     for key in ENGINE_SETTINGS:
-        add_flag(parser if key == "repository" else engine, BY_KEY[key])
+        setting = BY_KEY[key]
+        add_flag(parser if key == "repository" else engine, replace(setting, help=_HELP.get(key, setting.help)))
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
