@@ -23,7 +23,7 @@ PARAMETERS: Mapping[str, str] = {
     "max_concurrency": "requests that may be under way; more are answered 429",
     "max_requests_per_second": "rate of requests; more are answered 429",
     "max_burst": "requests at once within that rate",
-    "cohabit.shape_buckets": "sizes to plan for of each dynamic dimension other than the batch, or INPUT.AXIS=N,N,... for one",
+    "cohabit.shape_buckets": "sizes to plan for of each dynamic dimension other than the batch, or INPUT.AXIS=N,N,...",
 }
 """Keys of `parameters`, for settings that have no field."""
 _OWN_PARAMETERS = "cohabit."
