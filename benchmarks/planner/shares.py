@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory_bytes = int(sum(candidate.weight_bytes for candidate in found) * SHARE)
     rows = []
     for link, bandwidth in LINKS.items():
-        models = [_with_link(candidate.demand, bandwidth) for candidate in found]
+        models = [with_link(candidate.demand, bandwidth) for candidate in found]
         workspace_bytes = divide(models, memory_bytes).workspace_bytes
         curves = _curves(models, workspace_bytes)
         for exponent in EXPONENTS:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _with_link(model: ModelDemand, bandwidth: float | None) -> ModelDemand:
+def with_link(model: ModelDemand, bandwidth: float | None) -> ModelDemand:
     if bandwidth is None:
         return model
     slower = {
