@@ -122,7 +122,7 @@ def measure_contention(calls: Sequence[OpCall], seconds: Sequence[float], store:
         for call, count, op_s in _longest(calls, seconds):
             args, kwargs = _stand_ins(call)
             run = partial(call.target, *args, **kwargs)
-            times = max(2, math.ceil(_CONTENDED_S / max(op_s, 1e-6)))
+            times = math.ceil(_CONTENDED_S / max(op_s, 1e-6))
             try:
                 op_alone_s = statistics.median(_seconds(run) for _ in range(times))
             except RuntimeError:
