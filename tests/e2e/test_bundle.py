@@ -249,6 +249,7 @@ def statistic(cgroup: Path, name: str) -> int:
     return int(dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())[name])
 
 
+@pytest.mark.slow  # drops the page cache of the whole machine
 def test_process_memory_suffices_in_a_cgroup_of_that_size_with_libraries_counted(bundle: Path) -> None:
     """With nothing in the page cache. What these tests map as well is charged to them, and is taken off the limit."""
     _, shown = refused_start(bundle, MEMORY, bundle, "--engine", "in-process", "--process-memory", "100MiB")
@@ -268,7 +269,6 @@ def test_process_memory_suffices_in_a_cgroup_of_that_size_with_libraries_counted
             for _ in range(10):
                 assert all(is_answer_of(seed, answer(server, name)) for seed, name in enumerate(MODELS))
                 read.append(statistic(cgroup, "total_pgmajfault"))
-            print(read)
             assert read[-1] - read[5] < 50, "code that serving needs stays in memory"
 
 

@@ -259,7 +259,7 @@ async def test_a_feed_that_cannot_be_made_is_an_error_for_who_watches_and_begins
 @pytest.fixture
 def traced(tmp_path: Path) -> Iterator[Tracer]:
     file = TraceFile(tmp_path / "trace.json")
-    yield Tracer(TraceSettings(str(file.path), 10), file)
+    yield Tracer(TraceSettings(str(file.path), rate=10), file)
     file.close()
 
 

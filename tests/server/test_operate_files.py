@@ -29,12 +29,11 @@ TARGET_LABELS = {"instance", "job"}
 
 
 def everything(server: Running) -> Samples:
-    """A live server's metrics, with those of a GPU and of pinned memory."""
+    """A live server's metrics, with those of a GPU, of pinned memory and of elastic partitions."""
     nvml: Any = FakeNvml()
     gpus = (Gpu("GPU-1", nvml, object()),)
-    return scrape(server) | machine_samples(
-        DeviceUse(pinned_total_bytes=1, pinned_used_bytes=1, outside_bytes=1), gpus
-    )
+    use = DeviceUse(pinned_total_bytes=1, pinned_used_bytes=1, outside_bytes=1, divisions=1)
+    return scrape(server) | machine_samples(use, gpus)
 
 
 def queries() -> Iterator[str]:
