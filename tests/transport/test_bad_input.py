@@ -340,7 +340,7 @@ def test_unknown_compression(server: Ports) -> None:
     ("method", "path", "status", "part"),
     [
         ("GET", "/", 404, "Not Found"),
-        ("GET", "/v1/chat/completions", 404, "Not Found"),
+        ("GET", "/v3/models", 404, "Not Found"),
         ("GET", "/v2/models", 404, "Not Found"),
         ("GET", "/v2/health/live/", 404, "Not Found"),
         ("POST", "/v2/health/live", 405, "Method Not Allowed"),
