@@ -144,8 +144,8 @@ ABOUT = """Measured: op times of five training steps (SGD with momentum), each o
 Predicted: by `cohabit plan --predicted`'s regression, from the measured profiles of the other four nets. *Error of the
 op at half of the time*: ops with half of the measured time are off by no more. Kinds that no other net has take
 as long per byte as ops of all kinds together. The last column is **simulated**: a plan for 60 % of the step's memory,
-searched for {seconds:g} s with predicted times, over one searched with measured times, both simulated with measured
-times.
+searched for {seconds:g} s with predicted times, over one searched with measured times,
+both simulated with measured times.
 Theirs is a network per operator, with a mean squared error of 4.269 (section IV-A, no unit).
 """
 
