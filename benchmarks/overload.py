@@ -41,9 +41,6 @@ ROUNDS_BEFORE, SEARCH_S = 3, 120.0
 """How often a model comes before that is measured, and how long its plans may be searched for at most."""
 AT_ONCE = 32
 """Requests under way where saturation is measured."""
-CONNECTIONS = 1 << 14
-"""Beyond --max-connections the server ends idle connections, which a client must expect. Here every request under way
-has one, and what is measured is the queue."""
 TURNS = 8
 """Of what is compared, in alternation: the machine's speed changes, and the p99 of one turn is a matter of chance."""
 REFUSALS = {429, 503}
@@ -119,8 +116,7 @@ async def overload(bench: Bench) -> Section:
     peak, loaded = Outcome(), Outcome()
     turn_s = OVERLOADED * bench.duration_s / TURNS
     memory: list[int] = []
-    flags = ("--max-connections", str(CONNECTIONS))
-    async with bench.server(*flags) as server, client_of(server.url, bench.models) as client:
+    async with bench.server() as server, client_of(server.url, bench.models) as client:
         resident = server.resident_share
         offered_per_s = OVERLOAD * (await bench.saturation(client, bench.models)).goodput_per_s
         sampler = asyncio.create_task(_sample(lambda: memory.append(_memory_bytes(only_child()))))

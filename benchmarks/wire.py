@@ -30,19 +30,26 @@ class Connections:
         self._watch = asyncio.create_task(self._abandon())
 
     async def ask(self, request: bytes) -> int:
-        """Send a request and wait for the end of its answer; returns the status, or NO_ANSWER."""
+        """Send a request and wait for the end of its answer; returns the status, or NO_ANSWER.
+
+        A server may end a kept connection just when a request is sent on it. Such a request is sent again, as clients
+        do (RFC 9112, section 9.3.1).
+        """
         while self._idle:
             connection = self._idle.pop()
-            if not connection.lost:
-                break
-        else:
-            try:
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    _Connection, self._host, self._port
-                )
-            except OSError:
-                return NO_ANSWER
-            self._all.add(connection)
+            if connection.lost:
+                continue
+            status = await self._ask(connection, request)
+            if status != NO_ANSWER or connection.is_abandoned:
+                return status
+        try:
+            _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
+        except OSError:
+            return NO_ANSWER
+        self._all.add(connection)
+        return await self._ask(connection, request)
+
+    async def _ask(self, connection: "_Connection", request: bytes) -> int:
         status = await connection.ask(request)
         if connection.lost:
             self._all.discard(connection)
@@ -61,12 +68,15 @@ class Connections:
             await asyncio.sleep(_LOOK_S)
             for connection in self._all:
                 if connection.waits_s() > self._patience_s:
+                    connection.is_abandoned = True
                     connection.close()
 
 
 class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.lost = False
+        self.is_abandoned = False
+        """Whether its answer took too long."""
         self._received = bytearray()
         self._answer_bytes: int | None = None
         self._answer: asyncio.Future[int] | None = None
