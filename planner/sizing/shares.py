@@ -31,7 +31,7 @@ def latency_weights(rates_per_s: Sequence[float], compute_s: Sequence[float]) ->
 def share_out(curves: Sequence[Curve], weights: Sequence[float], memory_bytes: int) -> list[Point]:
     """Choose a point of each curve: memory goes where it saves most weighted time per byte.
 
-    Each has its first point, which must fit together.
+    Every model gets its smallest size at least; these must fit.
     """
     at = [0] * len(curves)
     left = memory_bytes - sum(curve[0].partition_bytes for curve in curves)

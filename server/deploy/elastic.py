@@ -48,7 +48,10 @@ class _Sizes:
 
 
 class Elastic:
-    """Belongs to the event loop's thread. Plans are made beforehand, in a process of low priority."""
+    """Watches request rates, and divides memory anew where that is predicted to save LEAST_GAIN of the latency.
+
+    Belongs to the event loop's thread. Plans are made beforehand, in a process of low priority.
+    """
 
     def __init__(
         self, placement: "ModelPlacement", requests: Requests, clock: Callable[[], float] = time.monotonic
