@@ -4,25 +4,18 @@ Requests arrive at random (open loop, over HTTP) for models whose popularity is 
 most popular half change places with the others. `partitioned` divides memory for equal rates, and keeps it so;
 `elastic` begins with the same division; `lru` keeps whole models, the most recently used. All get the same requests.
 The link is as slow as flash or a narrow bus: copies in RAM are so fast that shares of memory hardly matter.
-With `--simulate`, the server's scheduler and the decisions of `elastic` run with a simulated clock, in predicted times,
-at several rates and links; moves take no time then, and there is no `lru`. Models and caches are those of `make demo`.
+Models and caches are those of `make demo`.
 """
 
 import argparse
 import asyncio
 import csv
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
-from benchmarks.planner.shares import with_link
 from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import serving
 from cohabit.loadgen.arrivals import draw_arrivals, zipf_weights
@@ -31,22 +24,11 @@ from cohabit.loadgen.report import Report
 from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.run import run_load
 from cohabit.loadgen.server_process import server_command
-from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.deployment import ModelDemand
-from cohabit.planner.sizing.division import divide
-from cohabit.planner.sizing.fitting import plan_model, plans_by_size
-from cohabit.server.capacity.simulation import Overheads, SimulatedModel, simulate
-from cohabit.server.commands.fit import _candidates
-from cohabit.server.config.sources import config_of
-from cohabit.server.deploy.elastic import Elastic
 
 LAYOUTS = ("partitioned", "elastic", "lru")
 MEMORY = "25%"
 TURN_S = 60.0
 ZIPF = 1.2
-SIMULATED_LINKS = {"as measured": None, "2 GB/s": 2e9, "1 GB/s": 1e9}
-SIMULATED_RATES = (50.0, 100.0, 150.0)
-OVERHEADS = Overheads(request_s=0.0007, execution_s=0.00015)
 DIVISIONS = "cohabit_memory_divisions_total"
 
 
@@ -55,8 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     models = [recipe.name for recipe in recipes(options.models)]
     prepare_visibly(options.folder / "repository", recipes(options.models), force=False, console=console)
-    if options.simulate:
-        return _simulate(options, console)
     trace = options.folder / "elastic.csv"
     _write_trace(trace, models, options.rate, options.turns)
     rows, p99_s = [], {}
@@ -110,125 +90,6 @@ async def _measure(options: argparse.Namespace, layout: str, trace: Path) -> tup
         return report, server.total(DIVISIONS) - before
 
 
-def _simulate(options: argparse.Namespace, console: Console) -> int:
-    folders = {"repository": str(options.folder / "repository"), "cache": str(options.folder / "cache")}
-    found, _ = _candidates(config_of({**folders, "memory": "1B"}), None, lambda text: None)
-    memory_bytes = int(sum(candidate.weight_bytes for candidate in found) * float(MEMORY.rstrip("%")) / 100)
-    rows = []
-    for link, bandwidth in SIMULATED_LINKS.items():
-        demands = [with_link(candidate.demand, bandwidth) for candidate in found]
-        known: dict[str, Any] = {}
-        for rate in SIMULATED_RATES:
-            simulated = _TurningLoad(demands, memory_bytes, rate, options.turns, known)
-            fixed, elastic = simulated.fixed(), simulated.elastic()
-            cells = [np.mean(fixed), np.mean(elastic), np.percentile(fixed, 99), np.percentile(elastic, 99)]
-            ratios = [cells[1] / cells[0], cells[3] / cells[2]]
-            rows.append(
-                [
-                    f"{link}, {rate:g}/s",
-                    *(f"{seconds * 1e3:.2f}" for seconds in cells),
-                    *(f"{ratio:.2f}" for ratio in ratios),
-                    str(simulated.control.divisions),
-                ]
-            )
-    columns = ["mean ms, fixed", "elastic", "p99 ms, fixed", "elastic", "mean ratio", "p99 ratio", "divisions"]
-    table = markdown_table(["link, rate", *columns], rows)
-    about = (
-        f"**Simulated, not measured:** {len(found)} models in {MEMORY} of their weights, Zipf {ZIPF:g}, {options.turns}"
-        " minutes. Moves take no time.\n"
-    )
-    console.print(about, table, soft_wrap=True)
-    if options.record:
-        record("elastic", "Partitions that follow request rates, simulated", "benchmarks.elastic", [about, table])
-    return 0
-
-
-class _TurningLoad:
-    """Models in memory that is divided for equal rates, and requests whose popular models turn over."""
-
-    def __init__(
-        self,
-        demands: Sequence[ModelDemand],
-        memory_bytes: int,
-        rate_per_s: float,
-        turns: int,
-        known: dict[str, Any],
-    ) -> None:
-        """`known` is what was planned for several sizes, by profile: models and rates share it."""
-        division = divide(demands, memory_bytes)
-        self.names = [demand.name for demand in demands]
-        arrivals = list(_arrivals(self.names, rate_per_s, turns))
-        self.times_s = np.array([at_s for at_s, _ in arrivals])
-        self.wanted = np.array([self.names.index(model) for _, model in arrivals])
-        self.models: dict[str, Any] = {}
-        for demand, nbytes in zip(demands, division.partition_bytes, strict=True):
-            plans = plan_model(demand, Memory(division.workspace_bytes, nbytes), quick=True)
-            self.models[demand.name] = SimpleNamespace(
-                key=demand, demand=demand, profiles=demand.profiles, plans=plans, searched=True, rate_per_s=1.0
-            )
-        self.partitions = SimpleNamespace(
-            workspace_bytes=division.workspace_bytes,
-            workspaces=SimpleNamespace(nbytes=division.workspace_bytes),
-            arena_bytes=division.memory_bytes,
-            held={},
-        )
-        self.known = known
-        self.requests = dict.fromkeys(self.names, 0)
-        self.now_s = 0.0
-        placement: Any = SimpleNamespace(
-            memory=SimpleNamespace(models=self.models, partitions=self.partitions),
-            changing=asyncio.Lock(),
-            improver=SimpleNamespace(is_busy=False, begin=lambda models: None),
-            planner=SimpleNamespace(plans_by_size=self._plans_by_size),
-            redivide=self._redivide,
-        )
-        self.control = Elastic(placement, lambda: self.requests, lambda: self.now_s)
-
-    def fixed(self) -> NDArray[np.float64]:
-        return simulate(self._simulated(), self.times_s, self.wanted, OVERHEADS).latencies_s
-
-    def elastic(self) -> NDArray[np.float64]:
-        """Check the rates after every second; where memory is divided anew, queues begin empty."""
-        return asyncio.run(self._elastic())
-
-    async def _elastic(self) -> NDArray[np.float64]:
-        parts, begin, seen, end_s = [], 0, 0, math.ceil(self.times_s[-1])
-        await self._redivide({})
-        while self.now_s < end_s:
-            served, divisions = self._simulated(), self.control.divisions
-            self.now_s += 1.0
-            end = int(np.searchsorted(self.times_s, self.now_s))
-            for number in self.wanted[seen:end]:
-                self.requests[self.names[number]] += 1
-            seen = end
-            await self.control.check()
-            if self.control.divisions > divisions or self.now_s >= end_s:
-                part = simulate(served, self.times_s[begin:end], self.wanted[begin:end], OVERHEADS)
-                parts.append(part.latencies_s)
-                begin = end
-        return np.concatenate(parts)
-
-    async def _redivide(self, changed: Mapping[str, Any]) -> None:
-        for name, (plans, _) in changed.items():
-            self.models[name].plans = plans
-        sizes = {name: model.plans[min(model.plans)].memory for name, model in self.models.items()}
-        self.partitions.held = {n: SimpleNamespace(nbytes=memory.partition_bytes) for n, memory in sizes.items()}
-
-    def _plans_by_size(self, demand: ModelDemand, workspace_bytes: int) -> Any:
-        profile = demand.profiles[min(demand.profiles)].fingerprint
-        if profile not in self.known:
-            self.known[profile] = plans_by_size(demand, workspace_bytes)
-        return self.known[profile]
-
-    def _simulated(self) -> list[SimulatedModel]:
-        models = []
-        for name, model in self.models.items():
-            first = model.plans[min(model.plans)].provenance
-            predicted_s = {bucket: plan.provenance.latency_s for bucket, plan in model.plans.items()}
-            models.append(SimulatedModel(name, predicted_s, max(first.period_s - first.latency_s, 0.0)))
-        return models
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.elastic", __doc__)
     parser.add_argument("--models", type=int, default=16)
@@ -237,7 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--settle", type=float, default=20.0, help="seconds of equal rates before (default: %(default)s)"
     )
-    parser.add_argument("--simulate", action="store_true", help="simulate, instead of serving")
     parser.add_argument("--link", default="1GB/s", help="bandwidth of the link (default: %(default)s)")
     return parser
 

@@ -20,7 +20,7 @@ from cohabit.planner.sizing.demand import Demand
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.division import divide
 from cohabit.planner.sizing.shares import Curve, Point, latency_weights, share_out, weighted_latency_s
-from cohabit.server.commands.fit import _candidates
+from cohabit.server.commands.fit import candidates
 from cohabit.server.config.sources import config_of
 
 SHARE = 0.25
@@ -32,7 +32,7 @@ LINKS = {"as measured": None, "2 GB/s": 2e9, "1 GB/s": 1e9}
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser_of("benchmarks.planner.shares", __doc__).parse_args(argv)
     folders = {"repository": str(options.folder / "repository"), "cache": str(options.folder / "cache")}
-    found, _ = _candidates(config_of({**folders, "memory": "1B"}), None, lambda text: None)
+    found, _ = candidates(config_of({**folders, "memory": "1B"}), None, lambda text: None)
     memory_bytes = int(sum(candidate.weight_bytes for candidate in found) * SHARE)
     rows = []
     for link, bandwidth in LINKS.items():

@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             {"repository": str(options.repository), "memory": "1B", **given(options, (*MEASURING, "batch_sizes"))}
         )
         board = None if options.profile is None else BOARD_PROFILES[options.profile]
-        found, left_out = _candidates(config, board, progress)
+        found, left_out = candidates(config, board, progress)
         names = [candidate.demand.name for candidate in found]
         for name in sorted(set(given_rates) - set(names)):
             raise ConfigError(f"--rates: {options.repository} has no model '{name}' that can be served")
@@ -161,7 +161,7 @@ def _rates(options: argparse.Namespace) -> dict[str, float]:
         ) from error
 
 
-def _candidates(
+def candidates(
     config: "ServeConfig", board: "BoardProfile | None", progress: Callable[[str], None]
 ) -> "tuple[list[Candidate], dict[str, str]]":
     """Lower and measure the highest version of every model; returns them, and why others are left out."""
