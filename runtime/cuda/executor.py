@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.cuda.api import Driver
 from cohabit.runtime.cuda.capture import capture
@@ -157,6 +158,20 @@ class CudaExecutor:
             self._driver.record(end)
         self._driver.synchronize(end)
 
+    def finish(self, program: CudaProgram) -> None:
+        """Copy the state that stays in the pool between runs to its host buffers. A run waits for its other copies."""
+        if program.admission.pool is None:
+            return
+        driver, saved = self._driver, self._driver.event()
+        with self._faults(program), self._shared.exclusive:
+            self._adopt()
+            with driver.on(self._streams.swap_out):
+                for tensor in program.state:
+                    if tensor.spill.at_start:
+                        driver.carry(tensor.copy_out)
+                driver.record(saved)
+            driver.synchronize(saved)
+
     def run(
         self,
         program: CudaProgram,
@@ -165,7 +180,10 @@ class CudaExecutor:
         traced: bool = False,
         follow: Follow | None = None,
     ) -> Result:
-        """Run one inference. See `runtime.backend.ProgramRunner`. `follow` gets when it began and ended, no steps.
+        """Run one inference. See `runtime.backend.ProgramRunner`.
+
+        `follow` gets the steps where the run is traced, or everything is counted, which is issued step by step.
+        Elsewhere it gets when the inference began and ended.
 
         Residents that the last run could not restore are loaded again; this run fails only if that fails, too.
         """
@@ -178,21 +196,23 @@ class CudaExecutor:
             self.load(program)
             epilogue = None
         with self._faults(program):
-            watch = CudaStopwatch(self._driver, program) if traced else None
+            is_timed = traced or (follow is not None and program.plan.memory.counted)
+            watch = CudaStopwatch(self._driver, program) if is_timed else None
             self._issue(program, inputs, watch, epilogue)
             self._driver.synchronize(self._answered)
             outputs = program.buffers.taken()
             latency_s = time.perf_counter() - start
             self._submit_epilogue(program, watch)
-        if follow is not None:
-            recording = Recording(program)
-            recording.note(None, start, start + latency_s)
-            follow(recording)
-        stall_s = 0.0 if program.compute_s is None else max(0.0, latency_s - program.compute_s)
-        timeline = None
         if watch is not None:
             self.settle()
-            timeline = watch.timeline()
+            recording = watch.recording(start)
+        else:
+            recording = Recording(program)
+            recording.note(None, start, start + latency_s)
+        if follow is not None:
+            follow(recording)
+        stall_s = 0.0 if program.compute_s is None else max(0.0, latency_s - program.compute_s)
+        timeline = _timeline(program, recording.measured(start)) if traced else None
         return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
 
     def capture(self, program: CudaProgram) -> Capture | None:
@@ -266,9 +286,7 @@ class CudaExecutor:
                 raise refused or error from None
             program.admission.pool = pool
             try:
-                if program.plan.memory.counted:
-                    self._load_counted(program)
-                self._first_run(program)
+                self._try_out(program)
             except CohabitError as error:
                 for tensor in program.offloaded:
                     tensor.reset()
@@ -290,6 +308,21 @@ class CudaExecutor:
             }
             _log.warning("program is issued op by op, not as one graph", extra={"fields": fields})
         self._shared.note_memory(self._driver)
+
+    def _try_out(self, program: CudaProgram) -> None:
+        """Run a program for the first time, and leave everything as before but for what libraries then know."""
+        if not program.plan.memory.counted:
+            self._first_run(program)
+            return
+        random = self._driver.random_state()
+        self._load_counted(program)
+        try:
+            with program.state_kept():
+                self._first_run(program)
+        finally:
+            self._driver.set_random_state(random)
+        if program.state:
+            self._load_counted(program)
 
     def _first_run(self, program: CudaProgram) -> None:
         try:
@@ -336,6 +369,11 @@ class CudaExecutor:
             if isinstance(error, DeviceError):
                 raise
             raise DeviceError(f"{program.graph.name}: {error}") from error
+
+
+def _timeline(program: CudaProgram, spans: tuple[Span, ...]) -> Timeline:
+    latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
+    return Timeline(spans, latency_s, None, program.link_bytes)
 
 
 def _check_refusal(program: CudaProgram) -> None:

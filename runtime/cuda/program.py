@@ -1,6 +1,7 @@
 """Programs prepared for a CUDA device: schedule, copies, fixed buffers, pool, and captured graph."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -90,6 +91,22 @@ class CudaProgram(Program):
         values = [self.constants[s] if s in self.constants else frame[s] for s in self.output_slots]
         self.buffers.download(values)
         frame[:] = [None] * len(frame)
+
+    @property
+    def state(self) -> list[OffloadedTensor]:
+        """What runs change of the weights. Only where everything is counted is there any."""
+        return [t for t in self.offloaded if self.graph.tensors[t.spill.tensor].kind == "state"]
+
+    @contextmanager
+    def state_kept(self) -> Iterator[None]:
+        """Put back the state's host buffers after the block, in which the program runs on trial."""
+        leaving = {step.tensor for step in self.swap_outs}
+        saved = [(t.pinned, t.pinned.clone()) for t in self.state if t.spill.tensor in leaving]
+        try:
+            yield
+        finally:
+            for pinned, before in saved:
+                pinned.copy_(before)
 
     def forget(self) -> None:
         """Drop the activations that a failed inference has left."""

@@ -499,6 +499,13 @@ class FakeDriver:
             kernels()
         return sum(self._chosen_plan_bytes(getattr(self._local, "pool", None))) or self.kernel_bytes
 
+    def random_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        assert not self._queued(), "kernels under way take random numbers"
+        torch.set_rng_state(state)
+
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:
         yield
