@@ -44,6 +44,8 @@ class AdmissionState:
     """Why there is no graph."""
     graph_bytes: int = 0
     """Device memory that the graphs take outside of the arena."""
+    moved: bool = False
+    """A run has left residents without addresses in other places than it found them."""
     measuring: bool = False
     """It runs to be measured: what its pool refuses to kernels is logged, and the load does not fail."""
 
@@ -91,6 +93,12 @@ class CudaProgram(Program):
         values = [self.constants[s] if s in self.constants else frame[s] for s in self.output_slots]
         self.buffers.download(values)
         frame[:] = [None] * len(frame)
+
+    @property
+    def counted_residents(self) -> list[OffloadedTensor]:
+        """Residents without addresses: first those that stay, so that they always lie in the same place."""
+        residents = [step.offloaded for step in self.residents if step.offloaded is not None]
+        return sorted(residents, key=lambda tensor: tensor.moves)
 
     @property
     def state(self) -> list[OffloadedTensor]:

@@ -81,6 +81,16 @@ class OffloadedTensor:
         """What tells its storage from others, once there is one."""
         return None if self._storage is None else self._storage._cdata
 
+    @property
+    def moves(self) -> bool:
+        """Whether it leaves memory in the course of a run, so that it lies elsewhere afterwards."""
+        return len(self.spill.intervals) > 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a resident is in memory, as a run begins. Nothing may be in progress."""
+        return self._storage is not None and self._interval == 0 and self._storage.nbytes() == self._nbytes
+
     def reset(self) -> None:
         """Begin outside of memory, a weight with an empty storage. No copy may be in progress."""
         self._interval = -1

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from cohabit.planner.errors import CohabitError, FormatError
+from cohabit.planner.errors import CohabitError, FormatError, format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
 from cohabit.planner.memory import Memory, parse_share, parse_size
@@ -49,8 +49,8 @@ MEASURED_FIRST: Final = 4
 MEASURED_EVERY: Final = 50
 PLACED_SHARE: Final = 0.95
 """A plan that the device's allocator cannot place is followed by one for such a share of its memory, ..."""
-MOST_PLANS: Final = 8
-"""... until there were so many."""
+LEAST_PLACED_SHARE: Final = 0.7
+"""... down to less than this share of it."""
 _NOTES: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """What schedulers note in a parameter group for themselves."""
 
@@ -266,17 +266,20 @@ class Trainer:
         If the device's allocator leaves gaps that are too small for the plan's tensors, plan in less. Raises
         MemoryExceeded, and InfeasibleBudget.
         """
-        for _ in range(MOST_PLANS):
+        while True:
             program = self._bound()
             try:
                 self._executor.load(program)
                 return program
             except MemoryExceeded as error:
-                refused = error
                 self._executor.release(program)
+                if self._tensor_bytes < LEAST_PLACED_SHARE * self._device.tensor_bytes_in(self.memory_bytes):
+                    raise MemoryExceeded(
+                        f"the device's allocator leaves gaps in the {format_bytes(self.memory_bytes)}, so that it"
+                        f" cannot place even a plan for {format_bytes(self._tensor_bytes)} of tensors; raise the memory"
+                    ) from error
             self._tensor_bytes = int(PLACED_SHARE * self._tensor_bytes)
             self.plan = self._search()
-        raise refused
 
     def _bound(self) -> Program:
         device, store = self._device.device, self._device.store
