@@ -221,6 +221,16 @@ def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
+def eager_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor], batch: Sequence[Tensor]
+) -> Tensor:
+    value = loss(model, *batch)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.detach()
+
+
 def _images(batch: int, size: int, targets: tuple[int, ...] = ()) -> Sequence[Tensor]:
     return torch.randn(batch, 3, size, size), torch.randint(0, 10, (batch, *targets))
 

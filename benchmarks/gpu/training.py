@@ -11,8 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu import steps
 from benchmarks.record import markdown_table
-from benchmarks.training_nets import NETS, Gpt, Net, WideResNet, loss
-from benchmarks.training_step import eager_step
+from benchmarks.training_nets import NETS, Gpt, Net, WideResNet, eager_step, loss
 from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer
 
 NETS_OF_A_GPU = {
@@ -134,8 +133,8 @@ def _sections(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
     )  # fmt: skip
     return [
         f"Medians of {STEPS} steps, each with its loss on the host; float32, TF32 off, SGD with momentum. Memory is the"
-        f" most that torch's allocator gave out; for plans it is the budget, {SHARE:.0%} of what a step takes if nothing"
-        " leaves memory.\n",
+        f" most that torch's allocator gave out; for plans it is the budget, {SHARE:.0%} of what a step takes if"
+        " nothing leaves memory.\n",
         markdown_table(header, table),
         *(f"{note}\n" for note in notes),
     ]
