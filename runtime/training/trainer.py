@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from cohabit.planner.errors import CohabitError, FormatError, format_bytes
+from cohabit.planner.errors import CohabitError, FormatError, InfeasibleBudget, format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
 from cohabit.planner.memory import Memory, parse_share, parse_size
@@ -255,7 +255,11 @@ class Trainer:
             self._on_progress(f"planning: {best_s:.3g} s per step, bound {bound_s:.3g} s", evaluations, 0)
 
         limit = Limit(seconds=self._search_seconds)
-        plan = search(self._problem(), self._searcher, limit=limit, on_progress=show)
+        try:
+            plan = search(self._problem(), self._searcher, limit=limit, on_progress=show)
+        except InfeasibleBudget as error:  # in the terms of what the user gives
+            least_bytes = self._device.budget_of(error.least_bytes)
+            raise InfeasibleBudget(error.model, error.op, self.memory_bytes, least_bytes) from error
         gc.collect()  # searchers and their generators refer to each other
         release_free_memory()
         return plan
@@ -264,8 +268,9 @@ class Trainer:
         """Bind the plan, and load what it begins with. All state has left memory.
 
         If the device's allocator leaves gaps that are too small for the plan's tensors, plan in less. Raises
-        MemoryExceeded, and InfeasibleBudget.
+        MemoryExceeded.
         """
+        least_bytes = LEAST_PLACED_SHARE * self._tensor_bytes
         while True:
             program = self._bound()
             try:
@@ -273,13 +278,18 @@ class Trainer:
                 return program
             except MemoryExceeded as error:
                 self._executor.release(program)
-                if self._tensor_bytes < LEAST_PLACED_SHARE * self._device.tensor_bytes_in(self.memory_bytes):
-                    raise MemoryExceeded(
-                        f"the device's allocator leaves gaps in the {format_bytes(self.memory_bytes)}, so that it"
-                        f" cannot place even a plan for {format_bytes(self._tensor_bytes)} of tensors; raise the memory"
-                    ) from error
-            self._tensor_bytes = int(PLACED_SHARE * self._tensor_bytes)
-            self.plan = self._search()
+                refused: CohabitError = error
+            if self._tensor_bytes >= least_bytes:
+                self._tensor_bytes = int(PLACED_SHARE * self._tensor_bytes)
+                try:
+                    self.plan = self._search()
+                    continue
+                except InfeasibleBudget as error:
+                    refused = error
+            raise MemoryExceeded(
+                f"the device's allocator leaves gaps in the {format_bytes(self.memory_bytes)}, so that it cannot place"
+                f" a plan for {format_bytes(self._tensor_bytes)} of tensors; raise the memory"
+            ) from refused
 
     def _bound(self) -> Program:
         device, store = self._device.device, self._device.store

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from cohabit.planner.errors import InfeasibleBudget
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
@@ -19,6 +20,7 @@ from tests.runtime.test_training import (
     assert_same,
     batches,
     eager,
+    loss_of,
     net,
     sgd,
     tensors_of,
@@ -124,12 +126,20 @@ def test_a_trainer_that_is_not_made_leaves_the_user_s_tensors_as_they_were(drive
     model = small()
     optimizer = sgd(model)
     before = [t.clone() for t in model.state_dict().values()]
-    refused = pytest.raises(MemoryExceeded, match=r"cannot place even a plan for .* raise the memory")
+    refused = pytest.raises(MemoryExceeded, match=r"cannot place a plan for .* raise the memory")
     with mock.patch.object(FakePool, "layout", property(refuse)), refused:
         trainer_of(model, optimizer, "100%", device="cuda")
     assert all(map(torch.equal, model.state_dict().values(), before))
     assert not optimizer.state
     assert drivers[0].allocated_bytes == drivers[0].open_pools == drivers[0].pinned_bytes == 0
+
+
+def test_too_little_memory_is_refused_with_the_least_that_would_do(drivers: list[FakeDriver]) -> None:
+    model = small()
+    with pytest.raises(InfeasibleBudget, match=r"the budget is 9\.8 KiB") as refusal:
+        trainer_of(model, sgd(model), 10_000, device="cuda")
+    with trainer_of(model, sgd(model), refusal.value.least_bytes, device="cuda") as trainer:
+        assert losses_on(trainer, 1) == [loss_of(small(), *batches(1)[0]).item()]
 
 
 def test_a_step_that_fails_on_the_device_loses_the_training(drivers: list[FakeDriver]) -> None:
