@@ -281,8 +281,9 @@ all seeds. Theirs: RNN without schedules 7 %, Inception-v4 without schedules 93 
 """
 CHANCE = """Inception-v4 with wide scale 4, one training step of batch 32 in 11 GB, which are 45 % of its peak, as 16 GB
 are of what the paper's step needs. Members are drawn, not searched. The full search (`genetic`, {chance.evaluations}
-evaluations) finds {chance.found_s:.2f} s; with everything in memory, a step takes {chance.resident_s:.2f} s. Theirs: best and worst up to 30 % apart, and a search that finds a result with *50 % performance
-improvement* over the best of them.
+evaluations) finds {chance.found_s:.2f} s; with everything in memory, a step takes {chance.resident_s:.2f} s. Theirs:
+best and worst up to 30 % apart, and a search that finds a result with *50 % performance improvement* over the best of
+them.
 """
 
 
