@@ -9,7 +9,6 @@ Simulated: op times are predicted by `planner.papers.tensile.latency` from profi
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from benchmarks.planner.time_parts import TimeParts
 from benchmarks.predicted import measured_profile
 from benchmarks.record import RESULTS, markdown_table, parser_of, record
 from benchmarks.training_nets import NETS, loss
@@ -26,11 +26,10 @@ from cohabit.planner.lifetimes import resident_bytes
 from cohabit.planner.memory import Memory
 from cohabit.planner.papers.home.particle_swarm import PARTICLES
 from cohabit.planner.papers.tensile.latency import predicted
-from cohabit.planner.plan import Compute, Plan
+from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.serial import least_bytes
-from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import make
 from cohabit.runtime.lowering.lower import Lowered
@@ -103,67 +102,6 @@ def batches(nets: Sequence[str], folder: Path, seconds: float) -> Iterator[Seque
         yield row
 
 
-@dataclass(frozen=True, slots=True)
-class TimeParts:
-    """A step's time back to back, in seconds, as HOME's section 4.3 divides it. The parts add up to it."""
-
-    computation_s: float
-    """Ops for the first time, while nothing is copied."""
-    overlap_s: float
-    """Ops for the first time, while something is copied."""
-    recomputation_s: float
-    """Ops again."""
-    swapping_s: float
-    """No op runs: the next one waits for a copy."""
-
-    @classmethod
-    def of(cls, graph: Graph, plan: Plan, profile: Profile) -> "TimeParts":
-        """Simulate a plan. Copies after its last op overlap the first ops of the next step."""
-        timeline = simulate(graph, plan, profile)
-        assert timeline.period_s is not None
-        end_s, copies = timeline.latency_s, list[tuple[float, float]]()
-        for span in timeline.spans:
-            if span.lane != "compute":
-                copies.append((span.start_s, min(span.end_s, end_s)))
-                copies.append((max(span.start_s - end_s, 0.0), span.end_s - end_s))
-        busy, ran = united(copies), set[int]()
-        computation_s = overlap_s = recomputation_s = 0.0
-        for span in timeline.spans:
-            step, seconds = plan.steps[span.step], span.end_s - span.start_s
-            if not isinstance(step, Compute):
-                continue
-            if step.op in ran:
-                recomputation_s += seconds
-                continue
-            ran.add(step.op)
-            hidden_s = sum(max(min(span.end_s, end) - max(span.start_s, start), 0.0) for start, end in busy)
-            overlap_s += hidden_s
-            computation_s += seconds - hidden_s
-        busy_s = computation_s + overlap_s + recomputation_s
-        return cls(computation_s, overlap_s, recomputation_s, max(timeline.period_s - busy_s, 0.0))
-
-    @property
-    def shares(self) -> list[float]:
-        seconds = np.array([self.computation_s, self.overlap_s, self.recomputation_s, self.swapping_s])
-        shares: list[float] = (seconds / seconds.sum()).tolist()
-        return shares
-
-    @property
-    def period_s(self) -> float:
-        return self.computation_s + self.overlap_s + self.recomputation_s + self.swapping_s
-
-
-def united(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join half-open spans that overlap or touch, and leave out empty ones; in order of time."""
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted(span for span in spans if span[0] < span[1]):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((start, end))
-    return joined
-
-
 Breakdown = Mapping[str, Mapping[str, TimeParts | None]]
 """By net and searcher; None where its rule does not fit, and there is only the serial schedule."""
 
@@ -194,7 +132,7 @@ def breakdown_table(found: Breakdown) -> str:
 def draw_breakdown(found: Breakdown, path: Path) -> None:
     """A panel per net, and in it a bar per searcher, of the four parts."""
     figure, panels = plt.subplots(
-        1, len(found), figsize=(3.2 * len(found) + 0.8, 3.8), layout="constrained", squeeze=False
+        1, len(found), figsize=(2.6 * len(found) + 3, 3.8), layout="constrained", squeeze=False
     )
     for (net, by_name), panel in zip(found.items(), panels[0], strict=True):
         shown = [(name, parts) for name, parts in by_name.items() if parts is not None]
