@@ -8,7 +8,7 @@ Simulated: op times are predicted by `planner.papers.tensile.latency` from profi
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from benchmarks.bisection import largest
 from benchmarks.planner.time_parts import TimeParts
 from benchmarks.predicted import measured_profile
 from benchmarks.record import RESULTS, markdown_table, parser_of, record
@@ -51,22 +52,11 @@ NEAR = (0.1, 0.01)
 def step_of(net: str, batch: int) -> Graph:
     """A training step for so many samples."""
     torch.manual_seed(0)
-    model, inputs = NETS[net].model(), [t.new_zeros((batch, *t.shape[1:])) for t in NETS[net].batch()]
+    model, inputs = NETS[net].model(), NETS[net].batch(batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     state = TrainingState(model, optimizer)
     trace, _ = capture(model, optimizer, loss, inputs, state, StepOptions())
     return Lowered("training", (), (), False, {BUCKET: trace}, state.manifest(), Path()).graphs[BUCKET]
-
-
-def largest(fits: Callable[[int], bool], first: int) -> int:
-    """The largest number that fits, by doubling and then halving the distance, to a 16th of the first one."""
-    low, high = first, 2 * first
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > max(1, first // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def by_rule(graph: Graph, profile: Profile, way: str, memory_bytes: int, seconds: float) -> Plan | None:
@@ -82,9 +72,10 @@ def batches(nets: Sequence[str], folder: Path, seconds: float) -> Iterator[Seque
     """Table 2: per net, the largest batch of each way in what eager needs for its batch, and its samples per second."""
     for net in nets:
         known = [measured_profile(net, folder)]
-        first = len(NETS[net].batch()[0])
+        first = NETS[net].samples
+        step = max(1, first // 16)
         memory_bytes = resident_bytes(step_of(net, first))
-        eager = largest(lambda b: resident_bytes(step_of(net, b)) <= memory_bytes, first)  # noqa: B023
+        eager = largest(lambda b: resident_bytes(step_of(net, b)) <= memory_bytes, first, step)  # noqa: B023
         profile = predicted(step_of(net, eager), known)
         rate = eager / profile.compute_s
         row = [net, f"{memory_bytes / 2**20:.0f}", f"{eager}, {rate:.1f}"]
@@ -94,7 +85,7 @@ def batches(nets: Sequence[str], folder: Path, seconds: float) -> Iterator[Seque
                 graph = step_of(net, batch)  # noqa: B023
                 return by_rule(graph, predicted(graph, known), way, memory_bytes, seconds)  # noqa: B023
 
-            most = largest(lambda b: planned(b) is not None, eager)
+            most = largest(lambda b: planned(b) is not None, eager, step)
             plan = planned(most)
             assert plan is not None
             assert plan.provenance is not None
