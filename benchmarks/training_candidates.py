@@ -100,9 +100,11 @@ def executed(net: str, count: int, rounds: int, steps: int, console: Console) ->
     torch.manual_seed(0)
     model, batch = TINY[net].model(), TINY[net].batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with GivenPlans(
-        model, optimizer, loss, batch, f"{100 * SHARE:g}%", searcher="dynprog", search_seconds=2.0, store="file"
-    ) as trainer:
+    memory = f"{100 * SHARE:g}%"
+    trainer = GivenPlans(
+        model, optimizer, loss, batch, memory, searcher="dynprog", search_seconds=2.0, store="file"
+    )
+    with trainer:
         for _ in range(MEASURED_FIRST + 1):
             trainer.step(*batch)
         graph, profile = trainer.graph, trainer.profile
