@@ -107,11 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 ABOUT = """**Executed.** The largest batch that trains, in brackets over eager's, and samples per second. Each cell is a
 process with one thread in a memory cgroup of its base (what it takes, but for tensors, after a first step without the
 limit), {budget} MiB for tensors, and 16 MiB, without swap. Eager's largest batch is found to a 16th, the others' to an
-eighth of eager's. A searcher's batch counts if its plan keeps weights in memory: below that there is only the serial schedule, which
-moves everything over every gap. {steps} steps are measured after two others; searches take {seconds:g} s, tensors go
-to a file. The nets are the small ones of `benchmarks.training_nets`: U-Net on 128 by 128 images, GPT with two blocks on
-128 tokens. Theirs, measured on an RTX 2080Ti: HOME 2.2 times PyTorch's batch on average, Capuchin 1.97 times; HOME has
-1.12 times Capuchin's batch, and 1.2 times its throughput.
+eighth of eager's. A searcher's batch counts if its plan keeps weights in memory: below that there is only the serial
+schedule, which moves everything over every gap. {steps} steps are measured after two others; searches take
+{seconds:g} s, tensors go to a file. The nets are the small ones of `benchmarks.training_nets`: U-Net on 128 by 128
+images, GPT with two blocks on 128 tokens. Theirs, measured on an RTX 2080Ti: HOME 2.2 times PyTorch's batch on average,
+Capuchin 1.97 times; HOME has 1.12 times Capuchin's batch, and 1.2 times its throughput.
 """
 
 
