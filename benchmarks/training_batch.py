@@ -85,7 +85,7 @@ def row(cells: Cells, net: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(MODULE, __doc__)
     parser.add_argument("--nets", nargs="+", default=["unet", "gpt"], choices=list(TINY))
-    parser.add_argument("--budget", type=int, default=192, help="MiB for tensors (default: %(default)s)")
+    parser.add_argument("--budget", type=int, default=128, help="MiB for tensors (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each search (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="measured, after two others (default: %(default)s)")
     arguments = parser.parse_args(argv)
