@@ -59,7 +59,7 @@ def test_a_swap_out_delays_the_next_step() -> None:
 
 def test_parts_add_up_to_the_simulators_period() -> None:
     rng = random.Random(0)
-    for _ in range(20):
+    for _ in range(8):
         graph = random_training_graph(rng)
         profile = random_profile(rng, graph)
         problem = Problem(graph, profile, Memory(least_bytes(graph) * 5 // 4, counted=True), objective="period")
