@@ -15,8 +15,8 @@ from benchmarks.training_nets import NETS, Gpt, Net, WideResNet, eager_step, los
 from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer
 
 NETS_OF_A_GPU = {
-    "wide_resnet": Net(lambda: WideResNet(8, 4), lambda: _repeated("wide_resnet", 512)),
-    "gpt": Net(lambda: Gpt(768, 12, 128, 1000), lambda: _repeated("gpt", 128)),
+    "wide_resnet": Net(lambda: WideResNet(8, 4), NETS["wide_resnet"].inputs, 512),
+    "gpt": Net(lambda: Gpt(768, 12, 128, 1000), NETS["gpt"].inputs, 128),
 }
 """As on the CPU, but larger: steps of some hundred milliseconds."""
 EAGER, CHECKPOINT, OURS = "eager", "checkpoint per block", "best"
@@ -81,15 +81,6 @@ def measure(cell: str) -> Iterator[Row | str]:
         )
         share = trainer.plan.memory.nbytes / trainer.memory_bytes
         yield f"{net}: the plan has tensors in {share:.0%} of the memory; its searcher is {promise.searcher}."
-
-
-def _repeated(net: str, batch: int) -> Sequence[Tensor]:
-    """A batch of the net's on the CPU, in another size."""
-    inputs, targets = NETS[net].batch()
-    per_sample = len(targets) // len(inputs)
-    places = torch.arange(batch) % len(inputs)
-    targets = targets.reshape(len(inputs), per_sample)[places].flatten()
-    return inputs[places], targets
 
 
 def _timed(step: Callable[[], Tensor]) -> tuple[float, list[float]]:

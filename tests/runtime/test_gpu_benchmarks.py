@@ -152,7 +152,7 @@ def test_a_cold_model_beside_its_peers(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_training_in_little_memory_beside_torch_s_own_ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny = Net(lambda: WideResNet(1, 1), lambda: (torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,))))
+    tiny = Net(lambda: WideResNet(1, 1), lambda n: (torch.randn(n, 3, 16, 16), torch.randint(0, 10, (n,))), 4)
     monkeypatch.setattr(training, "NETS_OF_A_GPU", {"tiny": tiny})
     monkeypatch.setattr(training, "DEVICE", "cpu")
     monkeypatch.setattr(training, "SEARCH_S", 0.1)
