@@ -37,6 +37,8 @@ from cohabit.server.serve import Server
 
 ROOT = Path(__file__).parents[2]
 READY_S = 120.0
+QUICK_SEARCH = "streaming"
+"""The searcher of servers whose tests do not depend on how good plans are; activations have to fit."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -146,6 +148,7 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
         "metrics_port": 0,
         "exit_timeout_s": 10.0,
         "engine": "in-process",
+        "search": QUICK_SEARCH,
     }
     config = ServeConfig(repository, parse_memory(memory), cache=cache, **(settings | changes))
     stages: list[tuple[str, str]] = []
@@ -264,7 +267,8 @@ def _start(
 ) -> subprocess.Popen[str]:
     entering = [] if cgroup is None else ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh"]
     command = [*entering, sys.executable, "-m", "cohabit.server.cli", "serve", str(repository), "--memory", memory]
-    command += ["--cache", str(cache), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", *flags]
+    command += ["--cache", str(cache), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    command += ["--search", QUICK_SEARCH, *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True

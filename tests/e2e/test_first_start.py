@@ -26,7 +26,7 @@ from cohabit.server.resources import available_cpus
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, eventually, infer, process, refused_start, serving
 
-MODEL, BATCHES = "bert_small", (1, 2)
+MODEL, OTHER, BATCHES = "ranker", "lstm", (1, 2)
 
 
 def plans_of(server: Running) -> dict[Bucket, Plan]:
@@ -60,8 +60,8 @@ def test_with_json_everything_on_stderr_is_a_record(archives: Archives, tmp_path
 
 
 def test_with_json_a_refused_start_is_a_record(archives: Archives, tmp_path: Path) -> None:
-    repository = archives.repository("ranker")
-    status, said = refused_start(repository, "1KiB", tmp_path, "--log-format", "json", "--no-quick-start")
+    repository = archives.repository(MODEL)
+    status, said = refused_start(repository, "1KiB", archives.cache, "--log-format", "json", "--no-quick-start")
     assert status == 1
     events = [json.loads(line) for line in said.splitlines()]
     assert events[-1]["event"] == "the server has ended"
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_measured_is_still_served(
         quick = plans_of(server)
         archive = repository / MODEL / "1" / "model.pt2"
         archive.unlink()
-        archive.symlink_to(archives.archive("ranker"))
+        archive.symlink_to(archives.archive(OTHER))
         may_measure.set()
         server.until_planned()
         assert plans_of(server) == quick
@@ -135,22 +135,22 @@ def test_a_model_that_cannot_be_measured_is_still_served(
 
 
 def test_a_model_that_is_loaded_later_begins_with_quick_plans_too(archives: Archives, tmp_path: Path) -> None:
-    repository, inputs = archives.repository("ranker"), archives.inputs("ranker", 1)
+    repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     with serving(repository, "8MiB", tmp_path, engine="process", model_control="explicit") as server:
-        server.on_loop(server.engine.lifecycle.load("ranker", None))
+        server.on_loop(server.engine.lifecycle.load(MODEL, None))
         (placed,) = server.placement.memory.models.values()
-        answer = infer(server.address, "ranker", inputs)["score"]
+        answer = infer(server.address, MODEL, inputs)["score"]
         server.until_planned()
         assert not placed.is_provisional
         assert all(plan.profile == placed.profiles[batch].fingerprint for batch, plan in placed.plans.items())
-        assert infer(server.address, "ranker", inputs)["score"].tobytes() == answer.tobytes()
+        assert infer(server.address, MODEL, inputs)["score"].tobytes() == answer.tobytes()
 
 
 def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before_they_are_served(
     archives: Archives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models that are prepared or measured meanwhile would be in the times."""
-    models, steps = ("ranker", "lstm"), []
+    models, steps = (MODEL, OTHER), []
 
     def noted(step: str, function: Any, *arguments: Any, **options: Any) -> Any:
         steps.append(f"{step} begins")
@@ -175,7 +175,7 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
 def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_cached_one(
     archives: Archives, tmp_path: Path
 ) -> None:
-    repository, inputs = archives.repository("ranker"), archives.inputs("ranker", 1)
+    repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
         server.until_planned()
     for path in (tmp_path / "profiles").iterdir():
@@ -184,10 +184,10 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         cache_file.write(path, profile_format.encode(wrong))
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
         server.until_planned()
-        placed = server.placement.models["ranker", 1]
-        before, answer = placed.profiles, infer(server.address, "ranker", inputs)["score"]
+        placed = server.placement.models[MODEL, 1]
+        before, answer = placed.profiles, infer(server.address, MODEL, inputs)["score"]
         for _ in range(20):
-            infer(server.address, "ranker", inputs)
+            infer(server.address, MODEL, inputs)
         improver = server.placement.improver
         server.on_loop(improver.check())
         measured = placed.profiles
@@ -195,11 +195,11 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         assert all(measured[b].noise != 9.0 for b in before)
         assert all(measured[b].compute_s > before[b].compute_s / 2 for b in before)
         assert all(plan.profile == measured[b].fingerprint for b, plan in placed.plans.items())
-        assert infer(server.address, "ranker", inputs)["score"].tobytes() == answer.tobytes()
+        assert infer(server.address, MODEL, inputs)["score"].tobytes() == answer.tobytes()
         server.on_loop(improver.check())
         assert placed.profiles is measured, "once per load"
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
-        known = server.placement.models["ranker", 1].profiles
+        known = server.placement.models[MODEL, 1].profiles
         assert {b: p.fingerprint for b, p in known.items()} == {b: p.fingerprint for b, p in measured.items()}
 
 

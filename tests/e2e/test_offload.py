@@ -135,7 +135,7 @@ def test_it_is_served_in_the_least_memory_and_a_page_less_is_refused(
     x = np.random.default_rng(0).random((BATCH, 3, 64, 64), np.float32)
     answers = []
     for memory in (str(least), "256MiB"):
-        with serving(repository, memory, cache, batch_sizes=(1, BATCH)) as server:
+        with serving(repository, memory, cache, batch_sizes=(1, BATCH), search="best") as server:
             answers.append(infer(server.address, "skips", {"x": x})["y"])
     assert np.array_equal(*answers)
     with pytest.raises(InfeasibleBudget), deployed(repository, str(least - 4096), cache):

@@ -4,7 +4,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,17 +21,13 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy import prepare as preparation
 from cohabit.server.deploy.prepare import lowered_and_measured, measured_profiles, open_backend, prepare
-from cohabit.server.deploy.worker import WorkerFailed, WorkerProcesses, failed_stage, stage
+from cohabit.server.deploy.worker import WorkerFailed, WorkerProcesses, failed_stage
 from cohabit.server.repository.scan import find
 from cohabit.server.repository.sources import ModelSource
+from tests.hostile.calls import fail_unexpectedly, is_imported
 from tests.hostile.test_archives import with_equal_checksums
 from tests.runtime import models
 from tests.runtime.test_archive import read
-
-
-def status(field: str) -> str:
-    """Called in the process."""
-    return next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if field in line)
 
 
 def test_a_call_that_never_ends_blocks_no_other() -> None:
@@ -56,7 +51,7 @@ def test_a_call_has_a_limit_in_time() -> None:
 
 def test_processes_have_few_rights() -> None:
     workers = WorkerProcesses()
-    assert workers.call(status, "NoNewPrivs") == "1"
+    assert "NoNewPrivs:\t1\n" in workers.call(Path.read_text, Path("/proc/self/status"))
     assert workers.call(Path.read_text, Path("/proc/self/oom_score_adj")).strip() == "1000"
     assert workers.call(os.nice, 0) == min(os.nice(0) + 10, 19), "19 is the least priority"
     workers.close()
@@ -96,11 +91,6 @@ def test_a_call_here_is_made_in_this_process() -> None:
     assert workers.call(os.getpid) == workers.call_later(os.getpid) == os.getpid()
     with pytest.raises(ZeroDivisionError):
         workers.call(divmod, 1, 0)
-
-
-def is_imported(module: str) -> bool:
-    """Called in the process."""
-    return module in sys.modules
 
 
 @pytest.fixture
@@ -173,12 +163,6 @@ def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: 
     (tmp_path / "copy").rename(places[0])
     with closing(open_backend(config)) as backend, closing(WorkerProcesses()) as workers:
         assert torch.equal(weights(backend, workers, "one"), own[1])
-
-
-def fail_unexpectedly() -> None:
-    """Called in the process."""
-    with stage("lowering model 'x'"):
-        raise KeyError("p_weight")
 
 
 def test_an_unexpected_error_says_what_was_being_done_and_its_traceback_is_in_the_log(
