@@ -48,7 +48,7 @@ def eventually(condition: Callable[[], bool], patience_s: float = READY_S) -> No
     deadline_s = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline_s, "it never happened"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def infer(address: str, model: str, inputs: Arrays, version: str = "") -> dict[str, NDArray[Any]]:

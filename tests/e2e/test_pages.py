@@ -63,7 +63,7 @@ def repository(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path
 FLAGS = ("--model-control", "explicit", "--load-model", "*", "--batch-sizes", "1", "--no-strict-readiness")
 
 
-async def test_the_live_page_follows_a_server_through_an_unload_and_a_death(
+async def test_the_live_page_follows_a_server_through_an_unload_a_death_and_a_new_start(
     page: Page, repository: Path, plans: Path, tmp_path: Path
 ) -> None:
     tracing = ("--trace-config", f"file={tmp_path / 't.json'}", "--trace-config", "rate=1")
@@ -102,14 +102,6 @@ async def test_the_live_page_follows_a_server_through_an_unload_and_a_death(
         await page.value(f"{row_of('b')}.querySelector('button').click()")
         await page.until(f"{state_of('b')} === 'ready'")
 
-
-async def test_the_live_page_finds_a_server_that_was_started_again(
-    page: Page, repository: Path, plans: Path
-) -> None:
-    with process(repository, "24MiB", plans, *FLAGS) as server:
-        server.until_ready()
-        await page.open(f"http://{server.address}/")
-        await page.until(f"{state_of('a')} === 'ready'")
         port = server.address.rpartition(":")[2]
         server.popen.terminate()
         server.popen.wait(60)

@@ -93,6 +93,13 @@ def test_a_call_here_is_made_in_this_process() -> None:
         workers.call(divmod, 1, 0)
 
 
+@pytest.fixture(scope="module")
+def workers() -> Iterator[WorkerProcesses]:
+    """Their processes have imported torch once the first of these tests has run."""
+    with closing(WorkerProcesses()) as workers:
+        yield workers
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> ModelSource:
     models.export(models.Wide(2, 64), {"x": torch.zeros(3, 64)}, tmp_path / "wide" / "1" / "model.pt2")
@@ -115,11 +122,14 @@ def backend(config: ServeConfig) -> Iterator[Backend]:
 
 
 def test_a_damaged_cache_is_made_anew_by_a_worker(
-    source: ModelSource, config: ServeConfig, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    source: ModelSource,
+    config: ServeConfig,
+    backend: Backend,
+    workers: WorkerProcesses,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every file, truncated, changed by one digit, and removed; the archive is never read in this process."""
     monkeypatch.setattr(archive, "read", lambda file: pytest.fail("an archive was read in this process"))
-    workers = WorkerProcesses()
     first = prepare(source, config, backend, workers)
     first.store.close()
     assert config.cache is not None
@@ -133,11 +143,12 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
             again.store.close()
             assert again.lowered.manifest == first.lowered.manifest
             assert {path: path.read_bytes() for path in good} == good, (path, damage)
-    workers.close()
     assert [p for p in config.cache.rglob("*") if p.name.startswith(".")] == [], "nothing temporary is left"
 
 
-def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: Path, config: ServeConfig) -> None:
+def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(
+    tmp_path: Path, config: ServeConfig, workers: WorkerProcesses
+) -> None:
     """Loaded after it, again from the cache, and in place of it under the same name after a restart."""
     for path, name in zip(with_equal_checksums(tmp_path), ("one", "other"), strict=True):
         (tmp_path / "models" / name / "1").mkdir(parents=True)
@@ -146,7 +157,7 @@ def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: 
         read(tmp_path / "models" / name / "1" / "model.pt2")[0].state_dict["a.weight"] for name in ("one", "other")
     ]
 
-    def weights(backend: Backend, workers: WorkerProcesses, name: str) -> torch.Tensor:
+    def weights(backend: Backend, name: str) -> torch.Tensor:
         prepared = prepare(find(tmp_path / "models" / name), config, backend, workers)
         prepared.store.close()
         start = prepared.lowered.manifest.segments[0].offset
@@ -154,15 +165,15 @@ def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: 
         return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(8, 8)
 
     config = replace(config, pack_weights=False)
-    with closing(open_backend(config)) as backend, closing(WorkerProcesses()) as workers:
+    with closing(open_backend(config)) as backend:
         for _ in range(2):
-            assert torch.equal(weights(backend, workers, "one"), own[0])
-            assert torch.equal(weights(backend, workers, "other"), own[1])
+            assert torch.equal(weights(backend, "one"), own[0])
+            assert torch.equal(weights(backend, "other"), own[1])
     places = [tmp_path / "models" / name / "1" / "model.pt2" for name in ("one", "other")]
     shutil.copy2(places[1], tmp_path / "copy")
     (tmp_path / "copy").rename(places[0])
-    with closing(open_backend(config)) as backend, closing(WorkerProcesses()) as workers:
-        assert torch.equal(weights(backend, workers, "one"), own[1])
+    with closing(open_backend(config)) as backend:
+        assert torch.equal(weights(backend, "one"), own[1])
 
 
 def test_an_unexpected_error_says_what_was_being_done_and_its_traceback_is_in_the_log(
@@ -184,24 +195,27 @@ UNEXPECTED = (
 
 
 def test_a_cache_that_leads_to_an_unexpected_error_is_made_anew(
-    source: ModelSource, config: ServeConfig, backend: Backend, caplog: pytest.LogCaptureFixture
+    source: ModelSource,
+    config: ServeConfig,
+    backend: Backend,
+    workers: WorkerProcesses,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A program with a sound checksum that names a weight which there is not, as a defect may have written it."""
-    with closing(WorkerProcesses()) as workers:
-        first = prepare(source, config, backend, workers)
-        first.store.close()
-        (path,) = first.lowered.weights_path.parent.glob("program-*.json")
-        good = path.read_bytes()
-        program = cache_file.read(path)
-        assert b"p_layers_1_weight" in program
-        cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
-        again = prepare(source, config, backend, workers)
-        again.store.close()
-        assert path.read_bytes() == good
-        assert "KeyError: 'p_nothing'" in caplog.text
-        cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
-        prepare(source, config, backend, WorkerProcesses(here=True)).store.close()
-        assert path.read_bytes() == good, "in one process as well"
+    first = prepare(source, config, backend, workers)
+    first.store.close()
+    (path,) = first.lowered.weights_path.parent.glob("program-*.json")
+    good = path.read_bytes()
+    program = cache_file.read(path)
+    assert b"p_layers_1_weight" in program
+    cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
+    again = prepare(source, config, backend, workers)
+    again.store.close()
+    assert path.read_bytes() == good
+    assert "KeyError: 'p_nothing'" in caplog.text
+    cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
+    prepare(source, config, backend, WorkerProcesses(here=True)).store.close()
+    assert path.read_bytes() == good, "in one process as well"
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
@@ -239,10 +253,9 @@ def test_a_model_is_measured_in_another_process_than_the_one_that_lowered_it(
 
 
 def test_weights_that_changed_without_a_trace_are_made_anew_when_their_model_is_loaded_again(
-    source: ModelSource, config: ServeConfig
+    source: ModelSource, config: ServeConfig, backend: Backend, workers: WorkerProcesses
 ) -> None:
     """The file has the size and the time that it had; only the checksums tell."""
-    backend, workers = open_backend(config), WorkerProcesses()
     first = prepare(source, config, backend, workers)
     first.store.close()
     path = first.lowered.weights_path
@@ -252,8 +265,6 @@ def test_weights_that_changed_without_a_trace_are_made_anew_when_their_model_is_
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     prepare(source, config, backend, workers).store.close()
     assert path.read_bytes() == good
-    workers.close()
-    backend.close()
 
 
 def truncate(path: Path) -> None:
