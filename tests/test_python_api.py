@@ -188,7 +188,7 @@ async def test_a_server_serves_a_block_inside_a_running_event_loop(repository: P
     assert asyncio.get_running_loop().is_running()
     torch.manual_seed(0)
     linear, x = nn.Linear(8, 2).eval(), np.ones((2, 8), np.float32)
-    with cohabit.Server(repository, "1MiB", "--cache", str(tmp_path)) as server:
+    with cohabit.Server(repository, "1MiB", "--cache", str(tmp_path), "--engine", "in-process") as server:
         expected = linear(torch.from_numpy(x)).detach().numpy()
         np.testing.assert_allclose(server.infer("scorer", input=x)["output"], expected, rtol=1e-5, atol=1e-6)
         assert server.client.is_model_ready("scorer")

@@ -19,7 +19,7 @@ from tests.e2e.stacks import Stacks
 @pytest.fixture(scope="session")
 def archives(tmp_path_factory: pytest.TempPathFactory, run_folder: Path) -> Iterator[Archives]:
     root = tmp_path_factory.mktemp("e2e")
-    yield Archives(root, run_folder / "zoo")
+    yield Archives(root, run_folder)
     shutil.rmtree(root)
 
 

@@ -25,8 +25,9 @@ from cohabit.server.ipc.model import ModelKey
 from cohabit.server.resources import available_cpus
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, eventually, infer, process, refused_start, serving
+from tests.e2e.stacks import Stacks
 
-MODEL, OTHER, BATCHES = "ranker", "lstm", (1, 2)
+MODEL, BATCHES = "ranker", (1, 2)
 
 
 def plans_of(server: Running) -> dict[Bucket, Plan]:
@@ -61,7 +62,10 @@ def test_with_json_everything_on_stderr_is_a_record(archives: Archives, tmp_path
 
 def test_with_json_a_refused_start_is_a_record(archives: Archives, tmp_path: Path) -> None:
     repository = archives.repository(MODEL)
-    status, said = refused_start(repository, "1KiB", archives.cache, "--log-format", "json", "--no-quick-start")
+    with serving(repository, "100%", tmp_path, batch_sizes=(1,)):
+        pass  # the model is lowered and measured now, without further processes
+    flags = ("--log-format", "json", "--no-quick-start", "--batch-sizes", "1")
+    status, said = refused_start(repository, "1KiB", tmp_path, *flags)
     assert status == 1
     events = [json.loads(line) for line in said.splitlines()]
     assert events[-1]["event"] == "the server has ended"
@@ -119,7 +123,7 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
 
 
 def test_a_model_that_cannot_be_measured_is_still_served(
-    archives: Archives, tmp_path: Path, may_measure: threading.Event
+    archives: Archives, stacks: Stacks, tmp_path: Path, may_measure: threading.Event
 ) -> None:
     """Its archive changes while the server runs, so that what a worker measures is another model."""
     repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
@@ -127,7 +131,8 @@ def test_a_model_that_cannot_be_measured_is_still_served(
         quick = plans_of(server)
         archive = repository / MODEL / "1" / "model.pt2"
         archive.unlink()
-        archive.symlink_to(archives.archive(OTHER))
+        stacks.put(tmp_path / "other", "a", 0)
+        archive.symlink_to(tmp_path / "other" / "a" / "1" / "model.pt2")
         may_measure.set()
         server.until_planned()
         assert plans_of(server) == quick
@@ -147,10 +152,10 @@ def test_a_model_that_is_loaded_later_begins_with_quick_plans_too(archives: Arch
 
 
 def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before_they_are_served(
-    archives: Archives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models that are prepared or measured meanwhile would be in the times."""
-    models, steps = (MODEL, OTHER), []
+    models, steps = "ab", []
 
     def noted(step: str, function: Any, *arguments: Any, **options: Any) -> Any:
         steps.append(f"{step} begins")
@@ -161,8 +166,10 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
 
     for step in ("prepare", "measured_profiles"):
         monkeypatch.setattr(place, step, partial(noted, step, getattr(place, step)))
-    repository = archives.repository(*models)
-    with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    for seed, name in enumerate(models):
+        stacks.put(repository, name, seed)
+    with serving(repository, "50%", cache, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
         assert not server.placement.improver.is_busy
         assert all(not server.placement.models[m, 1].is_provisional for m in models)
         workers = server.placement.workers
