@@ -210,6 +210,11 @@ class Process:
         front_end = psutil.Process(self.popen.pid)
         return sum(_peak_bytes(process.pid) for process in (front_end, *front_end.children()))
 
+    def engine(self) -> psutil.Process:
+        children = psutil.Process(self.popen.pid).children()
+        (engine,) = (child for child in children if "cohabit.server.engine_process" in child.cmdline())
+        return engine
+
     def is_anything_left(self) -> bool:
         """Whether any process of its session lives."""
         try:

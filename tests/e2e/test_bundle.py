@@ -23,7 +23,7 @@ from cohabit.server.cli import main
 from cohabit.server.config.bundle import read_bundle
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sources import add_flags, read_settings
-from cohabit.server.errors import ConfigError
+from cohabit.server.errors import ConfigError, StartFailed
 from tests.e2e.serving import QUICK_SEARCH, ROOT, Running, process, refused_start, repository_index, serving
 from tests.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
 from tests.hostile.machine import as_root, memory_cgroup
@@ -295,6 +295,6 @@ def test_what_cannot_be_exported_leaves_no_folder(
     assert not (tmp_path / "bundle").exists()
     bundled = tmp_path / "models" / "empty" / "1" / "model.lowered"
     bundled.write_text("0" * 64)
-    status, shown = refused_start(tmp_path / "models", "8MiB", tmp_path / "cache")
-    assert status == 1
-    assert "stands for an archive that was lowered elsewhere" in shown
+    refused = pytest.raises(StartFailed, match="stands for an archive that was lowered elsewhere")
+    with refused, serving(tmp_path / "models", "8MiB", tmp_path / "cache"):
+        pass

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cohabit.server.view.page import plan_page
@@ -32,15 +31,6 @@ def row_of(model: str) -> str:
 
 def state_of(model: str) -> str:
     return f"{row_of(model)}?.querySelector('.state').textContent"
-
-
-def engine_of(server: Process) -> psutil.Process:
-    (engine,) = (
-        child
-        for child in psutil.Process(server.popen.pid).children()
-        if "engine_process" in " ".join(child.cmdline())
-    )
-    return engine
 
 
 async def ask_on(server: Process) -> None:
@@ -92,7 +82,7 @@ async def test_the_live_page_follows_a_server_through_an_unload_a_death_and_a_ne
         assert await page.value(f"{row_of('b')}.querySelector('button').textContent") == "Load"
         await page.until(f"!{parts}.includes('b') && document.querySelector('.part.free') !== null")
 
-        engine_of(server).kill()
+        server.engine().kill()
         await page.until(
             "document.querySelector('.banner').textContent.startsWith('The engine is being restarted')"
         )
