@@ -88,7 +88,7 @@ async def test_a_model_is_prepared_and_served_beside_clashing_names(commands: Pa
     archive = clashing / "repository" / "wide" / "1" / "model.pt2"
     archive.parent.mkdir(parents=True)
     models.export(models.Wide(), {"x": torch.zeros(3, 384)}, archive)
-    outside = ["env", "--unset=PYTHONPATH", NOTHING_COMPILED, f"--chdir={clashing}"]
+    outside = ["env", "--unset=PYTHONPATH", f"--chdir={clashing}", NOTHING_COMPILED]
     serve = [f"{commands}/cohabit", "serve", "repository", "--memory", "64MiB", "--cache", "cache"]
     ports = [part for name in ("http", "grpc", "metrics") for part in (f"--{name}-port", "0")]
     async with (
