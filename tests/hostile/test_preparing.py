@@ -238,18 +238,17 @@ def test_a_model_that_fails_unexpectedly_is_tried_again_only_if_the_cache_had_it
 
 
 def test_a_model_is_measured_in_another_process_than_the_one_that_lowered_it(
-    source: ModelSource, config: ServeConfig, backend: Backend
+    source: ModelSource, config: ServeConfig, backend: Backend, workers: WorkerProcesses
 ) -> None:
     """That one keeps torch's exporter, and to measure takes memory for all weights."""
-    with closing(WorkerProcesses()) as workers:
-        model = prepare(source, config, backend, workers)
-        model.store.close()
-        assert model.is_provisional
-        (lowering,) = workers._idle
-        profiles = measured_profiles(model, config, workers)
-        assert not any(profile.provisional for profile in profiles.values())
-        (measuring,) = set(workers._idle) - {lowering}
-        assert measuring._process.pid != lowering._process.pid
+    model = prepare(source, config, backend, workers)
+    model.store.close()
+    assert model.is_provisional
+    (lowering,) = workers._idle
+    profiles = measured_profiles(model, config, workers)
+    assert not any(profile.provisional for profile in profiles.values())
+    (measuring,) = set(workers._idle) - {lowering}
+    assert measuring._process.pid != lowering._process.pid
 
 
 def test_weights_that_changed_without_a_trace_are_made_anew_when_their_model_is_loaded_again(
