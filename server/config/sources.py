@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from cohabit.planner.compiled import INTERPRET
 from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, is_bundle, read_bundle, refuse_others
 from cohabit.server.config.config import BY_KEY, BY_NAME, SETTINGS, ServeConfig, check_consistent
 from cohabit.server.config.setting import PREFIX, Setting, Value
@@ -210,7 +211,7 @@ def _merged(below: Value, above: Value) -> Value:
 def _from_environment(environment: Mapping[str, str]) -> _Layer:
     layer: _Layer = {}
     for variable, text in sorted(environment.items()):
-        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(PREFIX) or variable in (CONFIG_VARIABLE, INTERPRET):
             continue
         setting = _known(variable.removeprefix(PREFIX).lower() if variable.isupper() else "", variable)
         value: Value = text
