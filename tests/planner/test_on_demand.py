@@ -12,7 +12,6 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.on_demand import (
     EvictAndFetch,
     Eviction,
-    OnDemand,
     least_recently_used,
     on_demand,
     prefetched,
@@ -173,13 +172,3 @@ def test_prefetching_overlaps_what_on_demand_waits_for() -> None:
     plan = search(problem, "on_demand")
     assert plan.provenance is not None
     assert plan.provenance.latency_s == pytest.approx(11.0)
-
-
-def test_there_is_one_candidate_and_it_fits() -> None:
-    for seed in range(40):
-        problem = some_problem(seed)
-        searcher = OnDemand(problem, seed)
-        assert searcher.ask() == [None]
-        assert searcher.evaluate(None, 0.0).latency_s < float("inf")
-        check(problem.graph, problem.profile, searcher.write(None))
-        assert searcher.ask() == ()

@@ -213,14 +213,6 @@ def test_a_recurrent_network_gets_the_workspace_in_which_it_needs_each_weight_on
             assert len(copied) <= 4
 
 
-def test_least_budget_of_a_model_is_exact() -> None:
-    demand = MODELS[1]
-    assert split_budget(demand.graphs, demand.profiles, 12 * PAGE).workspace_bytes <= 12 * PAGE
-    with pytest.raises(InfeasibleBudget) as refusal:
-        split_budget(demand.graphs, demand.profiles, 12 * PAGE - 1)
-    assert refusal.value.least_bytes == 12 * PAGE
-
-
 def test_one_more_model_takes_the_room_in_which_it_is_fastest() -> None:
     """`large` has 14 pages of parameters, two of activations at batch 4, and an op that needs four at once."""
     demand = MODELS[1]
@@ -288,13 +280,6 @@ def test_every_lane_has_a_workspace_that_the_memory_has_to_hold(lanes: int) -> N
         for batch, plan in entry.plans.items():
             check(demand.graphs[batch], demand.profiles[batch], plan)
             assert plan.memory.workspace_bytes == deployment.workspace_bytes
-
-
-def test_resident_models_of_two_lanes_need_one_workspace_more() -> None:
-    deployment = deploy(MODELS, (26 + 2 * 8) * PAGE, "resident", lanes=2)
-    assert deployment.taken_bytes == (26 + 2 * 8) * PAGE
-    with pytest.raises(InfeasibleBudget):
-        deploy(MODELS, (26 + 2 * 8 - 1) * PAGE, "resident", lanes=2)
 
 
 def loads(models: list[ModelTraffic], engines: int, memory_bytes: int) -> list[float]:

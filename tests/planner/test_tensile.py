@@ -26,7 +26,6 @@ from cohabit.planner.profile import Link, Profile
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
-from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.table import COMPUTE, columns, peak_bytes
 from cohabit.planner.search.driver import search
 from tests.planner.actions import plan_of, swap_in, swap_out
@@ -199,13 +198,6 @@ def test_constant_weights_leave_without_a_transfer() -> None:
     assert system.usage.peak().nbytes == 10 * PAGE
 
 
-def test_hidden_schedule_costs_no_time() -> None:
-    graph = training()
-    profile = profile_of(graph, bandwidth=8.0 * PAGE)
-    system = scheduled(graph, profile)
-    assert simulate(graph, checked_plan(system), profile).latency_s == pytest.approx(profile.compute_s)
-
-
 def recomputable(op_s: float = 1.0) -> tuple[Graph, Profile]:
     """A1 = f(X) and B = g(A1), both used at the end; X stays till then. A link that is far too slow to swap.
 
@@ -233,13 +225,6 @@ def test_what_saves_most_per_second_is_computed_again() -> None:
     assert [run.op for run in system.axis.runs] == [0, 1, 2, 3, 4, 1, 5]
     assert system.usage.peak().nbytes == 10 * PAGE
     checked_plan(system)
-
-
-def test_recomputation_uses_nothing_that_was_released() -> None:
-    """Once A is computed again, B cannot be: its op reads A, which is not there."""
-    graph, profile = recomputable()
-    system = scheduled(graph, profile)
-    assert [run.op for run in system.axis.runs] == [0, 1, 2, 3, 4, 0, 5]
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
