@@ -74,11 +74,11 @@ class Clock:
         """Progress after one more byte. What a forward op reads may leave while it runs."""
         raise NotImplementedError
 
-    def shortest(self, copies: tuple[int, ...], limit: float = math.inf) -> float:
+    def shortest(self, copies: tuple[int, ...]) -> float:
         level: set[State] = {(0, 0, copies)}
         seen = set(level)
         now = 0
-        while level and now < limit:
+        while level:
             waiting = list(level)
             while waiting:
                 op, left, copies = waiting.pop()
@@ -191,7 +191,7 @@ def test_dynprog_is_exhaustive_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without GREEDY's choices to fall back on: hundreds of chains, against all 2^L sets."""
     monkeypatch.setattr(module, "incumbents", lambda made: [(True,) * made.layers])
     waits = greedy_worse = 0
-    for seed in range(600):
+    for seed in range(400):
         made, memory = random_chain(random.Random(seed), 8)
         found = dynprog(made, memory)
         assert found is not None
@@ -199,8 +199,8 @@ def test_dynprog_is_exhaustive_search(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found_s == min(relaxed_s(made, memory, whole(made, o)) for o in subsets(made)), seed
         waits += found_s > made.compute_s
         greedy_worse += relaxed_s(made, memory, whole(made, greedy(made, memory))) > found_s
-    assert waits > 150
-    assert greedy_worse > 10
+    assert waits > 100
+    assert greedy_worse > 6
 
 
 def test_eager_fractions_are_the_best_of_all_fractional_schedules() -> None:

@@ -13,7 +13,7 @@ from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
-from tests.planner.reference import live_bytes, peak_bytes
+from tests.planner.reference import peak_bytes
 
 GRAPH = chain([PAGE] * 3)
 PROFILE = profile_of(GRAPH)
@@ -23,12 +23,6 @@ replace = msgspec.structs.replace
 
 def with_step(index: int, step: Step) -> Plan:
     return replace(PLAN, steps=(*PLAN.steps[:index], step, *PLAN.steps[index + 1 :]))
-
-
-def without_step(index: int) -> Plan:
-    """Leave out a drop at the end, so that no wait has to be renumbered."""
-    assert index >= 8
-    return replace(PLAN, steps=(*PLAN.steps[:index], *PLAN.steps[index + 1 :]))
 
 
 def and_then(*steps: Step) -> Plan:
@@ -271,17 +265,6 @@ def test_changed_state_is_swapped_out_before_it_is_dropped() -> None:
         check(graph, None, replace(plan, steps=(*plan.steps, Drop(0))))
     with pytest.raises(InvalidPlan, match="S was changed, but is neither swapped out nor a resident"):
         check(graph, None, plan)
-
-
-def test_live_bytes_are_counted_after_each_step() -> None:
-    """Two pages at first: W0 and A0."""
-    assert [n // PAGE for n in live_bytes(GRAPH, PLAN)] == [3, 4, 3, 4, 3, 2, 3, 4, 3, 2]
-    assert [n // PAGE for n in live_bytes(GRAPH, PLAN, ("activation", "input"))] == [1, 2, 1, 2, 2, 1, 1, 2, 2, 1]
-    assert peak_bytes(GRAPH, PLAN) == 4 * PAGE
-
-
-def test_without_step_leaves_a_streamed_parameter_behind_harmlessly() -> None:
-    check(GRAPH, PROFILE, without_step(8))
 
 
 def in_place_graph() -> Graph:

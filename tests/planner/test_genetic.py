@@ -15,7 +15,7 @@ from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, raised, shrink
 from cohabit.planner.papers.swapadvisor.evolution import Evolution, select, survival
-from cohabit.planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
+from cohabit.planner.papers.swapadvisor.genetic import Chromosome, Genetic
 from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
 from cohabit.planner.papers.swapadvisor.pools import MemoryPool, object_bytes, pool_of, uses_of
 from cohabit.planner.papers.swapadvisor.schedules import (
@@ -88,22 +88,6 @@ def test_costs_are_those_of_the_written_plan(seed: int) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(seed=seeds)
-def test_too_few_objects_for_an_op_are_unfit(seed: int) -> None:
-    graph, profile, rng = random_case(seed)
-    _, sizes = uses_of(graph, profile)
-    if not len(sizes.nbytes):
-        return
-    space = AllocationSpace(sizes, 0)
-    allocation = random_allocation(space, rng)
-    counts = allocation.counts.copy()
-    scarce = rng.choice(np.flatnonzero(space.least(allocation.classes)).tolist())
-    counts[scarce] = space.least(allocation.classes)[scarce] - 1
-    pool = pool_of(sizes, allocation.classes, counts)
-    assert swaps_of(graph, profile, np.arange(len(graph.ops)), pool, 1.0) == (UNFIT, None)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(reads=st.lists(st.integers(0, 4), min_size=1, max_size=9), objects=st.integers(1, 3))
 def test_the_first_pass_swaps_in_no_more_than_it_must(reads: list[int], objects: int) -> None:
     """Belady's rule is optimal for pages of one size that are read only: compared with every choice of evictions."""
@@ -173,23 +157,6 @@ def test_schedules_stay_schedules(seed: int) -> None:
     assert all(is_schedule(o, rule) for o in (np.arange(len(first)), first, second, *children, *mutants))
     assert (mutants[0] == children[0]).all()
     assert children[0].tolist()[:cut] == second.tolist()[:cut]
-
-
-def test_every_schedule_of_a_graph_is_drawn() -> None:
-    """Two branches of two ops each have six orders."""
-    tensors = [Tensor("X", 64, "input"), *(Tensor(f"A{i}", 64, "activation") for i in range(4))]
-    ops = (
-        Op("a", "any", (0,), (1,)),
-        Op("b", "any", (1,), (2,)),
-        Op("c", "any", (0,), (3,)),
-        Op("d", "any", (3,), (4,)),
-    )
-    graph = Graph("branches", 1, "weights", tuple(tensors), ops, ())
-    draw = np.random.default_rng(0)
-    drawn = {tuple(random_schedule(precedence(graph), draw).tolist()) for _ in range(200)}
-    assert drawn == {
-        o for o in itertools.permutations(range(4)) if o.index(0) < o.index(1) and o.index(2) < o.index(3)
-    }
 
 
 def is_schedule(order: Ints, rule: Precedence) -> bool:
@@ -299,17 +266,6 @@ def roomy() -> Problem:
     return problem_of(2 * least)
 
 
-def test_the_first_candidate_always_fits_and_the_population_comes_next() -> None:
-    searcher = Genetic(roomy(), 0, population=12)
-    serial, first, second = evolve(searcher, 1)
-    assert serial == [SERIAL]
-    assert len(first) == len(second) == 12
-    assert len(searcher.living) == 12
-    orders = {tuple(c.order) for c in first}
-    assert tuple(range(len(searcher.problem.graph.ops))) in orders
-    assert len(orders) > 4
-
-
 def test_the_first_generation_has_pools_that_fit_where_any_restricted_one_does() -> None:
     """From the least memory of a restricted pool on. One byte less, nothing but the serial plan fits."""
     graph = roomy().graph
@@ -360,18 +316,6 @@ def test_an_elitist_selection_keeps_equals_only_where_too_few_differ() -> None:
     assert select("elitist", [2.0, 1.0, 1.0, np.inf, 3.0], 1.0, 3, rng) == [1, 0, 4]
     assert select("elitist", [2.0, 1.0, 1.0, np.inf, np.inf], 1.0, 3, rng) == [1, 0, 2]
     assert select("elitist", [np.inf] * 4, 1.0, 2, rng) == [2, 3]
-
-
-def test_what_is_not_searched_does_not_change() -> None:
-    def pool(c: Chromosome) -> tuple[int, ...]:
-        return (*c.allocation.classes, *c.allocation.counts)
-
-    own = tuple(range(len(roomy().graph.ops)))
-    schedules = [c for g in evolve(Genetic(roomy(), 0, population=8, allocations=False), 3)[1:] for c in g]
-    assert len({pool(c) for c in schedules}) == 1 < len({tuple(c.order) for c in schedules})
-    allocations = [c for g in evolve(Genetic(roomy(), 0, population=8, schedules=False), 3)[1:] for c in g]
-    assert {tuple(c.order) for c in allocations} == {own}
-    assert len({pool(c) for c in allocations}) > 1
 
 
 def test_only_the_unrestricted_space_maps_sizes_out_of_order() -> None:

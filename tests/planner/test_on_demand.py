@@ -86,13 +86,6 @@ def test_least_recently_used_leaves_and_an_activation_is_saved_first() -> None:
     )
 
 
-def test_of_tensors_last_used_by_one_op_the_first_id_leaves() -> None:
-    course = least_recently_used(backwards(), 6 * PAGE, frozenset())
-    assert course.turns[2].leaves == (Eviction(W0, 0, save=False),)
-    course = least_recently_used(backwards(), 5 * PAGE, frozenset((W0, W1)))
-    assert [leave.tensor for leave in course.turns[2].leaves] == [W0, X]
-
-
 def test_weights_stay_from_one_iteration_to_the_next_where_they_are_used_before_they_are_pressed_out() -> None:
     """In five pages the iteration ends with W0 and W1 and starts with ops that read them."""
     course = steady(backwards(), 5 * PAGE)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, InvalidPlan, UnsupportedProblem
-from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.order import by_parameters, has_reuse, reordered
@@ -83,7 +83,7 @@ def test_every_wait_of_a_plan_is_necessary(seed: int) -> None:
                 check(graph, profile, replace(plan, steps=steps))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(seeds)
 def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
     """Another batch size, or any other workspace, must find the partition as the first plan leaves it."""
@@ -95,7 +95,7 @@ def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
     residents = search(
         Problem(graph, profile, Memory(least + 4 * PAGE, partition)), limit=Limit(evaluations=60)
     ).residents
-    plan = search(Problem(graph, profile, Memory(least, partition), residents))
+    plan = search(Problem(graph, profile, Memory(least, partition), residents), limit=Limit(evaluations=60))
     check(graph, profile, plan)
     assert plan.residents == residents
 
@@ -199,14 +199,6 @@ def test_displaced_residents_come_back_in_the_epilogue() -> None:
     epilogue = [s for s in plan.steps[plan.epilogue_start :] if isinstance(s, SwapIn)]
     assert [(s.tensor, s.address) for s in epilogue] == [(0, Address("partition", 0))]
     assert simulate(graph, plan, profile_of(graph)).period_s == pytest.approx(4.0)
-
-
-def test_one_parameter_read_by_many_ops_is_copied_once() -> None:
-    tensors = (parameter("W"), *(Tensor(f"A{i}", 64, "activation") for i in range(3)))
-    ops = tuple(Op(f"op{i}", "t", (0,) if i == 0 else (0, i), (i + 1,)) for i in range(3))
-    graph = Graph("tied", 1, "w", tensors, ops, (3,))
-    plan = search(Problem(graph, profile_of(graph), Memory(2 * PAGE)))
-    assert sum(isinstance(s, SwapIn) for s in plan.steps) == 1
 
 
 def test_residents_that_a_batch_does_not_read_are_left_alone() -> None:

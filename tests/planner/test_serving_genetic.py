@@ -3,12 +3,10 @@
 import random
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohabit.planner.check import check
-from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.serving import LONGEST_LEAD, ServingChromosome, ServingGenetic
@@ -21,7 +19,7 @@ from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.streaming.anneal import FITS
 from cohabit.planner.streaming.searcher import Streaming
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet
+from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile
 
 seeds = st.integers(0, 10**6)
 
@@ -131,12 +129,6 @@ def test_all_batch_sizes_share_the_residents_that_the_smallest_chose() -> None:
         check(graphs[batch], demand.profiles[batch], plan)
         assert plan.provenance is not None
         assert plan.provenance.searcher == "genetic"
-
-
-def test_activations_that_do_not_fit_are_refused() -> None:
-    graph = unet()
-    with pytest.raises(InfeasibleBudget):
-        search(Problem(graph, profile_of(graph), Memory(Footprint.of(graph).activation_bytes - PAGE)), "genetic")
 
 
 def test_the_search_ends_where_nothing_is_left_to_improve() -> None:

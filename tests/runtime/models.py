@@ -1,7 +1,7 @@
 """Small models, each with one thing that lowering has to get right."""
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +11,7 @@ from torch import nn
 from torch.export import Dim
 
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.options import DEFAULTS, Options
 
 
 class ConvNorm(nn.Module):
@@ -289,6 +290,21 @@ def export(
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.export.save(program, path)
     return program
+
+
+def lowered(
+    model: nn.Module,
+    examples: dict[str, torch.Tensor],
+    folder: Path,
+    name: str,
+    batches: Sequence[int],
+    *,
+    options: Options = DEFAULTS,
+    dynamic: bool = True,
+) -> Lowered:
+    """Export to `model.pt2` of a folder, and lower with a cache in the same folder."""
+    export(model, examples, folder / "model.pt2", dynamic=dynamic)
+    return lower(folder / "model.pt2", name, batches, folder / "cache", options=options)
 
 
 CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {

@@ -14,7 +14,7 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.host.store import open_store
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
@@ -23,13 +23,10 @@ BATCH = Bucket(2)
 TOKENS = torch.tensor([[1, 7, 8999, 0, 3], [4, 4, 4, 4, 4]])
 
 
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+@pytest.fixture
+def tied(constructs: models.Constructs) -> Lowered:
     """A model with a table that stays with the host, and parameters that are views of others."""
-    folder = tmp_path_factory.mktemp("tied")
-    torch.manual_seed(0)
-    models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "tied", [BATCH.batch], folder / "cache")
+    return constructs["tied"]
 
 
 @pytest.fixture(params=["resident", "streaming"])
@@ -51,9 +48,8 @@ def answer(program: Program) -> list[torch.Tensor]:
 
 
 def eager() -> list[torch.Tensor]:
-    torch.manual_seed(0)
     with torch.no_grad():
-        return list(models.Tied().eval()(TOKENS).values())
+        return list(models.made("tied")(TOKENS).values())
 
 
 def is_right(outputs: list[torch.Tensor]) -> bool:

@@ -83,8 +83,7 @@ PATTERNS: dict[str, tuple[Pattern, int, int]] = {
 
 def lowered_pattern(name: str, folder: Path, options: Options = FUSED) -> Lowered:
     pattern, _, _ = PATTERNS[name]
-    models.export(pattern, {"x": torch.zeros(3, 8, 6, 6)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "pattern", [2], folder / "cache", options=options)
+    return models.lowered(pattern, {"x": torch.zeros(3, 8, 6, 6)}, folder, "pattern", [2], options=options)
 
 
 def targets(lowered: Lowered) -> list[str]:

@@ -31,8 +31,7 @@ OPTIONS = [
 def test_outputs_are_within_the_option_s_tolerance(options: Options, make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     model = models.ConvNorm().eval()
-    models.export(model, {"x": torch.zeros(3, 3, 8, 8)}, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
+    lowered = models.lowered(model, {"x": torch.zeros(3, 3, 8, 8)}, tmp_path, "conv_norm", [2], options=options)
     again = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
     assert again.graphs == lowered.graphs
     inputs = lowered.examples(Bucket(2))
@@ -67,8 +66,14 @@ def test_half_precision_halves_the_weights(tmp_path: Path) -> None:
 
 
 def test_channels_last_weights_are_stored_so(tmp_path: Path) -> None:
-    models.export(models.ConvNorm(), {"x": torch.zeros(3, 3, 8, 8)}, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "conv", [1], tmp_path / "cache", options=Options(channels_last=True))
+    lowered = models.lowered(
+        models.ConvNorm(),
+        {"x": torch.zeros(3, 3, 8, 8)},
+        tmp_path,
+        "conv",
+        [1],
+        options=Options(channels_last=True),
+    )
     pieces = [p for s in lowered.manifest.segments for p in s.pieces if len(p.shape) == 4]
     assert pieces
     assert all(p.stride[1] == 1 for p in pieces)

@@ -31,8 +31,7 @@ def _pack_small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lowered_case(name: str, folder: Path, options: Options = PACKED) -> Lowered:
-    models.export(models.made(name), models.CASES[name][1], folder / "model.pt2")
-    return lower(folder / "model.pt2", name, [2, 4], folder / "cache", options=options)
+    return models.lowered(models.made(name), models.CASES[name][1], folder, name, [2, 4], options=options)
 
 
 def pieces(lowered: Lowered) -> dict[str, str | None]:
@@ -129,8 +128,7 @@ def test_weights_that_are_read_otherwise_too_stay_plain(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) @ self.layer.weight
 
-    models.export(Both(), {"x": torch.zeros(3, 8)}, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "both", [2], tmp_path / "cache", options=PACKED)
+    lowered = models.lowered(Both(), {"x": torch.zeros(3, 8)}, tmp_path, "both", [2], options=PACKED)
     assert not any(pieces(lowered).values())
 
 
@@ -175,16 +173,17 @@ from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, opened
 
-torch.set_num_threads(int(sys.argv[2]))
 fusion.LEAST_MULTIPLICATIONS = 0
-folder = Path(sys.argv[1])
-lowered = lower(folder / "model.pt2", "net", [1, 2], folder / "cache", options=Options(packed=True))
-with opened(cpu, lowered) as bench:
-    for batch in (1, 2):
-        program = bench.beside(lowered, resident_plan(lowered.graphs[Bucket(batch)]), Bases(0, 32 << 20))
-        print(f"steady {batch}", flush=True)
-        bench.executor.run(program, lowered.examples(Bucket(batch)))
-    print("end", flush=True)
+for name, threads in (("net", 1), ("bottleneck", 2)):
+    torch.set_num_threads(threads)
+    folder = Path(sys.argv[1]) / name
+    lowered = lower(folder / "model.pt2", name, [1, 2], folder / "cache", options=Options(packed=True))
+    with opened(cpu, lowered) as bench:
+        for batch in (1, 2):
+            program = bench.beside(lowered, resident_plan(lowered.graphs[Bucket(batch)]), Bases(0, 32 << 20))
+            print(f"steady {name}", flush=True)
+            bench.executor.run(program, lowered.examples(Bucket(batch)))
+        print("end", flush=True)
 """
 
 
@@ -218,21 +217,19 @@ class Bottleneck(torch.nn.Module):
         return torch.relu(self.wide(torch.relu(self.narrow(x))) + self.short(x))
 
 
-@pytest.mark.parametrize(("net", "size", "threads", "layers"), [(Net, 16, 1, 5), (Bottleneck, 14, 2, 3)])
-def test_no_call_reorders_a_weight(
-    net: type[torch.nn.Module], size: int, threads: int, layers: int, tmp_path: Path
-) -> None:
-    models.export(net(), {"x": torch.zeros(3, 3, size, size)}, tmp_path / "model.pt2")
+def test_no_call_reorders_a_weight(tmp_path: Path) -> None:
+    for name, net, size in (("net", Net(), 16), ("bottleneck", Bottleneck(), 14)):
+        models.export(net, {"x": torch.zeros(3, 3, size, size)}, tmp_path / name / "model.pt2")
     done = subprocess.run(
-        [sys.executable, "-c", _STEADY, str(tmp_path), str(threads)],
+        [sys.executable, "-c", _STEADY, str(tmp_path)],
         env={**os.environ, "ONEDNN_VERBOSE": "profile_exec", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    _, *runs = done.stdout.split("steady ")
-    assert len(runs) == 2
-    for run in runs:
+    runs = [run.partition("end\n")[0] for run in done.stdout.split("steady ")[1:]]
+    assert [run.partition("\n")[0] for run in runs] == ["net"] * 2 + ["bottleneck"] * 2
+    for run, layers in zip(runs, (5, 5, 3, 3), strict=True):
         ops = [line.partition(",exec,cpu,")[2].split(",")[0] for line in run.splitlines() if ",exec,cpu," in line]
         assert sum(ops.count(kernel) for kernel in ("convolution", "inner_product", "matmul")) >= layers
         assert "reorder" not in ops

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.tiling_programs import SUBJECTS, Subject, random_program
 from cohabit.planner.tiling.arrays import UnsupportedExpression, join_update, newarray
 from cohabit.planner.tiling.costs import Moved
 from cohabit.planner.tiling.graph import TilingGraph
 from cohabit.planner.tiling.search import TilingPlan, plan_tiling
+from cohabit.runtime.tiling import worker
 from cohabit.runtime.tiling.execute import TiledRun, measured
 from cohabit.runtime.tiling.kernels import compute
 from cohabit.runtime.tiling.worker import Worker, start
@@ -61,12 +63,12 @@ class Done:
     predicted: Moved
 
 
-def execute_all(picks: dict[tuple[str, str], tuple[int, ...]], worker: Worker) -> dict[tuple[str, str], Any]:
+def execute_all(picks: dict[tuple[str, str], tuple[int, ...]], own: Worker) -> dict[tuple[str, str], Any]:
     done = {}
     for subject in CHECKED:
-        graph = graph_of(subject, worker.flat.size())
+        graph = graph_of(subject, own.flat.size())
         for search in SEARCHED:
-            outputs, moved, _ = measured(TilingPlan(graph, picks[subject.name, search]), worker)
+            outputs, moved, _ = measured(TilingPlan(graph, picks[subject.name, search]), own)
             done[subject.name, search] = ([output.full_tensor().numpy() for output in outputs], moved)
     return done
 
@@ -87,7 +89,9 @@ def done() -> dict[tuple[str, str], Done]:
         (subject.name, search): plan_of(subject, search, PROCESSES) for subject in CHECKED for search in SEARCHED
     }
     picks = {case: plan.picks for case, plan in plans.items()}
-    results = start(partial(execute_all, picks), PROCESSES)
+    with pytest.MonkeyPatch.context() as patched:  # forks need not import torch; test_tiling_model.py starts others
+        patched.setattr(worker, "spawn", partial(start_processes, start_method="fork"))
+        results = start(partial(execute_all, picks), PROCESSES)
     return {case: Done(*results[case], plan.moved) for case, plan in plans.items()}
 
 
@@ -130,9 +134,9 @@ def test_a_function_that_torch_has_not_is_refused_by_name() -> None:
         compute(np.cbrt(newarray((2, 2))).expression, [torch.ones(2, 2)])
 
 
-def joined(expected: int, worker: Worker) -> int:
+def joined(expected: int, own: Worker) -> int:
     assert dist.get_world_size() == expected
-    return worker.rank
+    return own.rank
 
 
 def test_a_worker_of_torchrun_joins_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
