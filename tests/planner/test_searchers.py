@@ -18,7 +18,7 @@ from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.graph import Graph, Tensor
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
-from cohabit.planner.plan import SwapIn
+from cohabit.planner.plan import Compute, Drop, SwapIn
 from cohabit.planner.problem import TIE, UNFIT, Limit, Problem
 from cohabit.planner.schedule.gaps import Gaps
 from cohabit.planner.schedule.no_wait import schedule_of_choices
@@ -137,7 +137,29 @@ def test_a_candidate_costs_what_its_plan_is_simulated_to_take(searcher: str, pro
                     timeline.link_bytes,
                 )
                 compared += 1
+        assert state.evaluations > 0, "how many are worth making"
     assert compared >= 12
+
+
+@pytest.mark.parametrize("searcher", SERVING)
+def test_nothing_is_in_memory_after_its_last_use(searcher: str) -> None:
+    for seed in range(30):
+        problem = served_problem(seed)
+        graph, plan = problem.graph, search(problem, searcher, limit=FEW)
+        stays = {*graph.outputs, *(p.tensor for p in plan.residents)}
+        here, left = {*graph.inputs, *stays - set(graph.outputs)}, list(range(len(graph.ops)))
+        for step in plan.steps:
+            match step:
+                case Compute(op=k):
+                    if len(left) < len(graph.ops):
+                        assert here <= stays.union(*(graph.ops[j].touched for j in left))
+                    left.remove(k)
+                    here.update(graph.ops[k].writes)
+                case SwapIn(tensor=t):
+                    here.add(t)
+                case Drop(tensor=t):
+                    here.remove(t)
+        assert here <= stays or not graph.ops
 
 
 @pytest.mark.parametrize("searcher", [*COUNTED, *BASELINES])
