@@ -36,7 +36,7 @@ AREAS = {
         "server/scheduling/*.py",
         "tests/server/test_scheduler.py tests/server/test_scheduler_overload.py tests/server/test_estimates.py",
     ),
-    "check": Area("planner/check.py", "tests/planner/test_check.py"),
+    "check": Area("planner/check.py", "tests/planner/test_check.py tests/planner/test_plan_format.py"),
     "matching": Area(
         "server/protocol/matching.py",
         "tests/transport/test_bad_input.py tests/transport/test_tritonclient.py tests/transport/test_codec.py "

@@ -328,22 +328,6 @@ def test_ops_that_change_state_are_not_repeated(searcher: type[Baseline]) -> Non
     assert all(found[op.name] == 1 for op in graph.ops if op.mutates)
 
 
-def test_chain_checkpointing_is_never_slower_than_sqrt_where_that_fits_and_fits_in_less() -> None:
-    graph = trained([("linear", 4)] * 16)
-    resident = peak_bytes(problem_of(graph))
-    compared = 0
-    for percent in range(100, 35, -5):
-        problem = problem_of(graph, Memory(resident * percent // 100, counted=True))
-        chain, sqrt = (search(problem, name) for name in ("chain_checkpointing", "sqrt_checkpointing"))
-        assert chain.residents
-        assert chain.provenance is not None
-        if sqrt.residents:
-            assert sqrt.provenance is not None
-            assert chain.provenance.period_s <= sqrt.provenance.period_s
-            compared += 1
-    assert compared >= 5
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_best_is_no_slower_on_a_training_step_than_plans_of_its_chain(seed: int) -> None:
     rng = random.Random(seed)

@@ -249,24 +249,6 @@ def test_resident_that_came_back_may_leave_again_before_an_op_reads_it() -> None
         check(graph, None, replace(plan, steps=(Drop(0), SwapIn(0), Compute(0, (1,)))))
 
 
-def test_a_swap_in_waits_for_the_users_of_the_storage_to_which_it_returns() -> None:
-    graph = chain([PAGE])
-    plan = Plan(graph.fingerprint, "", Memory(3 * PAGE, counted=True), 3 * PAGE, (Placement(0),), ())
-    check(graph, None, replace(plan, steps=(Compute(0), Drop(0), SwapIn(0, None, (0,)))))
-    with pytest.raises(InvalidPlan, match="does not wait for the users of W0, to whose storage it returns"):
-        check(graph, None, replace(plan, steps=(Compute(0), Drop(0), SwapIn(0))))
-
-
-def test_changed_state_is_swapped_out_before_it_is_dropped() -> None:
-    graph = Graph("state", 1, "", (Tensor("S", 64, "state"),), (Op("update", "t", (0,), (), 0, (0,)),), ())
-    plan = Plan(graph.fingerprint, "", Memory(64, counted=True), 64, (), (SwapIn(0), Compute(0, (0,))))
-    check(graph, None, replace(plan, steps=(*plan.steps, SwapOut(0, (1,)), Drop(0))))
-    with pytest.raises(InvalidPlan, match="its changes are not in the host store"):
-        check(graph, None, replace(plan, steps=(*plan.steps, Drop(0))))
-    with pytest.raises(InvalidPlan, match="S was changed, but is neither swapped out nor a resident"):
-        check(graph, None, plan)
-
-
 def in_place_graph() -> Graph:
     """make writes A; look reads it; change doubles it in place; use reads the doubled one."""
     tensors = (Tensor("X", PAGE, "input"), Tensor("A", PAGE, "activation"), Tensor("B", PAGE, "activation"))
@@ -306,18 +288,6 @@ def test_a_host_copy_from_before_a_change_in_place_is_not_swapped_in() -> None:
     early = (*plan.steps[:2], SwapOut(1, (0,)), *plan.steps[2:])
     with pytest.raises(InvalidPlan, match="before its swap-out has ended"):
         check(in_place_graph(), None, replace(plan, steps=early))
-
-
-def test_a_swap_out_waits_for_the_change_before_it() -> None:
-    """Otherwise it may copy a tensor half changed."""
-    changed_first = in_place_plan((0, 1, 2, 3))
-    for after, waits in (((2,), True), ((1,), False)):
-        steps = (*changed_first.steps[:3], SwapOut(1, after), *changed_first.steps[3:])
-        if waits:
-            check(in_place_graph(), None, replace(changed_first, steps=steps))
-        else:
-            with pytest.raises(InvalidPlan, match="does not wait for A to arrive"):
-                check(in_place_graph(), None, replace(changed_first, steps=steps))
 
 
 def test_overlapping_ranges_are_found_as_by_going_through_all() -> None:

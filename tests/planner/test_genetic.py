@@ -290,7 +290,7 @@ def test_an_elitist_population_evolves(served: bool) -> None:
         ServingGenetic(served_problem(), 0, population=12) if served else Genetic(roomy(), 0, population=12)
     )
     living = []
-    for _ in range(24):
+    for _ in range(16):
         candidates = searcher.ask()
         searcher.tell(candidates, [searcher.evaluate(c, 0.0) for c in candidates])
         living.append([searcher.seconds(c) for _, c in searcher.living])

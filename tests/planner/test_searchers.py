@@ -268,10 +268,10 @@ def test_best_ends_at_the_bound_or_when_no_member_has_more_to_try(seed: int) -> 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=seeds)
-def test_plans_with_swap_outs_and_recomputation_take_what_exact_arithmetic_says(seed: int) -> None:
+def test_plans_take_what_exact_arithmetic_says(seed: int) -> None:
     """Against the plain simulator: every step of the first inference, and the ends of those that follow."""
-    problem = counted_problem(seed)
-    for searcher in ("on_demand", "interval", "genetic"):
+    problems = dict.fromkeys(("on_demand", "interval", "genetic"), counted_problem(seed))
+    for searcher, problem in (problems | {"streaming": served_problem(seed)}).items():
         plan = search(problem, searcher, seed=seed, limit=FEW)
         timeline = simulate(problem.graph, plan, problem.profile)
         ends, finished = simulate_exactly(problem.graph, plan, problem.profile, MOST_INFERENCES)

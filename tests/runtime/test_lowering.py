@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from cohabit.planner.check import check
-from cohabit.planner.graph import decode, encode
 from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.build import build
@@ -78,16 +76,6 @@ def test_every_construct_equals_eager_at_two_batches_and_is_read_back_as_it_was_
     if name != "branch":  # sub-programs have no equality; tests/hostile runs them
         assert models.contents(again) == models.contents(lowered)
     assert again.graphs == lowered.graphs
-
-
-@pytest.mark.parametrize("name", models.CASES)
-def test_graphs_survive_their_file_format_and_hand_made_plans_pass_the_checker(
-    name: str, constructs: models.Constructs
-) -> None:
-    graph = constructs[name].graphs[Bucket(2)]
-    assert decode(encode(graph)) == graph
-    check(graph, None, streaming_plan(graph))
-    check(graph, None, resident_plan(graph))
 
 
 def test_outputs_are_named_by_the_structure_that_the_model_returns(constructs: models.Constructs) -> None:
