@@ -34,23 +34,6 @@ def dynprog(chain: LayerChain, memory_bytes: float) -> Offloaded | None:
     return found[0] if found else None
 
 
-def fractions(chain: LayerChain, memory_bytes: float) -> tuple[float, ...]:
-    """Theorem 2: bytes to offload where parts can be, just M_peak - M_GPU, the first first."""
-    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
-    found = []
-    for x in chain.x_bytes[: chain.layers]:
-        found.append(min(x, excess))
-        excess -= found[-1]
-    return tuple(found)
-
-
-def bound(chain: LayerChain, memory_bytes: float) -> float:
-    """Proposition 3: seconds that no schedule beats."""
-    excess = max(chain.peak_bytes() - memory_bytes, 0.0)
-    copies = excess / chain.offload_bytes_per_s + excess / chain.prefetch_bytes_per_s
-    return max(chain.compute_s, copies)
-
-
 class Clock:
     """Shortest schedules by breadth-first search over unit steps of time; nothing of section 5 is in here.
 
@@ -134,28 +117,6 @@ class Ordered(Clock):
         return [(copies[0] + 1,)] if copies[0] < there else []
 
 
-class Free(Clock):
-    """Any byte of any activation leaves and comes back at any time (section 4)."""
-
-    def outside(self, copies: tuple[int, ...]) -> int:
-        return sum(copies)
-
-    def ready(self, op: int, copies: tuple[int, ...]) -> bool:
-        last = self.chain.layers
-        i = op if op < last else 2 * last - 1 - op
-        return not copies[i] and (op < last or i + 1 == last or not copies[i + 1])
-
-    def copied(self, op: int, running: bool, copies: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
-        """What a backward op reads stays, and what none reads any more is no longer there to leave."""
-        last = self.chain.layers
-        begun = op + running if op < last else 2 * last - 1 - op
-        for i, (out, x) in enumerate(zip(copies, self.chain.x_bytes, strict=False)):
-            if i < begun and out < x:
-                yield (*copies[:i], out + 1, *copies[i + 1 :])
-            if out:
-                yield (*copies[:i], out - 1, *copies[i + 1 :])
-
-
 def random_chain(rng: random.Random, most_layers: int, most: int = 4) -> tuple[LayerChain, int]:
     """Whole numbers, and a memory between the least and the peak."""
     layers = rng.randint(1, most_layers)
@@ -203,22 +164,10 @@ def test_dynprog_is_exhaustive_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert greedy_worse > 6
 
 
-def test_eager_fractions_are_the_best_of_all_fractional_schedules() -> None:
-    """Theorem 2, against schedules that know neither of order nor of eagerness."""
-    waits = 0
-    for seed in range(250):
-        made, memory = random_chain(random.Random(seed), 3, most=3)
-        shortest = Free(made, memory).shortest((0,) * made.layers)
-        assert relaxed_s(made, memory, fractions(made, memory)) == shortest, seed
-        assert bound(made, memory) <= shortest
-        waits += shortest > made.compute_s
-    assert waits > 40
-
-
 def test_greedy_offloads_too_much_where_dynprog_picks() -> None:
     """Two bytes must leave. GREEDY's x_0 has nine, of which F_1 and B_1 hide four each; x_1 leaves after F_1."""
     made = LayerChain([0, 4, 0], [0, 4, 0], [9, 2, 0, 0], [0] * 4, [0, 0, 2], [0, 0, 2], 1, 1)
-    assert (made.peak_bytes(), bound(made, 11)) == (13, 8)
+    assert made.peak_bytes() == 13
     assert greedy(made, 11) == (True, False, False)
     assert dynprog(made, 11) == (False, True, False)
     assert relaxed_s(made, 11, (9, 0, 0)) == 8 + 5 + 5

@@ -304,3 +304,13 @@ def test_overlapping_ranges_are_found_as_by_going_through_all() -> None:
         else:
             known.add(place)
             kept.append(place)
+
+
+def test_a_parameter_that_is_an_output_is_there_when_the_last_op_ends_and_no_longer() -> None:
+    tensors = (Tensor("W", 64, "parameter"), Tensor("X", 64, "input"), Tensor("Y", 64, "activation"))
+    graph = Graph("output", 1, "", tensors, (Op("make", "t", (1,), (2,)),), (0, 2))
+    plan = Plan(graph.fingerprint, "", Memory(192, counted=True), 192, (), ())
+    check(graph, None, replace(plan, steps=(SwapIn(0), Compute(0, (0,)), Drop(0))))
+    for steps in ((SwapIn(0), Drop(0), Compute(0, (0,))), (Compute(0), SwapIn(0)), (SwapIn(0), Compute(0))):
+        with pytest.raises(InvalidPlan, match="output W is not in memory when the last op ends"):
+            check(graph, None, replace(plan, steps=steps))

@@ -34,14 +34,21 @@ from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import evaluate, simulate
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+from tests.planner.graphs import (
+    PAGE,
+    any_graph,
+    chain,
+    profile_of,
+    random_profile,
+    random_training_graph,
+)
 
 seeds = st.integers(0, 10**6)
 
 
 def random_case(seed: int) -> tuple[Graph, Profile, random.Random]:
     rng = random.Random(seed)
-    graph = random_training_graph(rng, 8) if rng.random() < 0.5 else random_graph(rng, 20)
+    graph = any_graph(rng)
     return graph, random_profile(rng, graph), rng
 
 

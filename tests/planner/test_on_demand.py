@@ -1,7 +1,5 @@
 """The on-demand baseline evicts what was used longest ago, and prefetches what its first iteration has swapped."""
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,18 +16,15 @@ from cohabit.planner.papers.swapadvisor.on_demand import (
     steady,
 )
 from cohabit.planner.problem import Problem
-from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.table import SWAP_IN
 from cohabit.planner.search.driver import search
 from tests.planner.actions import compute, drop, swap_in, swap_out
 from tests.planner.graphs import (
     PAGE,
     chain,
+    counted_problem,
     parameter,
     profile_of,
-    random_graph,
-    random_profile,
-    random_training_graph,
 )
 from tests.planner.reference import sequence_peak_bytes
 
@@ -53,13 +48,6 @@ def backwards() -> Graph:
 
 
 W0, W1, W2, X, A, B, C, D, E, F = range(10)
-
-
-def some_problem(seed: int) -> Problem:
-    rng = random.Random(seed)
-    graph = random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
-    memory = least_bytes(graph) + rng.choice((0, PAGE, 3 * PAGE, sum(t.nbytes for t in graph.tensors) // 2))
-    return Problem(graph, random_profile(rng, graph), Memory(memory, counted=True))
 
 
 def test_least_recently_used_leaves_and_an_activation_is_saved_first() -> None:
@@ -146,7 +134,7 @@ def test_prefetching_swaps_the_same_but_earlier() -> None:
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds)
 def test_decisions_fit_and_hold_from_one_iteration_to_the_next(seed: int) -> None:
-    problem = some_problem(seed)
+    problem = counted_problem(seed)
     graph, course = problem.graph, steady(problem.graph, problem.memory.nbytes)
     demand, early = on_demand(graph, course), prefetched(graph, course)
     for actions in (demand, early):

@@ -38,6 +38,7 @@ from cohabit.planner.streaming.searcher import Streaming
 from tests.planner.actions import compute, drop, plan_of, swap_in, swap_out
 from tests.planner.graphs import (
     PAGE,
+    any_graph,
     chain,
     profile_of,
     random_actions,
@@ -48,10 +49,6 @@ from tests.planner.graphs import (
 from tests.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
-
-
-def any_graph(rng: random.Random) -> Graph:
-    return random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
 
 
 def random_plan(rng: random.Random, spare_bytes: int = 0) -> tuple[Graph, Profile, Plan]:

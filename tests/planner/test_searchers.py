@@ -16,7 +16,6 @@ from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.graph import Graph, Tensor
-from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Compute, Drop, SwapIn
 from cohabit.planner.problem import TIE, UNFIT, Limit, Problem
@@ -30,36 +29,19 @@ from cohabit.planner.search.registry import BASELINES, COUNTED, SEARCHERS, SERVI
 from tests.planner.graphs import (
     PAGE,
     chain,
+    counted_problem,
     parameter,
     profile_of,
     random_graph,
     random_profile,
     random_training_graph,
+    served_problem,
     unrolled_training,
 )
 from tests.planner.reference import simulate_exactly
 from tests.planner.test_bound import best_possible, tiny
 
 Problems = Callable[[int], Problem]
-
-
-def counted_problem(seed: int) -> Problem:
-    """An inference or a training graph in one budget, from the least to more than enough."""
-    rng = random.Random(seed)
-    graph = random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
-    room = sum(t.nbytes for t in graph.tensors)
-    memory = least_bytes(graph) + rng.choice((0, 100, PAGE, 3 * PAGE, room // 4, room // 2, 2 * room))
-    profile, objective = random_profile(rng, graph), rng.choice(("latency", "latency", "period"))
-    return Problem(graph, profile, Memory(memory, counted=True), objective=objective)
-
-
-def served_problem(seed: int) -> Problem:
-    """An inference in a partition and a workspace, from the least in which activations stay."""
-    rng = random.Random(seed)
-    graph = random_graph(rng)
-    partition = PAGE * rng.randint(0, 16)
-    workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((0, 0, 1, 3, 9))
-    return Problem(graph, random_profile(rng, graph), Memory(workspace, partition))
 
 
 seeds = st.integers(0, 10**6)

@@ -27,7 +27,13 @@ from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.table import COMPUTE, columns, peak_bytes
 from tests.planner.actions import plan_of, swap_in, swap_out
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+from tests.planner.graphs import (
+    PAGE,
+    any_graph,
+    chain,
+    profile_of,
+    random_profile,
+)
 from tests.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
@@ -85,7 +91,7 @@ class Case:
 
 def some_case(seed: int) -> Case:
     rng = random.Random(seed)
-    graph = random_training_graph(rng) if rng.random() < 0.6 else random_graph(rng)
+    graph = any_graph(rng)
     room = sum(t.nbytes for t in graph.tensors)
     memory = least_bytes(graph) + rng.choice((0, PAGE, 3 * PAGE, room // 4, room // 2))
     return Case(graph, random_profile(rng, graph), rng.choice((1.0, 1.0, 0.5, 0.2)), memory)
