@@ -354,10 +354,16 @@ class Constructs(dict[str, Lowered]):
                 path.with_suffix(".new").rename(path)
         return path
 
+    def lowered(
+        self, name: str, folder: Path, options: Options = DEFAULTS, batches: Sequence[int] = (2, 4)
+    ) -> Lowered:
+        """The model lowered with a cache of the test's own."""
+        return lower(self.archive(name), name, batches, folder, options=options)
+
     def __missing__(self, name: str) -> Lowered:
         archive = self.archive(name)
         with locked(archive.with_suffix(".lock")):
-            self[name] = lower(archive, name, [2, 4], archive.parent / "cache")
+            self[name] = self.lowered(name, archive.parent / "cache")
         return self[name]
 
 

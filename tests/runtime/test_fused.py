@@ -126,9 +126,3 @@ def test_fused_programs_are_read_again_as_they_were_written(tmp_path: Path) -> N
         i.target for i in before.traces[Bucket(2)].instructions
     ]
     assert models.contents(again) == models.contents(before)
-
-
-def test_fused_convolutions_are_stored_channels_last_too(tmp_path: Path) -> None:
-    lowered = lowered_pattern("residual behind", tmp_path, Options(channels_last=True, fused=True))
-    (weight,) = [p for s in lowered.manifest.segments for p in s.pieces if len(p.shape) == 4]
-    assert weight.stride[1] == 1

@@ -95,7 +95,7 @@ def test_rows_that_do_not_are_left_alone(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [n for n in models.CASES if n not in ("branch", "scalar")])
 def test_rounding_is_no_influence(name: str, constructs: models.Constructs, tmp_path: Path) -> None:
     for options in (Options(), Options(packed=True), Options("bfloat16", packed=True)):
-        lowered = lower(constructs.archive(name), name, [1, 3, 7], tmp_path, options=options)
+        lowered = constructs.lowered(name, tmp_path, options, [1, 3, 7])
         assert lowered.interaction is None
 
 

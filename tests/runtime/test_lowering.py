@@ -59,7 +59,7 @@ def test_every_construct_equals_eager_at_two_batches_and_is_read_back_as_it_was_
 ) -> None:
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
     model, examples = models.made(name), models.CASES[name][1]
-    lowered = lower(constructs.archive(name), name, [1, 4], tmp_path, options=options)
+    lowered = constructs.lowered(name, tmp_path, options, [1, 4])
     assert lowered.batches == (1, 4)
     for batch in lowered.batches:
         inputs = real_inputs(examples, batch)
@@ -71,7 +71,7 @@ def test_every_construct_equals_eager_at_two_batches_and_is_read_back_as_it_was_
         for want, kept, swapped in zip(expected, resident, streamed, strict=True):
             torch.testing.assert_close(kept, want, atol=1e-4 * float(want.abs().max()), rtol=0)
             assert torch.equal(kept, swapped), "the same bits at every budget"
-    again = lower(constructs.archive(name), name, [1, 4], tmp_path, options=options)
+    again = constructs.lowered(name, tmp_path, options, [1, 4])
     assert list(tmp_path.glob("*/program-*.json"))
     if name != "branch":  # sub-programs have no equality; tests/hostile runs them
         assert models.contents(again) == models.contents(lowered)
@@ -229,23 +229,23 @@ def test_in_place_ops_are_marked_with_what_they_change(constructs: models.Constr
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"format_version": 1}', b'{"format_version": 99}'])
 def test_a_damaged_cache_is_made_again(damage: bytes, constructs: models.Constructs, tmp_path: Path) -> None:
-    before = lower(constructs.archive("wide"), "wide", [1], tmp_path)
+    before = constructs.lowered("wide", tmp_path, batches=[1])
     for pattern in ("program-*.json", "weights.json"):
         (file,) = tmp_path.glob(f"*/{pattern}")
         file.write_bytes(damage)
-        assert lower(constructs.archive("wide"), "wide", [1], tmp_path).graphs == before.graphs
+        assert constructs.lowered("wide", tmp_path, batches=[1]).graphs == before.graphs
 
 
 def test_a_flipped_bit_in_the_weights_file_is_found_and_mended(
     constructs: models.Constructs, tmp_path: Path
 ) -> None:
-    before = lower(constructs.archive("wide"), "wide", [1], tmp_path)
+    before = constructs.lowered("wide", tmp_path, batches=[1])
     sound = before.weights_path.read_bytes()
     for position in (0, len(sound) // 2, len(sound) - 1):
         damaged = bytearray(sound)
         damaged[position] ^= 1
         before.weights_path.write_bytes(damaged)
-        lower(constructs.archive("wide"), "wide", [1], tmp_path)
+        constructs.lowered("wide", tmp_path, batches=[1])
         assert before.weights_path.read_bytes() == sound
 
 
