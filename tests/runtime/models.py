@@ -363,7 +363,7 @@ class Constructs(dict[str, Lowered]):
     def __missing__(self, name: str) -> Lowered:
         archive = self.archive(name)
         with locked(archive.with_suffix(".lock")):
-            self[name] = self.lowered(name, archive.parent / "cache")
+            self[name] = lower(archive, name, [2, 4], archive.parent / "cache")
         return self[name]
 
 
