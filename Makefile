@@ -36,7 +36,7 @@ test: $(READY) browser  ## Lint, type check, and run every test that takes secon
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu and not scale"
 
 loops: $(READY)
-	@$(BIN)/python -c "from tests.planner.test_compiled import QUICK_PLAN; exec(QUICK_PLAN)" > /dev/null
+	@$(BIN)/python -c "from cohabit.planner.warm import warm; warm()"
 
 test-slow: $(READY)  ## The tests that take minutes: large models, whole-process memory.
 	$(BIN)/python -m pytest -m slow

@@ -122,9 +122,14 @@ def _measured(
     net: str, share: float, contestant: str, cells: Cells, arguments: argparse.Namespace, flags: Sequence[str]
 ) -> dict[str, Any]:
     peak_bytes = cells.get(f"{net} 1 best", {}).get("peak_bytes", 1 << 30)
-    command = [sys.executable, "-m", "benchmarks.training_step", net, contestant, "--share", str(share), *flags]
-    command += ["--peak", str(peak_bytes), "--seconds", str(arguments.seconds), "--steps", str(arguments.steps)]
-    command += ["--tiny"] if arguments.tiny else []
+    flags = ["--share", str(share), *flags, "--peak", str(peak_bytes)]
+    flags += ["--seconds", str(arguments.seconds), "--steps", str(arguments.steps)]
+    return cell_of(net, contestant, [*flags, *(["--tiny"] if arguments.tiny else [])])
+
+
+def cell_of(net: str, contestant: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Run `benchmarks.training_step` in a cgroup of its own; return what it printed, or how it failed."""
+    command = [sys.executable, "-m", "benchmarks.training_step", net, contestant, *flags]
     with running(command, None) as (process, _, log):
         try:
             output, _ = process.communicate(timeout=PATIENCE_S)

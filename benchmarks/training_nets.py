@@ -24,10 +24,17 @@ class Blocks(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Net:
-    """A network's constructor and a batch for it."""
+    """A network's constructor, and its batches."""
 
     model: Callable[[], Blocks]
-    batch: Callable[[], Sequence[Tensor]]
+    inputs: Callable[[int], Sequence[Tensor]]
+    """A batch of so many samples."""
+    samples: int
+    """Of its own batch."""
+
+    def batch(self, samples: int | None = None) -> Sequence[Tensor]:
+        """A batch of its own size, or of so many samples."""
+        return self.inputs(self.samples if samples is None else samples)
 
 
 class Residual(nn.Module):
@@ -230,17 +237,17 @@ def _tokens(batch: int, length: int, words: int, targets: tuple[int, ...]) -> Se
 
 
 NETS = {
-    "wide_resnet": Net(lambda: WideResNet(2, 2), lambda: _images(152, 32)),
-    "inception": Net(lambda: Inception(24, 6), lambda: _images(24, 64)),
-    "lstm": Net(lambda: Lstm(192, 2, 24, 1000), lambda: _tokens(672, 24, 1000, (672,))),
-    "gpt": Net(lambda: Gpt(192, 6, 128, 1000), lambda: _tokens(26, 128, 1000, (3328,))),
-    "unet": Net(lambda: UNet(12, 4), lambda: _images(8, 192, (192, 192))),
+    "wide_resnet": Net(lambda: WideResNet(2, 2), lambda n: _images(n, 32), 152),
+    "inception": Net(lambda: Inception(24, 6), lambda n: _images(n, 64), 24),
+    "lstm": Net(lambda: Lstm(192, 2, 24, 1000), lambda n: _tokens(n, 24, 1000, (n,)), 672),
+    "gpt": Net(lambda: Gpt(192, 6, 128, 1000), lambda n: _tokens(n, 128, 1000, (128 * n,)), 26),
+    "unet": Net(lambda: UNet(12, 4), lambda n: _images(n, 192, (192, 192)), 8),
 }
 TINY = {
-    "wide_resnet": Net(lambda: WideResNet(2, 1), lambda: _images(64, 32)),
-    "inception": Net(lambda: Inception(8, 2), lambda: _images(32, 64)),
-    "lstm": Net(lambda: Lstm(128, 1, 16, 100), lambda: _tokens(256, 16, 100, (256,))),
-    "gpt": Net(lambda: Gpt(64, 2, 128, 100), lambda: _tokens(16, 128, 100, (2048,))),
-    "unet": Net(lambda: UNet(8, 3), lambda: _images(4, 128, (128, 128))),
+    "wide_resnet": Net(lambda: WideResNet(2, 1), lambda n: _images(n, 32), 64),
+    "inception": Net(lambda: Inception(8, 2), lambda n: _images(n, 64), 32),
+    "lstm": Net(lambda: Lstm(128, 1, 16, 100), lambda n: _tokens(n, 16, 100, (n,)), 256),
+    "gpt": Net(lambda: Gpt(64, 2, 128, 100), lambda n: _tokens(n, 128, 100, (128 * n,)), 16),
+    "unet": Net(lambda: UNet(8, 3), lambda n: _images(n, 128, (128, 128)), 4),
 }
 """The same in tens of MB, to try the benchmark with."""

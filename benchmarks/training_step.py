@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> None:
     cgroup = Cgroup()
     net = (TINY if arguments.tiny else NETS)[arguments.net]
     torch.manual_seed(0)
-    model, batch = net.model(), net.batch()
+    model, batch = net.model(), net.batch(arguments.batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     trainer, started_s = None, time.perf_counter()
     if arguments.contestant in TORCH:
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> None:
             optimizer,
             loss,
             batch,
-            f"{100 * arguments.share:g}%",
+            f"{100 * arguments.share:g}%" if arguments.budget is None else arguments.budget,
             searcher=arguments.contestant.removeprefix("ours_"),
             search_seconds=arguments.seconds,
             store="file",
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> None:
         held = tensor_bytes(batch) + sum(t.nbytes for t in trainer._state.tensors.values() if t.is_here)
     base = cgroup.used_bytes() - held
     peak_bytes = trainer.peak_bytes if trainer is not None else arguments.peak
-    budget = int(arguments.share * peak_bytes)
+    budget = int(arguments.share * peak_bytes) if arguments.budget is None else arguments.budget
     if not arguments.unlimited:
         cgroup.limit(base + budget + ALLOWANCE_BYTES)
     Path("/proc/self/clear_refs").write_text("5")
@@ -182,6 +182,7 @@ def run(arguments: argparse.Namespace) -> None:
             "resident_s": promise.resident_s,
             "searcher": promise.searcher,
             "ops": len(trainer.graph.ops),
+            "residents": len(trainer.plan.residents),
             "link_bytes_per_s": [link.bandwidth_bytes_per_s for link in links],
         }
     print(json.dumps(found), flush=True)
@@ -197,7 +198,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("net")
     parser.add_argument("contestant")
+    parser.add_argument("--batch", type=int, help="samples, if not the net's own batch")
     parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--budget", type=int, help="bytes, instead of a share")
     parser.add_argument("--setting", type=float, default=1.0)
     parser.add_argument("--peak", type=int, default=1 << 30)
     parser.add_argument("--unlimited", action="store_true")

@@ -14,6 +14,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from cohabit.planner.compiled import INTERPRET
 from cohabit.planner.errors import CohabitError
 from cohabit.runtime.lowering.archive_file import noted_fingerprint, notes_of
 from cohabit.server.config.config import LogFormat, ServeConfig, cache_of
@@ -39,7 +40,7 @@ MOST_PLANNING = 2
 PREPARING = ("cohabit.runtime.lowering.archive", "cohabit.server.deploy.prepare")
 PLANNING = ("cohabit.planner.sizing.division", "cohabit.planner.sizing.fitting", "cohabit.server.deploy.divide")
 """Modules that preparing and planning need, and take seconds to import. The last has the functions that are called."""
-_INTERPRETED = {"COHABIT_INTERPRET": "1"}
+_INTERPRETED = {INTERPRET: "1"}
 """Keeps the planner from being compiled."""
 _KILLED_S = 1.0
 """A process that is killed leaves within this time, unless its device hangs."""
