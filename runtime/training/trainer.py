@@ -88,9 +88,10 @@ class Trainer:
         `store` says where tensors go that leave memory: to RAM, or to a file without a name in `folder`. With a file,
         the whole process gives freed memory back to the system at once: otherwise it takes more than the plan says.
 
-        Raises UnsupportedModel where the step cannot be captured, and InfeasibleBudget, which names the least memory,
-        where it does not fit.
+        Raises ValueError for what is no memory, UnsupportedModel where the step cannot be captured, and
+        InfeasibleBudget, which names the least memory, where it does not fit.
         """
+        memory_bytes(memory, 0)  # refused now, and not after the capture
         if store == "file":
             keep_freed_memory(KEPT_BYTES)
         self._optimizer = optimizer
