@@ -1,5 +1,6 @@
 """What all tests share: a small model, no terminal, and a log as it is at first."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -12,6 +13,12 @@ from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.server import log
 from cohabit.server.observe.settings import LogSettings
 from tests.runtime import models
+
+
+def pytest_collection_finish() -> None:
+    """Let no later garbage collection visit what the imports of all tests have made: a second's work each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

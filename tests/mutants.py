@@ -36,7 +36,7 @@ AREAS = {
         "server/scheduling/*.py",
         "tests/server/test_scheduler.py tests/server/test_scheduler_overload.py tests/server/test_estimates.py",
     ),
-    "check": Area("planner/check.py", "tests/planner/test_check.py"),
+    "check": Area("planner/check.py", "tests/planner/test_check.py tests/planner/test_plan_format.py"),
     "matching": Area(
         "server/protocol/matching.py",
         "tests/transport/test_bad_input.py tests/transport/test_tritonclient.py tests/transport/test_codec.py "
@@ -44,9 +44,11 @@ AREAS = {
     ),
     "streams": Area(
         "planner/streaming/*.py",
-        "tests/planner/test_streaming.py tests/planner/test_critical.py tests/planner/test_anneal.py "
-        "tests/planner/test_schedule.py::test_every_serving_searcher_evaluates_a_candidate_as_its_plan_is_simulated"
-        "[streaming] tests/planner/test_schedule.py::test_streaming_simulates_the_schedule_that_it_writes",
+        "tests/planner/test_streaming.py "
+        "tests/planner/test_schedule.py::test_streaming_simulates_the_schedule_that_it_writes "
+        "tests/planner/test_searchers.py::test_a_candidate_costs_what_its_plan_is_simulated_to_take[streaming-served] "
+        "tests/planner/test_searchers.py::test_nothing_is_in_memory_after_its_last_use[streaming] "
+        "tests/planner/test_searchers.py::test_serving_plans_come_close_to_the_best_of_all_copies[streaming]",
     ),
     "placement": Area(
         "server/deploy/partitions.py planner/layout/placement.py",

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from aiohttp import web
 
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
+from cohabit.planner.compiled import cache_folder
+from cohabit.server.cli import main
 from examples.sentences import embed, table
 from examples.serve_module import Scorer
 from tests.loadgen.fake_kserve import serving_app
@@ -28,11 +31,13 @@ START_S = 120.0
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working folder of all of them: one example serves what another has made."""
-    folder = tmp_path_factory.mktemp("examples")
+    """The working folder of all of them: one example serves what another has made; compiled code is the user's."""
+    folder, compiled = tmp_path_factory.mktemp("examples"), cache_folder()
+    assert compiled is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("NUMBA_CACHE_DIR", str(compiled.parent))
         patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         yield folder
 
@@ -40,6 +45,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def output_of(example: str, *arguments: str) -> str:
     command = [sys.executable, str(EXAMPLES / example), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def printed_here(example: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """Run an example in this process, which has imported torch."""
+    status: object = 0
+    try:
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    except SystemExit as ended:
+        status = ended.code
+    assert not status
+    return capfd.readouterr().out
 
 
 @contextmanager
@@ -70,23 +86,25 @@ def test_a_module_is_served_and_then_from_a_bundle() -> None:
         assert is_score_of_the_module(output_of("client.py", "scorer", address))
 
 
-def test_a_hugging_face_model_is_imported() -> None:
-    assert "tiny_bert can be served" in output_of("huggingface.py")
+@pytest.mark.parametrize(
+    ("example", "printed"),
+    [
+        ("huggingface.py", "tiny_bert can be served"),
+        ("module_in_budget.py", "in 50% of the weights' memory, largest difference"),
+        ("train_in_little_memory.py", "the same as PyTorch's"),
+    ],
+)
+def test_an_example_runs(
+    example: str, printed: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [example])
+    assert printed in printed_here(example, capfd)
 
 
-def test_a_plan_is_made_and_shown() -> None:
-    printed = output_of("plan.py")
-    assert "resident 24.0 ms" in printed
-    shown = subprocess.run(["cohabit", "show", "plans/chain.plan.json"], check=True, capture_output=True, text=True)
-    assert "chain, batch 1, in 16.0 MiB" in shown.stdout
-
-
-def test_a_module_runs_in_half_of_its_weights() -> None:
-    assert "in 50% of the weights' memory, largest difference" in output_of("module_in_budget.py")
-
-
-def test_a_model_is_trained_in_little_memory() -> None:
-    assert "the same as PyTorch's" in output_of("train_in_little_memory.py")
+def test_a_plan_made_by_hand_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "resident 24.0 ms" in printed_here("plan.py", capfd)
+    assert main(["show", "plans/chain.plan.json"]) == 0
+    assert "chain, batch 1, in 16.0 MiB" in capfd.readouterr().out
 
 
 LENGTH = 12

@@ -23,6 +23,8 @@ CLASHING = ("cohabit", "server", "planner", "runtime", "loadgen", "tests", "nump
 START_S = 120.0
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 """The environment without what may lead to a checkout."""
+NOTHING_COMPILED = "NUMBA_CACHE_DIR=compiled"
+"""A new folder: the server's first plans are interpreted, and a new installation compiles half a minute."""
 
 
 @pytest.fixture(scope="module")
@@ -86,28 +88,13 @@ async def test_a_model_is_prepared_and_served_beside_clashing_names(commands: Pa
     archive = clashing / "repository" / "wide" / "1" / "model.pt2"
     archive.parent.mkdir(parents=True)
     models.export(models.Wide(), {"x": torch.zeros(3, 384)}, archive)
-    serve = [
-        commands / "cohabit",
-        "serve",
-        "repository",
-        "--memory",
-        "64MiB",
-        "--cache",
-        "cache",
-        "--http-port",
-        "0",
-    ]
-    command = [
-        "env",
-        "--unset=PYTHONPATH",
-        f"--chdir={clashing}",
-        *map(str, serve),
-        "--grpc-port",
-        "0",
-        "--metrics-port",
-        "0",
-    ]
-    async with running_server(command, START_S) as url, InferenceServerClient(address_of(url)) as client:
+    outside = ["env", "--unset=PYTHONPATH", f"--chdir={clashing}", NOTHING_COMPILED]
+    serve = [f"{commands}/cohabit", "serve", "repository", "--memory", "64MiB", "--cache", "cache"]
+    ports = [part for name in ("http", "grpc", "metrics") for part in (f"--{name}-port", "0")]
+    async with (
+        running_server([*outside, *serve, *ports], START_S) as url,
+        InferenceServerClient(address_of(url)) as client,
+    ):
         x = InferInput("x", [1, 384], "FP32")
         x.set_data_from_numpy(np.ones((1, 384), np.float32))
         result = await client.infer("wide", [x])

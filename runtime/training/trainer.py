@@ -92,9 +92,11 @@ class Trainer:
         without a name in `folder`. With a file, the whole process gives freed memory back to the system at once:
         otherwise it takes more than the plan says.
 
-        Raises UnsupportedModel where the step cannot be captured, InfeasibleBudget, which names the least memory,
-        where it does not fit, MemoryExceeded where the device has too little, and DeviceError where there is none.
+        Raises ValueError for what is no memory, UnsupportedModel where the step cannot be captured, InfeasibleBudget,
+        which names the least memory, where it does not fit, MemoryExceeded where the device has too little, and
+        DeviceError where there is none.
         """
+        memory_bytes(memory, 0)  # refused now, and not after the capture
         self._optimizer = optimizer
         self._searcher, self._search_seconds, self._on_progress = searcher, search_seconds, on_progress
         self._state = TrainingState(model, optimizer)

@@ -16,6 +16,8 @@ from cohabit.server.config.sizes import write_size
 from cohabit.server.errors import ConfigError
 
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+_NO_SETTINGS = (CONFIG_VARIABLE, f"{PREFIX}INTERPRET")
+"""Variables with our prefix that are no settings. The second is the planner's own: `cohabit.planner.compiled`."""
 
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _ORIGIN_COLUMN = 40
@@ -210,7 +212,7 @@ def _merged(below: Value, above: Value) -> Value:
 def _from_environment(environment: Mapping[str, str]) -> _Layer:
     layer: _Layer = {}
     for variable, text in sorted(environment.items()):
-        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(PREFIX) or variable in _NO_SETTINGS:
             continue
         setting = _known(variable.removeprefix(PREFIX).lower() if variable.isupper() else "", variable)
         value: Value = text

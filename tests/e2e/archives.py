@@ -19,12 +19,13 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Archives:
-    """Archives, repositories and the server's cache below one folder. A model is exported once per run."""
+    """Archives and repositories below one folder. A model is exported, and lowered into the cache, once per run."""
 
     def __init__(self, root: Path, shared: Path) -> None:
+        """Archives and the server's cache are below `shared`, a folder of all workers of the run."""
         self.root = root
-        self._shared = shared
-        self.cache = root / "cache"
+        self._shared = shared / "zoo"
+        self.cache = shared / "cache"
         self._models: dict[str, torch.nn.Module] = {}
         self._examples: dict[str, dict[str, torch.Tensor]] = {}
         self._count = 0

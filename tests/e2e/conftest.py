@@ -19,13 +19,13 @@ from tests.e2e.stacks import Stacks
 @pytest.fixture(scope="session")
 def archives(tmp_path_factory: pytest.TempPathFactory, run_folder: Path) -> Iterator[Archives]:
     root = tmp_path_factory.mktemp("e2e")
-    yield Archives(root, run_folder / "zoo")
+    yield Archives(root, run_folder)
     shutil.rmtree(root)
 
 
 @pytest.fixture(scope="session")
-def stacks(tmp_path_factory: pytest.TempPathFactory) -> Stacks:
-    return Stacks(tmp_path_factory.mktemp("stacks"))
+def stacks(run_folder: Path) -> Stacks:
+    return Stacks(run_folder / "stacks")
 
 
 @pytest.fixture(scope="session")
@@ -41,9 +41,8 @@ def fixed_plans(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Pat
     repository, cache = folder / "models", folder / "cache"
     for seed, name in enumerate("abcd"):
         stacks.put(repository, name, seed)
-    for store in ("ram", "file"):
-        with serving(repository, "20MiB", cache, store=store, batch_sizes=(1, 2)):
-            pass  # the models are lowered and measured now
+    with serving(repository, "20MiB", cache, batch_sizes=(1, 2)):
+        pass  # the models are lowered and measured now
     for path in (cache / "profiles").glob("*.json"):
         profile = profile_format.decode(cache_file.read(path))
         seconds, link = (100e-6,) * len(profile.op_seconds), Link(5e-6, 5e9)

@@ -37,6 +37,8 @@ from cohabit.server.serve import Server
 
 ROOT = Path(__file__).parents[2]
 READY_S = 120.0
+QUICK_SEARCH = "streaming"
+"""The searcher of servers whose tests do not depend on how good plans are; activations have to fit."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -46,7 +48,7 @@ def eventually(condition: Callable[[], bool], patience_s: float = READY_S) -> No
     deadline_s = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline_s, "it never happened"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def infer(address: str, model: str, inputs: Arrays, version: str = "") -> dict[str, NDArray[Any]]:
@@ -146,6 +148,7 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
         "metrics_port": 0,
         "exit_timeout_s": 10.0,
         "engine": "in-process",
+        "search": QUICK_SEARCH,
     }
     config = ServeConfig(repository, parse_memory(memory), cache=cache, **(settings | changes))
     stages: list[tuple[str, str]] = []
@@ -207,6 +210,11 @@ class Process:
         front_end = psutil.Process(self.popen.pid)
         return sum(_peak_bytes(process.pid) for process in (front_end, *front_end.children()))
 
+    def engine(self) -> psutil.Process:
+        children = psutil.Process(self.popen.pid).children()
+        (engine,) = (child for child in children if "cohabit.server.engine_process" in child.cmdline())
+        return engine
+
     def is_anything_left(self) -> bool:
         """Whether any process of its session lives."""
         try:
@@ -264,7 +272,8 @@ def _start(
 ) -> subprocess.Popen[str]:
     entering = [] if cgroup is None else ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh"]
     command = [*entering, sys.executable, "-m", "cohabit.server.cli", "serve", str(repository), "--memory", memory]
-    command += ["--cache", str(cache), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", *flags]
+    command += ["--cache", str(cache), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    command += ["--search", QUICK_SEARCH, *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True

@@ -23,12 +23,13 @@ from cohabit.server.cli import main
 from cohabit.server.config.bundle import read_bundle
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sources import add_flags, read_settings
-from cohabit.server.errors import ConfigError
-from tests.e2e.serving import ROOT, Running, process, refused_start, repository_index, serving
+from cohabit.server.errors import ConfigError, StartFailed
+from tests.e2e.serving import QUICK_SEARCH, ROOT, Running, process, refused_start, repository_index, serving
 from tests.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
 from tests.hostile.machine import as_root, memory_cgroup
 
 MODELS, BATCHES = "abc", "1,2"
+SEARCH = ("--search", QUICK_SEARCH)
 MEMORY = "8MiB"
 
 
@@ -63,7 +64,7 @@ def repository(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def exported(repository: Path, plans: Path) -> Path:
     output = repository.parent / "bundle"
-    flags = ("--memory", MEMORY, "-o", str(output), "--cache", str(plans), "--batch-sizes", BATCHES)
+    flags = ("--memory", MEMORY, "-o", str(output), "--cache", str(plans), "--batch-sizes", BATCHES, *SEARCH)
     assert main(["export-bundle", str(repository), *flags]) == 0
     return output
 
@@ -210,7 +211,7 @@ def test_a_bundle_for_a_board_is_planned_with_its_link(
 ) -> None:
     """On pi5-sd, 90 MB/s and 0.2 ms: what is not resident takes at least the time of its bytes."""
     output = tmp_path / "bundle"
-    flags = ("--memory", MEMORY, "-o", str(output), "--cache", str(plans), "--batch-sizes", "1")
+    flags = ("--memory", MEMORY, "-o", str(output), "--cache", str(plans), "--batch-sizes", "1", *SEARCH)
     assert main(["export-bundle", str(repository), *flags, "--profile", "pi5-sd", "--no-pack-weights"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "predicted for pi5-sd, scaled from a profile of this machine" in shown
@@ -285,7 +286,7 @@ def test_models_get_what_the_process_leaves(repository: Path, plans: Path) -> No
 def test_what_cannot_be_exported_leaves_no_folder(
     repository: Path, plans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("-o", str(tmp_path / "bundle"), "--cache", str(plans), "--batch-sizes", BATCHES)
+    flags = ("-o", str(tmp_path / "bundle"), "--cache", str(plans), "--batch-sizes", BATCHES, *SEARCH)
     assert main(["export-bundle", str(repository), "--memory", "1MiB", *flags]) == 1
     assert "needs a budget of" in capsys.readouterr().err
     (tmp_path / "models" / "empty" / "1").mkdir(parents=True)
@@ -294,6 +295,6 @@ def test_what_cannot_be_exported_leaves_no_folder(
     assert not (tmp_path / "bundle").exists()
     bundled = tmp_path / "models" / "empty" / "1" / "model.lowered"
     bundled.write_text("0" * 64)
-    status, shown = refused_start(tmp_path / "models", "8MiB", tmp_path / "cache")
-    assert status == 1
-    assert "stands for an archive that was lowered elsewhere" in shown
+    refused = pytest.raises(StartFailed, match="stands for an archive that was lowered elsewhere")
+    with refused, serving(tmp_path / "models", "8MiB", tmp_path / "cache"):
+        pass

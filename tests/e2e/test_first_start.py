@@ -25,8 +25,9 @@ from cohabit.server.ipc.model import ModelKey
 from cohabit.server.resources import available_cpus
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, eventually, infer, process, refused_start, serving
+from tests.e2e.stacks import Stacks
 
-MODEL, BATCHES = "bert_small", (1, 2)
+MODEL, BATCHES = "ranker", (1, 2)
 
 
 def plans_of(server: Running) -> dict[Bucket, Plan]:
@@ -60,8 +61,11 @@ def test_with_json_everything_on_stderr_is_a_record(archives: Archives, tmp_path
 
 
 def test_with_json_a_refused_start_is_a_record(archives: Archives, tmp_path: Path) -> None:
-    repository = archives.repository("ranker")
-    status, said = refused_start(repository, "1KiB", tmp_path, "--log-format", "json", "--no-quick-start")
+    repository = archives.repository(MODEL)
+    with serving(repository, "100%", tmp_path, batch_sizes=(1,)):
+        pass  # the model is lowered and measured now, without further processes
+    flags = ("--log-format", "json", "--no-quick-start", "--batch-sizes", "1")
+    status, said = refused_start(repository, "1KiB", tmp_path, *flags)
     assert status == 1
     events = [json.loads(line) for line in said.splitlines()]
     assert events[-1]["event"] == "the server has ended"
@@ -119,7 +123,7 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
 
 
 def test_a_model_that_cannot_be_measured_is_still_served(
-    archives: Archives, tmp_path: Path, may_measure: threading.Event
+    archives: Archives, stacks: Stacks, tmp_path: Path, may_measure: threading.Event
 ) -> None:
     """Its archive changes while the server runs, so that what a worker measures is another model."""
     repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
@@ -127,7 +131,8 @@ def test_a_model_that_cannot_be_measured_is_still_served(
         quick = plans_of(server)
         archive = repository / MODEL / "1" / "model.pt2"
         archive.unlink()
-        archive.symlink_to(archives.archive("ranker"))
+        stacks.put(tmp_path / "other", "a", 0)
+        archive.symlink_to(tmp_path / "other" / "a" / "1" / "model.pt2")
         may_measure.set()
         server.until_planned()
         assert plans_of(server) == quick
@@ -135,22 +140,22 @@ def test_a_model_that_cannot_be_measured_is_still_served(
 
 
 def test_a_model_that_is_loaded_later_begins_with_quick_plans_too(archives: Archives, tmp_path: Path) -> None:
-    repository, inputs = archives.repository("ranker"), archives.inputs("ranker", 1)
+    repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     with serving(repository, "8MiB", tmp_path, engine="process", model_control="explicit") as server:
-        server.on_loop(server.engine.lifecycle.load("ranker", None))
+        server.on_loop(server.engine.lifecycle.load(MODEL, None))
         (placed,) = server.placement.memory.models.values()
-        answer = infer(server.address, "ranker", inputs)["score"]
+        answer = infer(server.address, MODEL, inputs)["score"]
         server.until_planned()
         assert not placed.is_provisional
         assert all(plan.profile == placed.profiles[batch].fingerprint for batch, plan in placed.plans.items())
-        assert infer(server.address, "ranker", inputs)["score"].tobytes() == answer.tobytes()
+        assert infer(server.address, MODEL, inputs)["score"].tobytes() == answer.tobytes()
 
 
 def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before_they_are_served(
-    archives: Archives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models that are prepared or measured meanwhile would be in the times."""
-    models, steps = ("ranker", "lstm"), []
+    models, steps = "ab", []
 
     def noted(step: str, function: Any, *arguments: Any, **options: Any) -> Any:
         steps.append(f"{step} begins")
@@ -161,8 +166,10 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
 
     for step in ("prepare", "measured_profiles"):
         monkeypatch.setattr(place, step, partial(noted, step, getattr(place, step)))
-    repository = archives.repository(*models)
-    with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    for seed, name in enumerate(models):
+        stacks.put(repository, name, seed)
+    with serving(repository, "50%", cache, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
         assert not server.placement.improver.is_busy
         assert all(not server.placement.models[m, 1].is_provisional for m in models)
         workers = server.placement.workers
@@ -175,7 +182,7 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
 def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_cached_one(
     archives: Archives, tmp_path: Path
 ) -> None:
-    repository, inputs = archives.repository("ranker"), archives.inputs("ranker", 1)
+    repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
         server.until_planned()
     for path in (tmp_path / "profiles").iterdir():
@@ -184,10 +191,10 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         cache_file.write(path, profile_format.encode(wrong))
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
         server.until_planned()
-        placed = server.placement.models["ranker", 1]
-        before, answer = placed.profiles, infer(server.address, "ranker", inputs)["score"]
+        placed = server.placement.models[MODEL, 1]
+        before, answer = placed.profiles, infer(server.address, MODEL, inputs)["score"]
         for _ in range(20):
-            infer(server.address, "ranker", inputs)
+            infer(server.address, MODEL, inputs)
         improver = server.placement.improver
         server.on_loop(improver.check())
         measured = placed.profiles
@@ -195,11 +202,11 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         assert all(measured[b].noise != 9.0 for b in before)
         assert all(measured[b].compute_s > before[b].compute_s / 2 for b in before)
         assert all(plan.profile == measured[b].fingerprint for b, plan in placed.plans.items())
-        assert infer(server.address, "ranker", inputs)["score"].tobytes() == answer.tobytes()
+        assert infer(server.address, MODEL, inputs)["score"].tobytes() == answer.tobytes()
         server.on_loop(improver.check())
         assert placed.profiles is measured, "once per load"
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
-        known = server.placement.models["ranker", 1].profiles
+        known = server.placement.models[MODEL, 1].profiles
         assert {b: p.fingerprint for b, p in known.items()} == {b: p.fingerprint for b, p in measured.items()}
 
 

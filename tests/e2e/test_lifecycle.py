@@ -129,10 +129,9 @@ def test_a_slow_link_really_slows_streaming_and_changes_no_bit(archives: Archive
     assert_same_bits(answers[1:], [answers[0]] * (2 * count - 1))
 
 
-def mapped_libraries(parent: int, module: str) -> set[str]:
-    """The packages whose shared libraries a child process has mapped."""
-    (child,) = (c for c in psutil.Process(parent).children() if f"cohabit.server.{module}" in c.cmdline())
-    files = {Path(line.split()[-1]) for line in Path(f"/proc/{child.pid}/maps").read_text().splitlines()}
+def mapped_libraries(process: psutil.Process) -> set[str]:
+    """The packages whose shared libraries a process has mapped."""
+    files = {Path(line.split()[-1]) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()}
     return {part for file in files if ".so" in file.suffixes for part in file.parts}
 
 
@@ -156,7 +155,7 @@ def test_sigterm_under_load_loses_no_request_and_leaves_nothing_running(archives
         ThreadPoolExecutor(REQUESTS) as clients,
     ):
         server.until_ready()
-        assert mapped_libraries(server.popen.pid, "engine_process") & COMPILERS == set(), "it only reads plans"
+        assert mapped_libraries(server.engine()) & COMPILERS == set(), "it only reads plans"
 
         def post() -> tuple[int, Any]:
             return ask(server.address, "POST", "/v2/models/ranker/infer", body)

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cohabit.server.view.page import plan_page
@@ -34,15 +33,6 @@ def state_of(model: str) -> str:
     return f"{row_of(model)}?.querySelector('.state').textContent"
 
 
-def engine_of(server: Process) -> psutil.Process:
-    (engine,) = (
-        child
-        for child in psutil.Process(server.popen.pid).children()
-        if "engine_process" in " ".join(child.cmdline())
-    )
-    return engine
-
-
 async def ask_on(server: Process) -> None:
     """Send requests one after the other until cancelled: the page shows those of the last seconds."""
     while True:
@@ -63,7 +53,7 @@ def repository(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path
 FLAGS = ("--model-control", "explicit", "--load-model", "*", "--batch-sizes", "1", "--no-strict-readiness")
 
 
-async def test_the_live_page_follows_a_server_through_an_unload_and_a_death(
+async def test_the_live_page_follows_a_server_through_an_unload_a_death_and_a_new_start(
     page: Page, repository: Path, plans: Path, tmp_path: Path
 ) -> None:
     tracing = ("--trace-config", f"file={tmp_path / 't.json'}", "--trace-config", "rate=1")
@@ -92,7 +82,7 @@ async def test_the_live_page_follows_a_server_through_an_unload_and_a_death(
         assert await page.value(f"{row_of('b')}.querySelector('button').textContent") == "Load"
         await page.until(f"!{parts}.includes('b') && document.querySelector('.part.free') !== null")
 
-        engine_of(server).kill()
+        server.engine().kill()
         await page.until(
             "document.querySelector('.banner').textContent.startsWith('The engine is being restarted')"
         )
@@ -102,14 +92,6 @@ async def test_the_live_page_follows_a_server_through_an_unload_and_a_death(
         await page.value(f"{row_of('b')}.querySelector('button').click()")
         await page.until(f"{state_of('b')} === 'ready'")
 
-
-async def test_the_live_page_finds_a_server_that_was_started_again(
-    page: Page, repository: Path, plans: Path
-) -> None:
-    with process(repository, "24MiB", plans, *FLAGS) as server:
-        server.until_ready()
-        await page.open(f"http://{server.address}/")
-        await page.until(f"{state_of('a')} === 'ready'")
         port = server.address.rpartition(":")[2]
         server.popen.terminate()
         server.popen.wait(60)

@@ -14,7 +14,7 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.shapes import Bucket
 from examples.sentences import SENTENCES
 from tests.e2e.archives import Archives
-from tests.e2e.serving import infer, serving
+from tests.e2e.serving import QUICK_SEARCH, infer, serving
 from tests.pitch import decode_hz
 
 BATCHES = (1, 4)
@@ -92,8 +92,8 @@ def answers(request: pytest.FixtureRequest, archives: Archives) -> Iterator[Answ
     served: dict[str, Mapping[int, Mapping[str, NDArray[Any]]]] = {}
     swapped: dict[str, int] = {}
     for budget in ALL_BUDGETS[name]:
-        memory = memory_of(budget, name, archives)
-        with serving(repository, memory, archives.cache, batch_sizes=BATCHES) as server:
+        memory, search = memory_of(budget, name, archives), "best" if budget == LEAST else QUICK_SEARCH
+        with serving(repository, memory, archives.cache, batch_sizes=BATCHES, search=search) as server:
             served[budget] = {batch: infer(server.address, name, inputs[batch]) for batch in BATCHES}
             swapped[budget] = server.placement.models[name, 1].servable.programs[Bucket(1)].link_bytes
     eager = {batch: archives.eager(name, inputs[batch]) for batch in BATCHES}
@@ -115,7 +115,7 @@ def memory_of(budget: str, name: str, archives: Archives) -> str:
 
 def least_bytes(name: str, archives: Archives) -> int:
     """The least memory that will do; 1 % of the weights will not."""
-    refused = serving(archives.repository(name), "1%", archives.cache, batch_sizes=BATCHES)
+    refused = serving(archives.repository(name), "1%", archives.cache, batch_sizes=BATCHES, search="best")
     with pytest.raises(InfeasibleBudget) as caught, refused:
         pass
     return caught.value.least_bytes
@@ -148,8 +148,9 @@ def test_the_smallest_budget_streams_parameters(answers: Answers) -> None:
 
 def test_a_tone_of_440_hz_is_heard_through_the_server(archives: Archives) -> None:
     tones_hz = [110.0, 261.63, 440.0, 880.0]
+    changes = {"batch_sizes": BATCHES, "search": "best"}
     memory = memory_of(LEAST, "torchcrepe", archives)
-    with serving(archives.repository("torchcrepe"), memory, archives.cache, batch_sizes=BATCHES) as server:
+    with serving(archives.repository("torchcrepe"), memory, archives.cache, **changes) as server:
         one = infer(server.address, "torchcrepe", {"frames": tone_frames([440.0])})
         four = infer(server.address, "torchcrepe", {"frames": tone_frames(tones_hz)})
     assert decode_hz(one["pitch_activation"]) == pytest.approx([440.0], rel=0.01)

@@ -114,7 +114,8 @@ def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archive
     repository = archives.repository(*names)
 
     def start(nbytes: int):  # type: ignore[no-untyped-def]
-        return serving(repository, str(nbytes), archives.cache, layout=layout, batch_sizes=(1, 4))
+        changes = {"layout": layout, "batch_sizes": (1, 4), "search": "best"}
+        return serving(repository, str(nbytes), archives.cache, **changes)
 
     with pytest.raises(InfeasibleBudget) as refused, start(1 << 20):
         pass
@@ -133,7 +134,7 @@ def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archive
 
 def test_a_start_that_cannot_work_names_model_op_and_least_budget(archives: Archives) -> None:
     repository = archives.repository("ranker")
-    flags = ("--batch-sizes", "1,4")
+    flags = ("--batch-sizes", "1,4", "--search", "best")
     status, said = refused_start(repository, "64KiB", archives.cache, *flags)
     assert status == 1
     message = re.search(r"cohabit: ranker: op linear\S* needs a budget of \S+ [KM]iB \((\d+) bytes\)", said)

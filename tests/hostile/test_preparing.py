@@ -4,7 +4,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,17 +21,13 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy import prepare as preparation
 from cohabit.server.deploy.prepare import lowered_and_measured, measured_profiles, open_backend, prepare
-from cohabit.server.deploy.worker import WorkerFailed, WorkerProcesses, failed_stage, stage
+from cohabit.server.deploy.worker import WorkerFailed, WorkerProcesses, failed_stage
 from cohabit.server.repository.scan import find
 from cohabit.server.repository.sources import ModelSource
+from tests.hostile.calls import fail_unexpectedly, is_imported
 from tests.hostile.test_archives import with_equal_checksums
 from tests.runtime import models
 from tests.runtime.test_archive import read
-
-
-def status(field: str) -> str:
-    """Called in the process."""
-    return next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if field in line)
 
 
 def test_a_call_that_never_ends_blocks_no_other() -> None:
@@ -56,7 +51,7 @@ def test_a_call_has_a_limit_in_time() -> None:
 
 def test_processes_have_few_rights() -> None:
     workers = WorkerProcesses()
-    assert workers.call(status, "NoNewPrivs") == "1"
+    assert "NoNewPrivs:\t1\n" in workers.call(Path.read_text, Path("/proc/self/status"))
     assert workers.call(Path.read_text, Path("/proc/self/oom_score_adj")).strip() == "1000"
     assert workers.call(os.nice, 0) == min(os.nice(0) + 10, 19), "19 is the least priority"
     workers.close()
@@ -98,9 +93,11 @@ def test_a_call_here_is_made_in_this_process() -> None:
         workers.call(divmod, 1, 0)
 
 
-def is_imported(module: str) -> bool:
-    """Called in the process."""
-    return module in sys.modules
+@pytest.fixture(scope="module")
+def workers() -> Iterator[WorkerProcesses]:
+    """Their processes have imported torch once the first of these tests has run."""
+    with closing(WorkerProcesses()) as workers:
+        yield workers
 
 
 @pytest.fixture
@@ -125,11 +122,14 @@ def backend(config: ServeConfig) -> Iterator[Backend]:
 
 
 def test_a_damaged_cache_is_made_anew_by_a_worker(
-    source: ModelSource, config: ServeConfig, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    source: ModelSource,
+    config: ServeConfig,
+    backend: Backend,
+    workers: WorkerProcesses,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every file, truncated, changed by one digit, and removed; the archive is never read in this process."""
     monkeypatch.setattr(archive, "read", lambda file: pytest.fail("an archive was read in this process"))
-    workers = WorkerProcesses()
     first = prepare(source, config, backend, workers)
     first.store.close()
     assert config.cache is not None
@@ -143,11 +143,12 @@ def test_a_damaged_cache_is_made_anew_by_a_worker(
             again.store.close()
             assert again.lowered.manifest == first.lowered.manifest
             assert {path: path.read_bytes() for path in good} == good, (path, damage)
-    workers.close()
     assert [p for p in config.cache.rglob("*") if p.name.startswith(".")] == [], "nothing temporary is left"
 
 
-def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: Path, config: ServeConfig) -> None:
+def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(
+    tmp_path: Path, config: ServeConfig, workers: WorkerProcesses
+) -> None:
     """Loaded after it, again from the cache, and in place of it under the same name after a restart."""
     for path, name in zip(with_equal_checksums(tmp_path), ("one", "other"), strict=True):
         (tmp_path / "models" / name / "1").mkdir(parents=True)
@@ -156,7 +157,7 @@ def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: 
         read(tmp_path / "models" / name / "1" / "model.pt2")[0].state_dict["a.weight"] for name in ("one", "other")
     ]
 
-    def weights(backend: Backend, workers: WorkerProcesses, name: str) -> torch.Tensor:
+    def weights(backend: Backend, name: str) -> torch.Tensor:
         prepared = prepare(find(tmp_path / "models" / name), config, backend, workers)
         prepared.store.close()
         start = prepared.lowered.manifest.segments[0].offset
@@ -164,21 +165,15 @@ def test_a_model_whose_checksums_are_another_s_has_weights_of_its_own(tmp_path: 
         return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(8, 8)
 
     config = replace(config, pack_weights=False)
-    with closing(open_backend(config)) as backend, closing(WorkerProcesses()) as workers:
+    with closing(open_backend(config)) as backend:
         for _ in range(2):
-            assert torch.equal(weights(backend, workers, "one"), own[0])
-            assert torch.equal(weights(backend, workers, "other"), own[1])
+            assert torch.equal(weights(backend, "one"), own[0])
+            assert torch.equal(weights(backend, "other"), own[1])
     places = [tmp_path / "models" / name / "1" / "model.pt2" for name in ("one", "other")]
     shutil.copy2(places[1], tmp_path / "copy")
     (tmp_path / "copy").rename(places[0])
-    with closing(open_backend(config)) as backend, closing(WorkerProcesses()) as workers:
-        assert torch.equal(weights(backend, workers, "one"), own[1])
-
-
-def fail_unexpectedly() -> None:
-    """Called in the process."""
-    with stage("lowering model 'x'"):
-        raise KeyError("p_weight")
+    with closing(open_backend(config)) as backend:
+        assert torch.equal(weights(backend, "one"), own[1])
 
 
 def test_an_unexpected_error_says_what_was_being_done_and_its_traceback_is_in_the_log(
@@ -240,25 +235,23 @@ def test_a_model_that_fails_unexpectedly_is_tried_again_only_if_the_cache_had_it
 
 
 def test_a_model_is_measured_in_another_process_than_the_one_that_lowered_it(
-    source: ModelSource, config: ServeConfig, backend: Backend
+    source: ModelSource, config: ServeConfig, backend: Backend, workers: WorkerProcesses
 ) -> None:
     """That one keeps torch's exporter, and to measure takes memory for all weights."""
-    with closing(WorkerProcesses()) as workers:
-        model = prepare(source, config, backend, workers)
-        model.store.close()
-        assert model.is_provisional
-        (lowering,) = workers._idle
-        profiles = measured_profiles(model, config, workers)
-        assert not any(profile.provisional for profile in profiles.values())
-        (measuring,) = set(workers._idle) - {lowering}
-        assert measuring._process.pid != lowering._process.pid
+    model = prepare(source, config, backend, workers)
+    model.store.close()
+    assert model.is_provisional
+    (lowering,) = workers._idle
+    profiles = measured_profiles(model, config, workers)
+    assert not any(profile.provisional for profile in profiles.values())
+    (measuring,) = set(workers._idle) - {lowering}
+    assert measuring._process.pid != lowering._process.pid
 
 
 def test_weights_that_changed_without_a_trace_are_made_anew_when_their_model_is_loaded_again(
-    source: ModelSource, config: ServeConfig
+    source: ModelSource, config: ServeConfig, backend: Backend, workers: WorkerProcesses
 ) -> None:
     """The file has the size and the time that it had; only the checksums tell."""
-    backend, workers = open_backend(config), WorkerProcesses()
     first = prepare(source, config, backend, workers)
     first.store.close()
     path = first.lowered.weights_path
@@ -268,8 +261,6 @@ def test_weights_that_changed_without_a_trace_are_made_anew_when_their_model_is_
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     prepare(source, config, backend, workers).store.close()
     assert path.read_bytes() == good
-    workers.close()
-    backend.close()
 
 
 def truncate(path: Path) -> None:

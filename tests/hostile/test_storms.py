@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def stacks(tmp_path_factory: pytest.TempPathFactory) -> Stacks:
-    return Stacks(tmp_path_factory.mktemp("stacks"))
+def stacks(run_folder: Path) -> Stacks:
+    return Stacks(run_folder / "stacks")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from cohabit.loadgen.load import Load
 from cohabit.loadgen.openloop import Tally
 from cohabit.loadgen.run import run_load
 
-LOAD = Load(rate_per_s=100, duration_s=0.3, warmup_s=0.0, slo_s=5.0, timeout_s=20.0, cv=0.0)
+LOAD = Load(rate_per_s=100, duration_s=0.15, warmup_s=0.0, slo_s=5.0, timeout_s=20.0, cv=0.0)
 METADATA = {
     "name": "a",
     "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}],

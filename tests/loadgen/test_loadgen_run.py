@@ -70,7 +70,7 @@ async def test_errors_are_counted_by_kind() -> None:
 
 async def test_the_first_models_by_name_are_taken() -> None:
     async with serving(FakeKServe(models=("c", "b", "a"))) as url:
-        report = await run_load(url, replace(LOAD, model_count=2))
+        report = await run_load(url, replace(LOAD, duration_s=0.1, model_count=2))
     assert [m.model for m in report.models] == ["a", "b"]
 
 
@@ -84,7 +84,7 @@ async def test_a_server_without_an_index_needs_names() -> None:
     async with serving(FakeKServe(has_index=False)) as url:
         with pytest.raises(UsageError, match="name them with --model"):
             await run_load(url, LOAD)
-        report = await run_load(url, replace(LOAD, weights={"b": 1.0}))
+        report = await run_load(url, replace(LOAD, duration_s=0.1, weights={"b": 1.0}))
     assert [m.model for m in report.models] == ["b"]
 
 
@@ -97,7 +97,7 @@ async def test_an_unknown_model_is_an_error() -> None:
 async def test_requests_carry_binary_tensors_of_the_batch() -> None:
     fake = FakeKServe()
     async with serving(fake) as url:
-        await run_load(url, replace(LOAD, batch=3))
+        await run_load(url, replace(LOAD, duration_s=0.1, batch=3))
     head, raw = fake.received[0][: -3 * 4 * 4], fake.received[0][-3 * 4 * 4 :]
     assert b'"shape":[3,4]' in head
     assert b'"binary_data_size":48' in head

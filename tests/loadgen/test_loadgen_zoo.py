@@ -10,7 +10,7 @@ from cohabit.loadgen.zoo import ZOO
 from cohabit.loadgen.zoo.exporting import export_model, save_model
 from tests.pitch import decode_hz
 
-SMALL = ("bert_small", "minilm_short", "mobilenet_v2", "ranker", "torchcrepe")
+SMALL = ("bert_small", "ranker", "torchcrepe")
 LARGE = tuple(name for name in ZOO if name not in SMALL)
 
 

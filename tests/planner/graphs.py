@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from cohabit.planner.graph import Graph, Op, Tensor, TensorKind
+from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.order import predecessors
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn
+from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
+from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action
 
 PAGE = 4096
@@ -149,6 +152,30 @@ def random_training_graph(rng: random.Random, most_layers: int = 5) -> Graph:
     for i, gradient in gradients.items():
         ops.append(Op(f"update{i}", "any", (i, gradient), (), 0, (i,)))
     return _graph("training", 1, tensors, ops, (rng.choice(values[1:]),))
+
+
+def any_graph(rng: random.Random) -> Graph:
+    """An inference or a training step."""
+    return random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
+
+
+def counted_problem(seed: int) -> Problem:
+    """An inference or a training step in one budget, from the least to more than enough."""
+    rng = random.Random(seed)
+    graph = any_graph(rng)
+    room = sum(t.nbytes for t in graph.tensors)
+    memory = least_bytes(graph) + rng.choice((0, 100, PAGE, 3 * PAGE, room // 4, room // 2, 2 * room))
+    profile, objective = random_profile(rng, graph), rng.choice(("latency", "latency", "period"))
+    return Problem(graph, profile, Memory(memory, counted=True), objective=objective)
+
+
+def served_problem(seed: int) -> Problem:
+    """An inference in a partition and a workspace, from the least in which activations stay."""
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    partition = PAGE * rng.randint(0, 16)
+    workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((0, 0, 1, 3, 9))
+    return Problem(graph, random_profile(rng, graph), Memory(workspace, partition))
 
 
 def random_profile(rng: random.Random, graph: Graph) -> Profile:

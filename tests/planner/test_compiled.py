@@ -30,34 +30,6 @@ def scaled(n):
 }
 
 
-def scaled(folder: Path, factor: int) -> str:
-    """What a fresh process computes with a callee that returns `factor`."""
-    for name, source in LOOPS.items():
-        path = folder / "cohabit" / "planner" / name
-        if not path.exists() or name == "callee.py":
-            path.write_text(source.replace("{factor}", str(factor)))
-    command = [sys.executable, "-c", "from cohabit.planner.caller import scaled; print(scaled(5))"]
-    environment = {
-        "PYTHONPATH": str(folder),
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "PYTHONDONTWRITEBYTECODE": "1",  # bytecode counts as current while the source's second and size are the same
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
-    package = tmp_path / "cohabit" / "planner"
-    package.mkdir(parents=True)
-    for folder in (package.parent, package):
-        (folder / "__init__.py").touch()
-    shutil.copy(cohabit.planner.compiled.__file__, package)
-    assert scaled(tmp_path, 2) == "10"
-    assert list((tmp_path / "cache").rglob("caller.scaled*.nbi"))
-    assert scaled(tmp_path, 3) == "15"
-
-
 CALL = """
 import os, sys, tempfile
 from pathlib import Path
@@ -74,6 +46,35 @@ print(result, sum(scaled.stats.cache_hits.values()), sum(scaled.stats.cache_miss
 """
 
 
+def source_with(folder: Path, factor: int) -> Path:
+    """The package with two loops, of which the callee returns `factor`."""
+    package = folder / "cohabit" / "planner"
+    package.mkdir(parents=True, exist_ok=True)
+    for name in (package.parent / "__init__.py", package / "__init__.py"):
+        name.touch()
+    shutil.copy(cohabit.planner.compiled.__file__, package)
+    for name, source in LOOPS.items():
+        if name == "callee.py" or not (package / name).exists():
+            (package / name).write_text(source.replace("{factor}", str(factor)))
+    return folder
+
+
+def called(source: Path, *read_only: Path, **environment: str) -> str:
+    """What a fresh process computes, and how often it found compiled code and did not."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALL, *map(str, read_only)],
+        # Bytecode counts as current while the source's second and size are the same.
+        env={"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=source,
+        preexec_fn=obey_permissions,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 def obey_permissions() -> None:
     """Take from root, in a new process, what lets it write where it has no permission."""
     if os.geteuid() == 0:
@@ -83,56 +84,40 @@ def obey_permissions() -> None:
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 
 
-@pytest.mark.parametrize("writable", ["user", "temporary", None])
-def test_loops_compiled_in_a_folder_that_is_read_only_now_are_used(tmp_path: Path, writable: str | None) -> None:
+def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    assert called(source_with(tmp_path, 2), **environment) == "10 0 1"
+    assert list((tmp_path / "cache").rglob("caller.scaled*.nbi"))
+    assert called(source_with(tmp_path, 3), **environment) == "15 0 1"
+
+
+def test_loops_compiled_in_a_folder_that_is_read_only_now_are_used(tmp_path: Path) -> None:
     """They are copied to where they can be, for good; where nothing can be written, loops are compiled every time."""
-    package = tmp_path / "source" / "cohabit" / "planner"
-    package.mkdir(parents=True)
-    for folder in (package.parent, package):
-        (folder / "__init__.py").touch()
-    shutil.copy(cohabit.planner.compiled.__file__, package)
-    for name, source in LOOPS.items():
-        (package / name).write_text(source.replace("{factor}", "2"))
-    given, user, temporary = (tmp_path / name for name in ("given", "user", "temporary"))
-    for folder in (given, user, temporary):
-        folder.mkdir()
-    environment = {
-        "PYTHONPATH": str(tmp_path / "source"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "NUMBA_CACHE_DIR": str(given),
-        "XDG_CACHE_HOME": str(user),
-        "HOME": str(user),
-        "TMPDIR": str(temporary),
-    }
-
-    def call(*read_only: Path) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", CALL, *map(str, read_only)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=package,
-            preexec_fn=obey_permissions,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    assert call() == "10 0 1"
-    read_only = [given, user, temporary, package]
-    if writable is not None:
-        read_only.remove({"user": user, "temporary": temporary}[writable])
-    folders = [f for top in read_only for f in (top, *top.rglob("*")) if f.is_dir()]
+    source = source_with(tmp_path / "source", 2)
+    given, user, temporary = folders = [tmp_path / name for name in ("given", "user", "temporary")]
     for folder in folders:
-        folder.chmod(0o555)
-    try:
-        expected = "10 0 1" if writable is None else "10 1 0"
-        assert [call(*read_only), call(*read_only)] == [expected, expected]
-    finally:
-        for folder in folders:
-            folder.chmod(0o755)
-    copies = [path for path in tmp_path.rglob("caller.scaled*.nbi") if not path.is_relative_to(given)]
-    assert [path.is_relative_to(tmp_path / writable) for path in copies] == [True] if writable else not copies
+        folder.mkdir()
+    places = {"XDG_CACHE_HOME": str(user), "HOME": str(user), "TMPDIR": str(temporary)}
+    environment = {"NUMBA_CACHE_DIR": str(given), **places}
+    assert called(source, **environment) == "10 0 1"
+
+    def where_copies_are() -> set[Path]:
+        return {f for f in (user, temporary) if any(f.rglob("caller.scaled*.nbi"))}
+
+    for writable, expected in ((None, ["10 0 1"]), (temporary, ["10 1 0"]), (user, ["10 1 0"] * 2)):
+        tops = [folder for folder in (*folders, source / "cohabit" / "planner") if folder != writable]
+        locked = [f for top in tops for f in (top, *top.rglob("*")) if f.is_dir()]
+        for folder in locked:
+            folder.chmod(0o555)
+        try:
+            assert [called(source, *tops, **environment) for _ in expected] == expected
+        finally:
+            for folder in locked:
+                folder.chmod(0o755)
+        assert where_copies_are() == ({writable} if writable else set())
+        for folder in (user, temporary):
+            shutil.rmtree(folder)
+            folder.mkdir()
 
 
 def test_temporary_compiled_code_of_another_user_is_not_executed(

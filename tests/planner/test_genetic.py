@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohabit.planner.check import check
-from cohabit.planner.errors import InvalidPlan
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, raised, shrink
 from cohabit.planner.papers.swapadvisor.evolution import Evolution, select, survival
-from cohabit.planner.papers.swapadvisor.genetic import SERIAL, Chromosome, Genetic
+from cohabit.planner.papers.swapadvisor.genetic import Chromosome, Genetic
 from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
 from cohabit.planner.papers.swapadvisor.pools import MemoryPool, object_bytes, pool_of, uses_of
 from cohabit.planner.papers.swapadvisor.schedules import (
@@ -28,21 +27,28 @@ from cohabit.planner.papers.swapadvisor.schedules import (
     random_schedule,
 )
 from cohabit.planner.papers.swapadvisor.serving import ServingGenetic
-from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
+from cohabit.planner.plan import Plan, SwapIn, SwapOut
 from cohabit.planner.problem import UNFIT, Cost, Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import evaluate, simulate
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+from tests.planner.graphs import (
+    PAGE,
+    any_graph,
+    chain,
+    profile_of,
+    random_profile,
+    random_training_graph,
+)
 
 seeds = st.integers(0, 10**6)
 
 
 def random_case(seed: int) -> tuple[Graph, Profile, random.Random]:
     rng = random.Random(seed)
-    graph = random_training_graph(rng, 8) if rng.random() < 0.5 else random_graph(rng, 20)
+    graph = any_graph(rng)
     return graph, random_profile(rng, graph), rng
 
 
@@ -86,22 +92,6 @@ def test_costs_are_those_of_the_written_plan(seed: int) -> None:
     assert timeline.latency_s == cost.latency_s
     assert timeline.period_s == cost.period_s
     assert timeline.link_bytes == cost.link_bytes
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(seed=seeds)
-def test_too_few_objects_for_an_op_are_unfit(seed: int) -> None:
-    graph, profile, rng = random_case(seed)
-    _, sizes = uses_of(graph, profile)
-    if not len(sizes.nbytes):
-        return
-    space = AllocationSpace(sizes, 0)
-    allocation = random_allocation(space, rng)
-    counts = allocation.counts.copy()
-    scarce = rng.choice(np.flatnonzero(space.least(allocation.classes)).tolist())
-    counts[scarce] = space.least(allocation.classes)[scarce] - 1
-    pool = pool_of(sizes, allocation.classes, counts)
-    assert swaps_of(graph, profile, np.arange(len(graph.ops)), pool, 1.0) == (UNFIT, None)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -174,42 +164,6 @@ def test_schedules_stay_schedules(seed: int) -> None:
     assert all(is_schedule(o, rule) for o in (np.arange(len(first)), first, second, *children, *mutants))
     assert (mutants[0] == children[0]).all()
     assert children[0].tolist()[:cut] == second.tolist()[:cut]
-
-
-def test_every_schedule_of_a_graph_is_drawn() -> None:
-    """Two branches of two ops each have six orders."""
-    tensors = [Tensor("X", 64, "input"), *(Tensor(f"A{i}", 64, "activation") for i in range(4))]
-    ops = (
-        Op("a", "any", (0,), (1,)),
-        Op("b", "any", (1,), (2,)),
-        Op("c", "any", (0,), (3,)),
-        Op("d", "any", (3,), (4,)),
-    )
-    graph = Graph("branches", 1, "weights", tuple(tensors), ops, ())
-    draw = np.random.default_rng(0)
-    drawn = {tuple(random_schedule(precedence(graph), draw).tolist()) for _ in range(200)}
-    assert drawn == {
-        o for o in itertools.permutations(range(4)) if o.index(0) < o.index(1) and o.index(2) < o.index(3)
-    }
-
-
-def test_a_change_in_place_stays_between_the_ops_around_it() -> None:
-    """The checker refuses every other order."""
-    tensors = (Tensor("W", PAGE, "state"), Tensor("A", 64, "activation"), Tensor("B", 64, "activation"))
-    ops = (Op("before", "any", (0,), (1,)), Op("change", "any", (0,), (), 0, (0,)), Op("after", "any", (0,), (2,)))
-    graph = Graph("state", 1, "weights", tensors, ops, (1, 2))
-    profile = profile_of(graph)
-    rule = precedence(graph)
-    _, sizes = uses_of(graph, profile)
-    pool = pool_of(sizes, np.array([1, 1]), np.array([3]))
-    for order in map(np.array, itertools.permutations(range(3))):
-        _, plan = swaps_of(graph, profile, order, pool, 1.0)
-        assert plan is not None
-        if is_schedule(order, rule):
-            check(graph, profile, plan)
-        else:
-            with pytest.raises(InvalidPlan, match="changed in place"):
-                check(graph, profile, plan)
 
 
 def is_schedule(order: Ints, rule: Precedence) -> bool:
@@ -319,17 +273,6 @@ def roomy() -> Problem:
     return problem_of(2 * least)
 
 
-def test_the_first_candidate_always_fits_and_the_population_comes_next() -> None:
-    searcher = Genetic(roomy(), 0, population=12)
-    serial, first, second = evolve(searcher, 1)
-    assert serial == [SERIAL]
-    assert len(first) == len(second) == 12
-    assert len(searcher.living) == 12
-    orders = {tuple(c.order) for c in first}
-    assert tuple(range(len(searcher.problem.graph.ops))) in orders
-    assert len(orders) > 4
-
-
 def test_the_first_generation_has_pools_that_fit_where_any_restricted_one_does() -> None:
     """From the least memory of a restricted pool on. One byte less, nothing but the serial plan fits."""
     graph = roomy().graph
@@ -347,14 +290,6 @@ def test_the_first_generation_has_pools_that_fit_where_any_restricted_one_does()
     assert plan.provenance.latency_s == plan.provenance.baseline_s
 
 
-def test_evolution_improves_on_the_first_generation() -> None:
-    problem = roomy()
-    after = [search(problem, "genetic", limit=Limit(evaluations=n)).provenance for n in (49, 49 + 48 * 15)]
-    assert after[0] is not None
-    assert after[1] is not None
-    assert after[1].latency_s < after[0].latency_s < after[0].baseline_s
-
-
 @pytest.mark.parametrize("served", [False, True])
 def test_an_elitist_population_evolves(served: bool) -> None:
     """The best never gets worse, nor does the mean; both are better in the end."""
@@ -362,7 +297,7 @@ def test_an_elitist_population_evolves(served: bool) -> None:
         ServingGenetic(served_problem(), 0, population=12) if served else Genetic(roomy(), 0, population=12)
     )
     living = []
-    for _ in range(24):
+    for _ in range(16):
         candidates = searcher.ask()
         searcher.tell(candidates, [searcher.evaluate(c, 0.0) for c in candidates])
         living.append([searcher.seconds(c) for _, c in searcher.living])
@@ -390,18 +325,6 @@ def test_an_elitist_selection_keeps_equals_only_where_too_few_differ() -> None:
     assert select("elitist", [np.inf] * 4, 1.0, 2, rng) == [2, 3]
 
 
-def test_what_is_not_searched_does_not_change() -> None:
-    def pool(c: Chromosome) -> tuple[int, ...]:
-        return (*c.allocation.classes, *c.allocation.counts)
-
-    own = tuple(range(len(roomy().graph.ops)))
-    schedules = [c for g in evolve(Genetic(roomy(), 0, population=8, allocations=False), 3)[1:] for c in g]
-    assert len({pool(c) for c in schedules}) == 1 < len({tuple(c.order) for c in schedules})
-    allocations = [c for g in evolve(Genetic(roomy(), 0, population=8, schedules=False), 3)[1:] for c in g]
-    assert {tuple(c.order) for c in allocations} == {own}
-    assert len({pool(c) for c in allocations}) > 1
-
-
 def test_only_the_unrestricted_space_maps_sizes_out_of_order() -> None:
     def monotone(restricted: bool) -> bool:
         asked = evolve(Genetic(roomy(), 0, population=16, restricted=restricted), 2)[1:]
@@ -409,19 +332,3 @@ def test_only_the_unrestricted_space_maps_sizes_out_of_order() -> None:
 
     assert monotone(True)
     assert not monotone(False)
-
-
-def test_the_population_keeps_its_size_and_those_that_fit() -> None:
-    searcher = Genetic(roomy(), 0, population=10)
-    evolve(searcher, 4)
-    assert len(searcher.living) == 10
-    assert all(np.isfinite(c.latency_s) for _, c in searcher.living)
-
-
-def test_a_plan_has_its_ops_in_the_order_of_its_chromosome() -> None:
-    searcher = Genetic(roomy(), 3, population=12)
-    for candidate in evolve(searcher, 0)[1]:
-        if searcher.evaluate(candidate, 0.0) != UNFIT:
-            plan = searcher.write(candidate)
-            check(searcher.problem.graph, searcher.problem.profile, plan)
-            assert tuple(s.op for s in plan.steps if isinstance(s, Compute)) == tuple(candidate.order)

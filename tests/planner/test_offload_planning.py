@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from cohabit.planner.check import check
-from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.lifetimes import peak_activation_bytes
@@ -17,7 +17,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.offloading.pool import RANKS, ActivationPools, Rank
 from cohabit.planner.offloading.searcher import Offloading, OffloadingCandidate
 from cohabit.planner.plan import Plan, SwapIn, SwapOut
-from cohabit.planner.problem import Limit, Problem
+from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.table import SWAP_OUT
 from cohabit.planner.search.driver import search
@@ -26,7 +26,7 @@ from cohabit.planner.sizing.demand import Demand
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.division import deploy
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph, unet
+from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet
 from tests.planner.reference import peak_bytes, sequence_peak_bytes
 
 NON_PARAMETERS = ("input", "activation")
@@ -98,17 +98,6 @@ def test_a_budget_below_the_activations_peak_is_planned() -> None:
     assert peak_bytes(graph, plan, NON_PARAMETERS) < activations
 
 
-def test_the_least_that_a_refusal_names_is_enough_and_a_page_less_is_not() -> None:
-    graph = unet()
-    with pytest.raises(InfeasibleBudget) as caught:
-        planned(graph, 10 * PAGE)
-    least = caught.value.least_bytes
-    assert least == least_bytes(demand(graph)) < plain_least(graph)
-    assert swapped_out(planned(graph, least))
-    with pytest.raises(InfeasibleBudget):
-        planned(graph, least - PAGE)
-
-
 def test_every_budget_between_the_least_and_all_that_it_takes_has_a_plan_that_may_run() -> None:
     graph = unet(3)
     profile = profile_of(graph, 1.0, bandwidth=40 * PAGE)
@@ -126,27 +115,6 @@ def test_where_activations_fit_they_stay() -> None:
     graph = unet()
     plan = planned(graph, plain_least(graph) + graph.parameter_bytes)
     assert not swapped_out(plan)
-
-
-def test_activations_that_are_all_in_use_cannot_leave() -> None:
-    graph = chain([PAGE, 2 * PAGE, PAGE], 3 * PAGE)
-    assert least_bytes(demand(graph)) == plain_least(graph)
-    with pytest.raises(InfeasibleBudget) as caught:
-        planned(graph, plain_least(graph) - PAGE)
-    assert caught.value.least_bytes == plain_least(graph)
-
-
-def test_a_search_keeps_improving_on_its_first_plan() -> None:
-    graph = unet()
-    profile = profile_of(graph, 1.0, bandwidth=20 * PAGE)
-    budget_bytes = least_bytes(demand(graph, profile)) + 20 * PAGE
-    problem = Problem(graph, profile, split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget_bytes))
-    first = search(problem, limit=Limit(evaluations=1)).provenance
-    best = search(problem).provenance
-    assert first is not None
-    assert best is not None
-    assert best.bound_s <= best.latency_s <= first.latency_s
-    assert search(problem) == search(problem, workers=2)
 
 
 def test_a_narrow_window_is_widened_where_that_is_faster() -> None:
@@ -259,9 +227,3 @@ def test_one_more_model_finds_room_in_which_its_activations_must_be_offloaded() 
     assert swapped_out(plan)
     assert any(isinstance(step, SwapIn) and step.tensor in swapped_out(plan) for step in plan.steps)
     assert fit(model, [Memory(least - 4 * PAGE, 0)]) is None
-
-
-def test_training_graphs_are_for_other_searchers() -> None:
-    training = random_training_graph(random.Random(0))
-    with pytest.raises(UnsupportedProblem, match=r"offloading needs .* a graph that changes no parameters"):
-        search(Problem(training, profile_of(training), Memory(100 * PAGE)), "offloading")

@@ -1,24 +1,19 @@
 """HOME's particle swarm: the paper's examples, its cost model against the simulator, the search against all choices."""
 
-import itertools
-import math
 import random
 
 import numpy as np
 import pytest
 
-from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
 from cohabit.planner.papers.home.cost import TOO_MUCH_S, evaluate, overhead, seconds
 from cohabit.planner.papers.home.particle_swarm import (
     InitialParticles,
-    ParticleSwarm,
     filled,
     kept,
     updated,
 )
-from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.schedule.alap import KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
@@ -46,19 +41,6 @@ def four_layers() -> Graph:
     graph = Graph("four layers", 1, "weights", tensors, (*forward, *backward), (8,))
     graph.validate()
     return graph
-
-
-def searched(problem: Problem, evaluations: int) -> tuple[Plan, float, float]:
-    """The fastest plan, checked, its latency and that of the first candidate."""
-    swarm, latency_s = ParticleSwarm(problem, 0), dict[bytes, float]()
-    while len(latency_s) < evaluations and (candidates := swarm.ask()):
-        costs = [swarm.evaluate(c, math.inf) for c in candidates]
-        swarm.tell(candidates, costs)
-        latency_s |= {c: cost.latency_s for c, cost in zip(candidates, costs, strict=True)}
-    best = min(latency_s, key=lambda c: latency_s[c])
-    plan = swarm.write(best)
-    check(problem.graph, problem.profile, plan)
-    return plan, latency_s[best], next(iter(latency_s.values()))
 
 
 def estimate(gaps: Gaps, profile: Profile, choices: Codes, memory_bytes: int) -> tuple[float, float]:
@@ -141,11 +123,6 @@ def test_particle_moves_to_what_the_last_best_or_its_own_best_does() -> None:
     assert (KEEP, SWAP, RECOMPUTE) == (0, 1, 2)
 
 
-def test_of_equally_good_actions_the_particle_takes_its_own() -> None:
-    last, own = np.array([2], np.int8), np.array([1], np.int8)
-    assert updated(np.array([0], np.int8), last, own, lambda _: 1.0, range(1)).tolist() == [1]
-
-
 def test_first_particles_fit() -> None:
     for seed in range(60):
         rng = random.Random(seed)
@@ -177,39 +154,3 @@ def test_kept_gaps_are_those_that_fit_one_after_the_other() -> None:
         assert kept(tables(gaps), spans, lean, order, memory).tolist() == one_by_one.tolist()
         some += 0 < (one_by_one == KEEP).sum() < len(lean)
     assert some > 20, "in most of them, some gaps fit and some do not"
-
-
-def test_what_is_cheap_to_compute_is_computed_again_over_a_slow_link() -> None:
-    """A1 and A2 of Figure 4's network do not fit next to the scratch; to compute them takes a second, to copy ten."""
-    graph = four_layers()
-    for bandwidth, repeats in ((PAGE / 10, True), (PAGE * 100, False)):
-        problem = Problem(graph, profile_of(graph, bandwidth=bandwidth), Memory(3 * PAGE + 1024, counted=True))
-        plan, _, _ = searched(problem, 100)
-        computed = sum(isinstance(step, Compute) for step in plan.steps)
-        assert (computed > len(graph.ops)) == repeats
-
-
-def test_swarm_comes_close_to_the_best_of_all_choices() -> None:
-    found, at_first = [], []
-    for seed in range(200):
-        rng = random.Random(seed)
-        graph = random_training_graph(rng, 3) if seed % 2 else random_graph(rng, 6)
-        gaps = Gaps(graph)
-        choices = [g.choices for g in gaps.all]
-        if not 2 <= len(choices) <= 5:
-            continue
-        problem = Problem(
-            graph, random_profile(rng, graph), Memory(least_bytes(graph) + rng.randrange(5) * PAGE, counted=True)
-        )
-        swarm = ParticleSwarm(problem, 0)
-        all_s = [swarm.evaluate(codes(c).tobytes(), 0.0).latency_s for c in itertools.product(*choices)]
-        if not min(all_s):
-            continue
-        _, best_s, first_s = searched(problem, 40)
-        found.append(best_s / min(all_s))
-        at_first.append(first_s / min(all_s))
-        if len(found) == 30:
-            break
-    assert np.mean(at_first) > 1.1
-    assert np.mean(np.array(found) < 1.001) >= 0.9
-    assert max(found) < 1.05

@@ -34,11 +34,11 @@ from cohabit.planner.schedule.table import (
     scheduled,
 )
 from cohabit.planner.schedule.write import address_of, offset_of, write
-from cohabit.planner.search.registry import COUNTED, SERVING, make
 from cohabit.planner.streaming.searcher import Streaming
 from tests.planner.actions import compute, drop, plan_of, swap_in, swap_out
 from tests.planner.graphs import (
     PAGE,
+    any_graph,
     chain,
     profile_of,
     random_actions,
@@ -49,10 +49,6 @@ from tests.planner.graphs import (
 from tests.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
-
-
-def any_graph(rng: random.Random) -> Graph:
-    return random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
 
 
 def random_plan(rng: random.Random, spare_bytes: int = 0) -> tuple[Graph, Profile, Plan]:
@@ -272,51 +268,6 @@ def same_cost(problem: Problem, schedule: Schedule, plan: Plan) -> None:
     )
 
 
-@pytest.mark.parametrize("searcher", COUNTED)
-def test_every_searcher_evaluates_a_candidate_as_its_plan_is_simulated(searcher: str) -> None:
-    evaluated = 0
-    for seed in range(12):
-        rng = random.Random(seed)
-        graph = any_graph(rng)
-        memory = Memory(least_bytes(graph) + PAGE * rng.randint(0, 25), counted=True)
-        evaluated += costs_agree(searcher, Problem(graph, random_profile(rng, graph), memory))
-    assert evaluated >= 12
-
-
-@pytest.mark.parametrize("searcher", SERVING)
-def test_every_serving_searcher_evaluates_a_candidate_as_its_plan_is_simulated(searcher: str) -> None:
-    """`streaming` and `genetic` have their own compiled evaluation, from arrays that no plan is written of."""
-    evaluated = 0
-    for seed in range(12):
-        rng = random.Random(seed)
-        graph = random_graph(rng)
-        partition = PAGE * rng.randint(0, 8)
-        least = Footprint.of(graph).least_workspace_bytes(partition)
-        memory = Memory(least + PAGE * rng.randint(0, 5), partition)
-        evaluated += costs_agree(searcher, Problem(graph, random_profile(rng, graph), memory))
-    assert evaluated >= 12
-
-
-def costs_agree(name: str, problem: Problem) -> int:
-    """Compare candidates of the first rounds; return how many fit."""
-    searcher, seen = make(name, problem, 0), 0
-    for _ in range(4):
-        candidates = searcher.ask()
-        costs = [searcher.evaluate(c, float("inf")) for c in candidates]
-        searcher.tell(candidates, costs)
-        for candidate, cost in [*zip(candidates, costs, strict=True)][:8]:
-            if cost.latency_s == UNFIT.latency_s:
-                continue
-            plan = searcher.write(candidate)
-            check(problem.graph, problem.profile, plan)
-            timeline = simulate(problem.graph, plan, problem.profile)
-            assert cost.latency_s == timeline.latency_s
-            assert cost.period_s == (timeline.period_s if timeline.period_s is not None else 0.0)
-            assert cost.link_bytes == timeline.link_bytes
-            seen += 1
-    return seen
-
-
 def test_streaming_simulates_the_schedule_that_it_writes() -> None:
     """With every candidate that goes ahead of others, too: `stream.evaluate` and `evaluate` of the emitted schedule."""
     seen = 0
@@ -415,17 +366,6 @@ def test_what_was_given_up_first_is_waited_for_first() -> None:
         0: (), 1: (0,), 2: (), 3: (1,),  # A0 is an input and can leave while op0 reads it
         7: (1, 2), 8: (3,), 9: (8,), 12: (9,), 13: (12,),
     }  # fmt: skip
-
-
-def test_resident_that_is_dropped_before_any_op_read_it_is_refused_where_everything_is_counted() -> None:
-    """The inference before may still be copying it into bytes that this one counts as free."""
-    graph = chain([PAGE] * 2)
-    w0, w1, *_ = range(5)
-    unread = [drop(w1), compute(0), swap_in(w1), compute(1)]
-    with pytest.raises(InvalidPlan, match="no op has read it, and the inference before may still"):
-        check(graph, None, counted_plan(graph, unread, (w0, w1), 6))
-    read = [compute(0), compute(1), drop(w1), swap_in(w1), drop(w1), swap_in(w1)]
-    check(graph, None, counted_plan(graph, read, (w0, w1), 6))
 
 
 def test_offsets_are_addresses() -> None:

@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.check import check
-from cohabit.planner.errors import FingerprintMismatch, InfeasibleBudget, InvalidPlan, UnsupportedProblem
-from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.errors import InfeasibleBudget, InvalidPlan, UnsupportedProblem
+from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.order import by_parameters, has_reuse, reordered
 from cohabit.planner.plan import Address, Compute, Drop, Placement, SwapIn
-from cohabit.planner.problem import TIE, Limit, Problem
+from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
@@ -42,26 +41,6 @@ def test_figure_3_of_swapadvisor() -> None:
     op1, op3 = (next(s for s in steps if isinstance(s, Compute) and s.op == k) for k in (0, 2))
     assert moves[2].after == (plan.steps.index(op1),)
     assert op3.after == (plan.steps.index(moves[2]),)
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(seeds)
-def test_every_plan_is_safe_and_no_faster_than_the_bound(seed: int) -> None:
-    rng = random.Random(seed)
-    graph = random_graph(rng)
-    profile = random_profile(rng, graph)
-    partition = PAGE * rng.randint(0, 16)
-    workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.choice((0, 0, 1, 3, 9))
-    plan = search(Problem(graph, profile, Memory(workspace, partition)), seed=seed, limit=Limit(evaluations=80))
-    check(graph, profile, plan)
-    timeline = simulate(graph, plan, profile)
-    assert plan.provenance is not None
-    assert timeline.latency_s == pytest.approx(plan.provenance.latency_s)
-    assert timeline.period_s == pytest.approx(plan.provenance.period_s)
-    assert latency_bound(graph, profile, Memory(workspace, partition)) <= timeline.latency_s
-    # Where copies slow ops down, a plan may be slower than its candidate was judged to be, because it copies earlier.
-    slack = 1.02 if profile.compute_slowdown > 1 or profile.swap_slowdown > 1 else TIE
-    assert timeline.latency_s <= plan.provenance.baseline_s * slack + 1e-12
 
 
 @pytest.mark.parametrize("seed", [11, 23, 24])
@@ -104,7 +83,7 @@ def test_every_wait_of_a_plan_is_necessary(seed: int) -> None:
                 check(graph, profile, replace(plan, steps=steps))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(seeds)
 def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
     """Another batch size, or any other workspace, must find the partition as the first plan leaves it."""
@@ -116,7 +95,7 @@ def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
     residents = search(
         Problem(graph, profile, Memory(least + 4 * PAGE, partition)), limit=Limit(evaluations=60)
     ).residents
-    plan = search(Problem(graph, profile, Memory(least, partition), residents))
+    plan = search(Problem(graph, profile, Memory(least, partition), residents), limit=Limit(evaluations=60))
     check(graph, profile, plan)
     assert plan.residents == residents
 
@@ -222,31 +201,6 @@ def test_displaced_residents_come_back_in_the_epilogue() -> None:
     assert simulate(graph, plan, profile_of(graph)).period_s == pytest.approx(4.0)
 
 
-def test_one_parameter_read_by_many_ops_is_copied_once() -> None:
-    tensors = (parameter("W"), *(Tensor(f"A{i}", 64, "activation") for i in range(3)))
-    ops = tuple(Op(f"op{i}", "t", (0,) if i == 0 else (0, i), (i + 1,)) for i in range(3))
-    graph = Graph("tied", 1, "w", tensors, ops, (3,))
-    plan = search(Problem(graph, profile_of(graph), Memory(2 * PAGE)))
-    assert sum(isinstance(s, SwapIn) for s in plan.steps) == 1
-
-
-def test_two_parameters_of_one_op_never_share_bytes() -> None:
-    """W2 + W3 fill the window exactly; W1, in its middle when op1 comes, has to go."""
-    tensors = (parameter("W1", 2 * PAGE), parameter("W2", 2 * PAGE), parameter("W3", PAGE))
-    tensors += (Tensor("A", 64, "activation"), Tensor("B", 64, "activation"))
-    graph = Graph("pair", 1, "w", tensors, (Op("op0", "t", (2, 0), (3,)), Op("op1", "t", (3, 1, 2), (4,))), (4,))
-    plan = search(Problem(graph, profile_of(graph), Memory(4 * PAGE)))
-    check(graph, None, plan)
-
-
-@pytest.mark.parametrize("outputs", [(), (0,), (0, 1)])
-def test_graph_without_ops_has_a_plan(outputs: tuple[int, ...]) -> None:
-    graph = Graph("identity", 1, "w", (parameter("W"), Tensor("X", 100, "input")), (), outputs)
-    for partition, workspace in ((0, 2 * PAGE), (PAGE, PAGE)):
-        plan = search(Problem(graph, profile_of(graph), Memory(workspace, partition)))
-        assert not any(isinstance(s, Compute) for s in plan.steps)
-
-
 def test_residents_that_a_batch_does_not_read_are_left_alone() -> None:
     whole = chain([PAGE] * 3)
     tensors = (*whole.tensors, parameter("unread", 2 * PAGE))
@@ -263,23 +217,12 @@ def test_impossible_residents_are_refused() -> None:
             search(Problem(graph, profile_of(graph), Memory(4 * PAGE, PAGE), (Placement(0, address),)))
 
 
-def test_same_seed_same_plan() -> None:
-    graph = random_graph(random.Random(5), most_ops=40)
-    problem = Problem(graph, random_profile(random.Random(5), graph), Memory(40 * PAGE, 6 * PAGE))
-    assert search(problem, seed=3) == search(problem, seed=3)
-
-
 def test_progress_is_reported() -> None:
     graph = chain([PAGE] * 6)
     seen: list[tuple[int, float, float]] = []
     search(Problem(graph, profile_of(graph), Memory(3 * PAGE, PAGE)), on_progress=lambda *p: seen.append(p))
     assert seen[0][0] == 1
     assert [s[1] for s in seen] == sorted((s[1] for s in seen), reverse=True)
-
-
-def test_profile_of_another_graph_is_refused() -> None:
-    with pytest.raises(FingerprintMismatch):
-        search(Problem(chain([PAGE]), profile_of(chain([PAGE] * 2)), Memory(9 * PAGE)))
 
 
 def test_infeasible_budget_says_what_would_do() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -16,50 +17,52 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.graph import Graph, Tensor
 from cohabit.planner.memory import Memory
-from cohabit.planner.plan import SwapIn
-from cohabit.planner.problem import TIE, Limit, Problem
+from cohabit.planner.plan import Compute, Drop, SwapIn
+from cohabit.planner.problem import TIE, UNFIT, Limit, Problem
 from cohabit.planner.schedule.gaps import Gaps
 from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import MOST_INFERENCES, evaluate, simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.portfolio import AT_BOUND, BY_WEIGHTS, OF_CHAINS, QUICKEST, SAMPLE, SAMPLED, Best
-from cohabit.planner.search.registry import COUNTED, SEARCHERS, SERVING, make
+from cohabit.planner.search.registry import BASELINES, COUNTED, SEARCHERS, SERVING, make
 from tests.planner.graphs import (
     PAGE,
     chain,
+    counted_problem,
+    parameter,
     profile_of,
     random_graph,
     random_profile,
     random_training_graph,
+    served_problem,
     unrolled_training,
 )
 from tests.planner.reference import simulate_exactly
 from tests.planner.test_bound import best_possible, tiny
 
+Problems = Callable[[int], Problem]
+
+
 seeds = st.integers(0, 10**6)
-PAPERS = ("genetic", "particle_swarm", "greedy", "dynprog", "interval", "on_demand")
 FEW = Limit(evaluations=24)
+CASES = [
+    *(pytest.param(name, counted_problem, id=f"{name}-counted") for name in (*COUNTED, *BASELINES)),
+    *(pytest.param(name, served_problem, id=f"{name}-served") for name in SERVING),
+]
+"""Every searcher, with problems in each kind of memory that it plans."""
 
 
-def problem_of(seed: int) -> Problem:
-    """An inference or a training graph in one budget, from the least to more than enough."""
-    rng = random.Random(seed)
-    graph = random_training_graph(rng) if rng.random() < 0.5 else random_graph(rng)
-    room = sum(t.nbytes for t in graph.tensors)
-    memory = least_bytes(graph) + rng.choice((0, 100, PAGE, 3 * PAGE, room // 4, room // 2, 2 * room))
-    return Problem(graph, random_profile(rng, graph), Memory(memory, counted=True))
-
-
-@pytest.mark.parametrize("searcher", SEARCHERS)
-def test_a_graph_without_ops_has_a_plan_or_is_refused(searcher: str) -> None:
-    graph = Graph("identity", 1, "0" * 64, (Tensor("x", PAGE, "input"),), ops=(), outputs=(0,))
-    profile = random_profile(random.Random(0), graph)
-    problem = Problem(graph, profile, Memory(4 * PAGE, counted=searcher not in SERVING))
+@pytest.mark.parametrize(
+    ("searcher", "outputs"), [*product(SERVING, [(), (0,), (0, 1)]), *product(SEARCHERS, [(1,)])]
+)
+def test_a_graph_without_ops_has_a_plan_or_is_refused(searcher: str, outputs: tuple[int, ...]) -> None:
+    graph = Graph("identity", 1, "0" * 64, (parameter("W"), Tensor("x", PAGE, "input")), ops=(), outputs=outputs)
+    problem = Problem(graph, profile_of(graph), Memory(4 * PAGE, counted=searcher not in SERVING))
     plan = None
     with suppress(UnsupportedProblem):
         plan = search(problem, searcher, limit=FEW)
-        check(graph, profile, plan)
+        check(graph, problem.profile, plan)
     assert plan is not None or searcher not in ("best", "streaming", "genetic")
 
 
@@ -68,40 +71,97 @@ def long_chain() -> Problem:
     return Problem(graph, random_profile(random.Random(1), graph), Memory(24 * PAGE, counted=True))
 
 
-@pytest.mark.parametrize("searcher", PAPERS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@pytest.mark.parametrize(("searcher", "problem_of"), CASES)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(seed=seeds)
-def test_every_plan_is_safe_and_no_faster_than_the_bound(searcher: str, seed: int) -> None:
+def test_every_plan_is_safe_and_no_faster_than_the_bound(searcher: str, problem_of: Problems, seed: int) -> None:
     problem = problem_of(seed)
     plan = search(problem, searcher, seed=seed, limit=FEW)
     check(problem.graph, problem.profile, plan)
-    timeline = simulate(problem.graph, plan, problem.profile)
-    assert plan.provenance is not None
-    assert timeline.latency_s == pytest.approx(plan.provenance.latency_s)
+    timeline, found = simulate(problem.graph, plan, problem.profile), plan.provenance
+    assert found is not None
+    assert timeline.latency_s == pytest.approx(found.latency_s)
+    assert (timeline.period_s or 0.0) == pytest.approx(found.period_s)
     assert latency_bound(problem.graph, problem.profile, problem.memory) <= timeline.latency_s
-    if problem.graph.ops:
-        assert timeline.period_s is not None
+    if problem.objective == "latency":
+        # Where copies slow ops down, a plan may be slower than its candidate was judged to be: it copies earlier.
+        slows = problem.profile.compute_slowdown > 1 or problem.profile.swap_slowdown > 1
+        assert timeline.latency_s <= found.baseline_s * (1.02 if slows else TIE) + 1e-12
 
 
-@pytest.mark.parametrize("searcher", PAPERS)
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(seed=seeds)
-def test_the_least_budget_is_exact(searcher: str, seed: int) -> None:
-    problem = problem_of(seed)
-    least = least_bytes(problem.graph)
-    search(Problem(problem.graph, problem.profile, Memory(least, counted=True)), searcher, limit=FEW)
-    if least > 0:
-        with pytest.raises(InfeasibleBudget) as refusal:
-            search(Problem(problem.graph, problem.profile, Memory(least - 1, counted=True)), searcher, limit=FEW)
-        assert refusal.value.least_bytes == least
-
-
-@pytest.mark.parametrize("searcher", PAPERS)
-def test_same_seed_same_plan(searcher: str) -> None:
-    for seed in range(5):
-        problem = problem_of(seed)
-        first, second = (search(problem, searcher, seed=seed, limit=FEW) for _ in range(2))
+@pytest.mark.parametrize(("searcher", "problem_of"), CASES)
+def test_same_seed_same_plan(searcher: str, problem_of: Problems) -> None:
+    for seed in range(4):
+        first, second = (search(problem_of(seed), searcher, seed=seed, limit=FEW) for _ in range(2))
         assert first == second
+
+
+@pytest.mark.parametrize(("searcher", "problem_of"), CASES)
+def test_a_candidate_costs_what_its_plan_is_simulated_to_take(searcher: str, problem_of: Problems) -> None:
+    """`streaming` and `genetic` have their own compiled evaluation, from arrays that no plan is written of."""
+    compared = 0
+    for seed in range(12):
+        problem = problem_of(seed)
+        state = make(searcher, problem, 0)
+        for _ in range(4):
+            candidates = state.ask()
+            costs = [state.evaluate(c, math.inf) for c in candidates]
+            state.tell(candidates, costs)
+            for candidate, cost in [*zip(candidates, costs, strict=True)][:8]:
+                if cost.latency_s == UNFIT.latency_s:
+                    continue
+                plan = state.write(candidate)
+                check(problem.graph, problem.profile, plan)
+                timeline = simulate(problem.graph, plan, problem.profile)
+                assert (cost.latency_s, cost.period_s, cost.link_bytes) == (
+                    timeline.latency_s,
+                    timeline.period_s or 0.0,
+                    timeline.link_bytes,
+                )
+                compared += 1
+        assert state.evaluations > 0, "how many are worth making"
+    assert compared >= 12
+
+
+@pytest.mark.parametrize("searcher", SERVING)
+def test_nothing_is_in_memory_after_its_last_use(searcher: str) -> None:
+    for seed in range(30):
+        problem = served_problem(seed)
+        graph, plan = problem.graph, search(problem, searcher, limit=FEW)
+        stays = {*graph.outputs, *(p.tensor for p in plan.residents)}
+        here, left = {*graph.inputs, *stays - set(graph.outputs)}, list(range(len(graph.ops)))
+        for step in plan.steps:
+            match step:
+                case Compute(op=k):
+                    if len(left) < len(graph.ops):
+                        assert here <= stays.union(*(graph.ops[j].touched for j in left))
+                    left.remove(k)
+                    here.update(graph.ops[k].writes)
+                case SwapIn(tensor=t):
+                    here.add(t)
+                case Drop(tensor=t):
+                    here.remove(t)
+        assert here <= stays or not graph.ops
+
+
+@pytest.mark.parametrize("searcher", [*COUNTED, *BASELINES])
+def test_the_least_budget_is_exact(searcher: str) -> None:
+    for seed in range(6):
+        problem = counted_problem(seed)
+        least = least_bytes(problem.graph)
+        search(replace(problem, memory=Memory(least, counted=True)), searcher, limit=FEW)
+        if least > 0:
+            with pytest.raises(InfeasibleBudget) as refusal:
+                search(replace(problem, memory=Memory(least - 1, counted=True)), searcher, limit=FEW)
+            assert refusal.value.least_bytes == least
+
+
+@pytest.mark.parametrize("searcher", [name for name in SERVING if name != "best"])
+def test_a_training_graph_is_refused_for_a_partition_and_a_workspace(searcher: str) -> None:
+    graph = unrolled_training(2, 3, PAGE)
+    problem = Problem(graph, profile_of(graph), Memory(40 * PAGE, 4 * PAGE))
+    with pytest.raises(UnsupportedProblem, match="a graph that changes no parameters"):
+        search(problem, searcher, limit=FEW)
 
 
 @pytest.mark.parametrize("searcher", ["best", "streaming", "genetic"])
@@ -138,7 +198,7 @@ def test_searchers_of_both_kinds_of_memory_are_those_of_either() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_best_is_no_worse_than_its_members_at_their_own_effort(seed: int) -> None:
-    problem = problem_of(seed)
+    problem = counted_problem(seed)
     best = search(problem, seed=seed).provenance
     assert best is not None
     for searcher in (QUICKEST, *SAMPLED):
@@ -174,7 +234,7 @@ def test_members_plan_the_better_order_and_what_has_effort_left_goes_on(seed: in
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_best_ends_at_the_bound_or_when_no_member_has_more_to_try(seed: int) -> None:
-    state, spent, least_s = make("best", problem_of(seed), 0), 0, math.inf
+    state, spent, least_s = make("best", counted_problem(seed), 0), 0, math.inf
     assert isinstance(state, Best)
     while spent <= state.evaluations:
         asked = state.ask()
@@ -184,16 +244,16 @@ def test_best_ends_at_the_bound_or_when_no_member_has_more_to_try(seed: int) -> 
         state.tell(asked, costs)
         least_s = min(least_s, *(c.latency_s for c in costs))
         spent += len(asked)
-    is_at_bound = least_s <= problem_of(seed).bound_s * (1 + AT_BOUND)
+    is_at_bound = least_s <= counted_problem(seed).bound_s * (1 + AT_BOUND)
     assert is_at_bound or spent > state.evaluations or not any(m.ask() for m in state._members.values())
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=seeds)
-def test_plans_with_swap_outs_and_recomputation_take_what_exact_arithmetic_says(seed: int) -> None:
+def test_plans_take_what_exact_arithmetic_says(seed: int) -> None:
     """Against the plain simulator: every step of the first inference, and the ends of those that follow."""
-    problem = problem_of(seed)
-    for searcher in ("on_demand", "interval", "genetic"):
+    problems = dict.fromkeys(("on_demand", "interval", "genetic"), counted_problem(seed))
+    for searcher, problem in (problems | {"streaming": served_problem(seed)}).items():
         plan = search(problem, searcher, seed=seed, limit=FEW)
         timeline = simulate(problem.graph, plan, problem.profile)
         ends, finished = simulate_exactly(problem.graph, plan, problem.profile, MOST_INFERENCES)

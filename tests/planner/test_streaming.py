@@ -1,8 +1,8 @@
-"""Parts of the streaming search: the page map against arrays of pages, residents and copies by hand."""
+"""Parts of the streaming search: the page map against arrays of pages; residents, copies and moves by hand."""
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +11,9 @@ import pytest
 from cohabit.planner.arrays import Floats, GraphArrays, Ints
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
+from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.streaming import residents
+from cohabit.planner.streaming.anneal import anneal, critical
 from cohabit.planner.streaming.page_map import (
     NO_MORE,
     NOWHERE,
@@ -25,6 +27,7 @@ from cohabit.planner.streaming.page_map import (
     tidy,
     use,
 )
+from cohabit.planner.streaming.searcher import Streaming
 from cohabit.planner.streaming.stream import (
     KEPT,
     RELEASED,
@@ -251,3 +254,58 @@ def test_the_rule_of_the_next_hole_goes_on_where_the_last_copy_ended() -> None:
     choice = np.full(6, STREAMED)
     swaps, _ = play(work.arrays, place_residents(work.arrays, choice), uniform(choice, np.zeros(6, np.bool_), 2))
     assert swaps.page[:6].tolist() == [0, 1, 2, 3, 0, 1]
+
+
+def waited_for(copy_s: float, released: tuple[int, ...], partition: int = 18, last_pages: int = 1) -> list[int]:
+    """The copies that an inference waits for, of four ops of a second with a weight of a page (the last: of more)."""
+    work = workload([1, 1, 1, last_pages], partition, 0, PAGE / copy_s)
+    choice = np.full(4, STREAMED)
+    choice[list(released)] = RELEASED
+    swaps, _ = play(work.arrays, place_residents(work.arrays, choice), uniform(choice, np.zeros(4, np.bool_), 0))
+    return sorted(critical(work.arrays, swaps).parameter.tolist())
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "released", "found"),
+    [
+        (2.0, (), [0, 1, 2, 3]),  # each op waits for its copy
+        (2.0, (0, 1), [2, 3]),  # W2 is in time, but W3 comes after it, after 4 s: op3 could start at 3
+        (0.5, (), [0]),  # only the first is waited for
+        (0.5, (0,), []),
+        (1.5, (0,), [1, 2, 3]),  # 1.5, 3, 4.5 s for ops that could start at 1, 2.5, 4
+        (2.5, (0, 1), [2, 3]),
+    ],
+)
+def test_what_ops_wait_for(copy_s: float, released: tuple[int, ...], found: list[int]) -> None:
+    assert waited_for(copy_s, released) == found
+
+
+def test_a_copy_before_a_pause_of_the_link_is_not_to_blame() -> None:
+    """
+    Two pages beside the activations; W3 takes both, and can be copied when W1 and W2 have been used.
+
+    compute | op0 | op1 | op2 |  wait   | op3
+    swap_in | W1  | W2  |     | W3 (2 s)|
+    """
+    assert waited_for(1.0, (0,), partition=2, last_pages=2) == [3]
+
+
+def test_a_large_parameter_is_exchanged_for_small_ones_that_are_a_little_larger_together() -> None:
+    """One copy of 40 pages has less latency than four of 41. Each smaller step on the way there copies more."""
+    work = workload([40, 10, 10, 10, 11], 41, 59, latency_s=5.0)
+    choice = np.array([KEPT, STREAMED, STREAMED, STREAMED, STREAMED])
+    start = uniform(choice, np.zeros(5, np.bool_), 0)
+    found = anneal(work.arrays, work.numbering, start, place_residents(work.arrays, choice), False, 200, 0.0, 0)
+    assert (found.choice == STREAMED).tolist() == [True, False, False, False, False]
+
+
+def test_a_walk_begins_with_the_rule_that_each_use_had() -> None:
+    graph = chain([4 * PAGE, PAGE, 3 * PAGE, 2 * PAGE])
+    searcher = Streaming(Problem(graph, profile_of(graph, bandwidth=PAGE / 2), Memory(8 * PAGE)), seed=0)
+    mixed = replace(searcher.first(), fit=bytes([0, 1, 2, 1]))
+    searcher.tell([mixed], [Cost(0.0, np.inf, 0)])
+    asked = searcher.ask()
+    while not asked[0].steps:
+        searcher.tell(asked, [searcher.evaluate(c, 0.0) for c in asked])
+        asked = searcher.ask()
+    assert asked[0].decisions().fit.tolist() == [0, 1, 2, 1]

@@ -110,22 +110,53 @@ def run_figure_1(
     return table(graph, profile, plan, "Concat")
 
 
-def test_figure_1b_left_branch_first_five_objects_of_2_mb() -> None:
-    """As printed, but that A3 and A2 stay until someone needs their place, which the part shown does not."""
-    assert run_figure_1(LEFT, COARSE, 2 * MB) == {
-        "compute": ["Data", "Conv1", "Conv2", "Conv3", "Conv4", "Concat"],
-        "swap_in": ["W1", "W2", "W3", "W4", "A1", None],
-        "swap_out": [None, None, "A1", "A0", None, None],
-    }
+@pytest.mark.parametrize(
+    ("schedule", "pool", "alignment", "compute", "swap_in", "swap_out"),
+    [
+        pytest.param(
+            LEFT, COARSE, 2 * MB,
+            ["Data", "Conv1", "Conv2", "Conv3", "Conv4", "Concat"],
+            ["W1", "W2", "W3", "W4", "A1", None],
+            [None, None, "A1", "A0", None, None],
+            id="b",
+        ),
+        pytest.param(
+            RIGHT, COARSE, 2 * MB,
+            ["Data", "Conv2", "Conv3", "Conv4", None, "Conv1", "Concat"],
+            ["W2", "W3", "W4", None, "W1", None, None],
+            [None, None, None, "A2", "A2", None, None],
+            id="c",
+        ),
+        pytest.param(
+            RIGHT, FINE, 1,
+            ["Data", "Conv2", "Conv3", "Conv4", "Conv1", "Concat"],
+            ["W2", "W3", "W4", "W1", None, None],
+            [None, None, None, "A2", "A2", None],
+            id="d",
+        ),
+        pytest.param(
+            LEFT, FINE, 1,
+            ["Data", "Conv1", "Conv2", "Conv3", "Conv4", None, "Concat"],
+            ["W1", "W2", "W3", "W4", None, None, None],
+            [None, None, None, None, "A2", "A2", None],
+            id="e",
+        ),
+    ],
+)  # fmt: skip
+def test_figure_1(
+    schedule: tuple[str, ...],
+    pool: tuple[list[int], list[int]],
+    alignment: int,
+    compute: Row,
+    swap_in: Row,
+    swap_out: Row,
+) -> None:
+    """Left or right branch first, in five objects of 2 MB or in objects of both sizes.
 
-
-def test_figure_1c_right_branch_first_five_objects_of_2_mb() -> None:
-    """As printed, but that A3 and A0 stay until someone needs their place."""
-    assert run_figure_1(RIGHT, COARSE, 2 * MB) == {
-        "compute": ["Data", "Conv2", "Conv3", "Conv4", None, "Conv1", "Concat"],
-        "swap_in": ["W2", "W3", "W4", None, "W1", None, None],
-        "swap_out": [None, None, None, "A2", "A2", None, None],
-    }
+    As printed, but that what nothing reads any more stays until its place is needed, which the part shown does not.
+    """
+    found = run_figure_1(schedule, pool, alignment)
+    assert found == {"compute": compute, "swap_in": swap_in, "swap_out": swap_out}
 
 
 def test_figure_1c_waits_for_no_object_where_bytes_are_counted() -> None:
@@ -133,24 +164,6 @@ def test_figure_1c_waits_for_no_object_where_bytes_are_counted() -> None:
     found = run_figure_1(RIGHT, COARSE)
     assert found["compute"] == ["Data", "Conv2", "Conv3", "Conv4", "Conv1", "Concat"]
     assert found["swap_in"][:4] == ["W2", "W3", "W4", "W1"]
-
-
-def test_figure_1d_right_branch_first_objects_of_both_sizes() -> None:
-    """As printed, but that A3 and A0 stay until someone needs their place. One unit less than (c) and (e)."""
-    assert run_figure_1(RIGHT, FINE) == {
-        "compute": ["Data", "Conv2", "Conv3", "Conv4", "Conv1", "Concat"],
-        "swap_in": ["W2", "W3", "W4", "W1", None, None],
-        "swap_out": [None, None, None, "A2", "A2", None],
-    }
-
-
-def test_figure_1e_left_branch_first_objects_of_both_sizes() -> None:
-    """As printed, but that A0 and A3 stay until someone needs their place."""
-    assert run_figure_1(LEFT, FINE) == {
-        "compute": ["Data", "Conv1", "Conv2", "Conv3", "Conv4", None, "Concat"],
-        "swap_in": ["W1", "W2", "W3", "W4", None, None, None],
-        "swap_out": [None, None, None, None, "A2", "A2", None],
-    }
 
 
 def test_figure_3_w1_makes_room_for_w3_and_w2_for_a3() -> None:

@@ -162,10 +162,10 @@ def test_appendix_a_a_clause_costs_two_if_its_literals_differ_and_six_if_they_ar
 def test_appendix_a_a_formula_is_satisfiable_if_its_tiling_costs_two_a_clause() -> None:
     rng = np.random.default_rng(0)
     seen = set()
-    for _ in range(25):
+    for _ in range(12):
         literals = 4
         clauses: list[Clause] = [
-            tuple((rng.choice(literals, 3, replace=False) + 1) * rng.choice([-1, 1], 3)) for _ in range(8)
+            tuple((rng.choice(literals, 3, replace=False) + 1) * rng.choice([-1, 1], 3)) for _ in range(7)
         ]
         is_satisfiable = any(
             all(len({values[abs(v) - 1] == (v > 0) for v in clause}) == 2 for clause in clauses)
@@ -187,9 +187,9 @@ def random_graph(seed: int, most: float) -> TilingGraph | None:
     return graph if math.prod(len(g.choices) for g in graph.groups) <= most else None
 
 
-def test_exact_equals_brute_force_on_500_random_programs() -> None:
-    graphs = (graph for seed in itertools.count() if (graph := random_graph(seed, 1 << 15)))
-    for graph in itertools.islice(graphs, 500):
+def test_exact_equals_brute_force_on_random_programs() -> None:
+    graphs = (graph for seed in itertools.count() if (graph := random_graph(seed, 1 << 13)))
+    for graph in itertools.islice(graphs, 120):
         exact = plan_tiling(graph)
         assert exact.nbytes == plan_tiling(graph, "brute-force").nbytes
         assert exact.extra_bytes <= graph.limit_bytes

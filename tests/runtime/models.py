@@ -1,7 +1,7 @@
 """Small models, each with one thing that lowering has to get right."""
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +11,7 @@ from torch import nn
 from torch.export import Dim
 
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.options import DEFAULTS, Options
 
 
 class ConvNorm(nn.Module):
@@ -291,6 +292,21 @@ def export(
     return program
 
 
+def lowered(
+    model: nn.Module,
+    examples: dict[str, torch.Tensor],
+    folder: Path,
+    name: str,
+    batches: Sequence[int],
+    *,
+    options: Options = DEFAULTS,
+    dynamic: bool = True,
+) -> Lowered:
+    """Export to `model.pt2` of a folder, and lower with a cache in the same folder."""
+    export(model, examples, folder / "model.pt2", dynamic=dynamic)
+    return lower(folder / "model.pt2", name, batches, folder / "cache", options=options)
+
+
 CASES: dict[str, tuple[type[nn.Module] | object, dict[str, torch.Tensor]]] = {
     "conv_norm": (ConvNorm, {"x": torch.zeros(3, 3, 8, 8)}),
     "fixed_weights": (FixedWeights, {"x": torch.zeros(3, 4, 12)}),
@@ -337,6 +353,12 @@ class Constructs(dict[str, Lowered]):
                 export(made(name), CASES[name][1], path.with_suffix(".new"))
                 path.with_suffix(".new").rename(path)
         return path
+
+    def lowered(
+        self, name: str, folder: Path, options: Options = DEFAULTS, batches: Sequence[int] = (2, 4)
+    ) -> Lowered:
+        """The model lowered with a cache of the test's own."""
+        return lower(self.archive(name), name, batches, folder, options=options)
 
     def __missing__(self, name: str) -> Lowered:
         archive = self.archive(name)

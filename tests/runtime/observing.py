@@ -1,9 +1,12 @@
-"""What a run does: programs with a call before each op, and the addresses of an arena."""
+"""What a run does: programs with a call before each op, the addresses of an arena, and the bytes outside of it."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
 
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.lowering.slots import Frame
@@ -14,6 +17,18 @@ def observed(program: Program, observe: Callable[[int, Frame], None]) -> Program
     """The program op by op, with a call before each op: the op's index in the plan, and the frame."""
     computes = tuple(replace(c, calls=(partial(observe, c.step), *c.calls)) for c in program.computes)
     return replace(program, computes=computes)
+
+
+def note_held(held: dict[int, int], program: Program, arena: range) -> Program:
+    """The program, which notes before each op the bytes that inputs, activations and counted parameters hold."""
+
+    def note(step: int, frame: Frame) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(frame) if isinstance(leaf, torch.Tensor)]
+        storages = [t.untyped_storage() for t in tensors if t.data_ptr() not in arena]
+        storages += [t._storage for t in program.offloaded if t.spill.is_weight and t._storage is not None]
+        held[step] = sum({s._cdata: s.nbytes() for s in storages}.values())
+
+    return observed(program, note)
 
 
 def addresses(arena: DeviceArena[Any]) -> range:

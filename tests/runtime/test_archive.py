@@ -21,9 +21,9 @@ def read(path: Path) -> tuple[torch.export.ExportedProgram, list[str]]:
         return archive.read(file)
 
 
-@pytest.fixture
-def good(tmp_path: Path) -> Path:
-    path = tmp_path / "good.pt2"
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("archives") / "good.pt2"
     models.export(models.Wide(2, 64), {"x": torch.zeros(3, 64)}, path)
     return path
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
@@ -18,14 +17,13 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.errors import UnsupportedPlan
-from cohabit.runtime.lowering.lower import Lowered, lower
-from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, fake_cuda, fake_staged, opened, packed
-from tests.runtime.observing import addresses, observed
+from tests.runtime.observing import addresses, note_held
 from tests.runtime.plans import recomputing_plan
 
 
@@ -72,8 +70,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     make, shape = MODELS[request.param]
     torch.manual_seed(0)
     made, folder = make().eval(), tmp_path_factory.mktemp("counted")
-    models.export(made, {"x": torch.randn(3, *shape)}, folder / "model.pt2")
-    return made, lower(folder / "model.pt2", request.param, [2], folder / "cache")
+    return made, models.lowered(made, {"x": torch.randn(3, *shape)}, folder, request.param, [2])
 
 
 @pytest.fixture(params=[cpu, fake_cuda], ids=["cpu", "fake-cuda"])
@@ -93,17 +90,9 @@ def program_of(bench: Bench, plan: Plan, store: HostStore | None = None) -> Prog
 
 def most_held(bench: Bench, program: Program) -> int:
     """Run, and return the largest number of bytes that inputs, activations and parameters have before an op."""
-    arena = addresses(bench.arena)
-    held = []
-
-    def observe(step: int, frame: Frame) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves(frame) if isinstance(leaf, torch.Tensor)]
-        storages = [leaf.untyped_storage() for leaf in leaves if leaf.data_ptr() not in arena]
-        storages += [t._storage for t in program.offloaded if t.spill.is_weight and t._storage is not None]
-        held.append(sum({s._cdata: s.nbytes() for s in storages}.values()))
-
-    bench.run(observed(program, observe))
-    return max(held)
+    held: dict[int, int] = {}
+    bench.run(note_held(held, program, addresses(bench.arena)))
+    return max(held.values())
 
 
 def moves(plan: Plan) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.exported import from_program
 from cohabit.runtime.lowering.lower import MOST_BUCKETS, Lowered, _buckets, cached, lower
-from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.options import DEFAULTS, Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, fake_cuda, fake_streams
-from tests.runtime.observing import addresses, observed
+from tests.runtime.observing import addresses, note_held
 from tests.runtime.plans import offloading_plan, streaming_plan, with_room
 
 MIB = 1 << 20
@@ -226,18 +224,12 @@ def run(
     program = backend.build(lowered, roomy, None, arena, Bases(0, plan.memory.partition_bytes), store)
     backend.executor.load(program)
     if held is not None:
-        program = observed(program, partial(note_held, held, addresses(arena)))
+        program = note_held(held, program, addresses(arena))
     for _ in range(2):
         outputs = backend.executor.run(program, [inputs[p.name].clone() for p in lowered.inputs]).outputs
     backend.executor.release(program)
     store.close()
     return outputs
-
-
-def note_held(held: dict[int, int], arena: range, step: int, frame: Frame) -> None:
-    tensors = [leaf for leaf in pytree.tree_leaves(frame) if isinstance(leaf, torch.Tensor)]
-    storages = [t.untyped_storage() for t in tensors if t.data_ptr() not in arena]
-    held[step] = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def eager(name: str, inputs: Examples) -> list[torch.Tensor]:

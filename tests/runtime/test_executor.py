@@ -20,8 +20,8 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
-from cohabit.runtime.host.store import LimitedStore, RamStore, Store, open_store
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.host.store import RamStore
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.planner.reference import live_bytes
@@ -75,18 +75,6 @@ def test_an_evicted_resident_is_back_for_the_next_run(bench: Bench) -> None:
     assert program.draft.restored.keys() == {0}
     for _ in range(8):
         assert torch.equal(bench.run(program).outputs[0], expected[0])
-
-
-def test_a_slow_epilogue_is_waited_for(bench: Bench) -> None:
-    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs
-    slow = LimitedStore(host_store(bench), bandwidth_bytes_per_s=1e9, latency_s=0.01)
-    program = bench.program(evicting_plan(bench.graph), bench.host(slow))
-    for _ in range(5):
-        assert torch.equal(bench.run(program).outputs[0], expected[0])
-
-
-def host_store(bench: Bench) -> Store:
-    return open_store("ram", bench.lowered.weights_path, bench.lowered.manifest)
 
 
 def test_a_resident_on_its_way_back_while_the_last_op_runs_is_waited_for(bench: Bench) -> None:
@@ -218,8 +206,7 @@ def test_a_failed_kernel_is_an_error_answer_and_the_next_run_is_right(bench: Ben
 def test_outputs_belong_to_the_caller(make_backend: Callable[[], Backend], tmp_path: Path) -> None:
     make, examples = models.CASES["constants"]
     assert callable(make)
-    models.export(make(), examples, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "constants", [2], tmp_path / "cache")
+    lowered = models.lowered(make(), examples, tmp_path, "constants", [2])
     with opened(make_backend, lowered) as bench:
         program = bench.program(resident_plan(bench.graph))
         inputs = lowered.examples(Bucket(2))

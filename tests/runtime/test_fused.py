@@ -83,8 +83,7 @@ PATTERNS: dict[str, tuple[Pattern, int, int]] = {
 
 def lowered_pattern(name: str, folder: Path, options: Options = FUSED) -> Lowered:
     pattern, _, _ = PATTERNS[name]
-    models.export(pattern, {"x": torch.zeros(3, 8, 6, 6)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "pattern", [2], folder / "cache", options=options)
+    return models.lowered(pattern, {"x": torch.zeros(3, 8, 6, 6)}, folder, "pattern", [2], options=options)
 
 
 def targets(lowered: Lowered) -> list[str]:
@@ -127,14 +126,3 @@ def test_fused_programs_are_read_again_as_they_were_written(tmp_path: Path) -> N
         i.target for i in before.traces[Bucket(2)].instructions
     ]
     assert models.contents(again) == models.contents(before)
-
-
-def test_fused_convolutions_are_stored_channels_last_too(tmp_path: Path) -> None:
-    lowered = lowered_pattern("residual behind", tmp_path, Options(channels_last=True, fused=True))
-    (weight,) = [p for s in lowered.manifest.segments for p in s.pieces if len(p.shape) == 4]
-    assert weight.stride[1] == 1
-
-
-def test_a_fused_result_is_new_bytes_that_may_be_overwritten(tmp_path: Path) -> None:
-    found = targets(lowered_pattern("a sum of fused ones", tmp_path))
-    assert found[-1] == "aten.add_.Tensor"

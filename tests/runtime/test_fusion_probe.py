@@ -14,7 +14,7 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.lowering import fused_ops as fused
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
@@ -48,8 +48,9 @@ def model() -> Residual:
 
 @pytest.fixture
 def lowered(model: Residual, tmp_path: Path) -> Lowered:
-    models.export(model, {"x": torch.zeros(3, 4, 8, 8)}, tmp_path / "model.pt2")
-    return lower(tmp_path / "model.pt2", "residual", [2], tmp_path / "cache", options=Options(fused=True))
+    return models.lowered(
+        model, {"x": torch.zeros(3, 4, 8, 8)}, tmp_path, "residual", [2], options=Options(fused=True)
+    )
 
 
 @pytest.fixture
@@ -172,8 +173,7 @@ def test_the_measurement_decides_and_is_kept(
 def test_the_device_s_fused_kernels_are_within_tolerance_and_equal_at_every_budget(
     options: Options, model: Residual, tmp_path: Path
 ) -> None:
-    models.export(model, {"x": torch.zeros(3, 4, 32, 32)}, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "residual", [2], tmp_path / "cache", options=options)
+    lowered = models.lowered(model, {"x": torch.zeros(3, 4, 32, 32)}, tmp_path, "residual", [2], options=options)
     backend = real_cuda()
     outputs = served(backend, measured(backend, lowered))
     with torch.no_grad():

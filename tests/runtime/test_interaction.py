@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from cohabit.runtime.lowering import interaction
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.model import FxModel
-from cohabit.runtime.options import Options
+from cohabit.runtime.options import Dtype, Options
 from tests.runtime import models
 from tests.runtime.mixing import Computed, Experts, Lookup
 
@@ -81,20 +82,20 @@ def test_rows_that_influence_one_another_are_found(name: str, tmp_path: Path) ->
         assert (lowered.interaction or "").startswith("output output of a row differs"), lowered.batches
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", INDEPENDENT)
-def test_rows_that_do_not_are_left_alone(name: str, dtype: str, tmp_path: Path) -> None:
-    options = Options(dtype, packed=True)  # type: ignore[arg-type]
-    (lowered,) = lowered_model(*INDEPENDENT[name], tmp_path, [1, 2, 4, 8], options=options)
-    assert lowered.interaction is None
+def test_rows_that_do_not_are_left_alone(name: str, tmp_path: Path) -> None:
+    make, example = INDEPENDENT[name]
+    models.export(Named(make()), {"x": example}, tmp_path / "model.pt2")
+    for dtype in get_args(Dtype):
+        options = Options(dtype, packed=True)
+        lowered = lower(tmp_path / "model.pt2", "m", [1, 2, 4, 8], tmp_path / "cache", options=options)
+        assert lowered.interaction is None, dtype
 
 
 @pytest.mark.parametrize("name", [n for n in models.CASES if n not in ("branch", "scalar")])
-def test_rounding_is_no_influence(name: str, tmp_path: Path) -> None:
-    model, examples = models.made(name), models.CASES[name][1]
-    models.export(model, examples, tmp_path / "model.pt2")
+def test_rounding_is_no_influence(name: str, constructs: models.Constructs, tmp_path: Path) -> None:
     for options in (Options(), Options(packed=True), Options("bfloat16", packed=True)):
-        lowered = lower(tmp_path / "model.pt2", name, [1, 3, 7], tmp_path / "cache", options=options)
+        lowered = constructs.lowered(name, tmp_path, options, [1, 3, 7])
         assert lowered.interaction is None
 
 
@@ -117,5 +118,4 @@ def test_the_finding_is_kept_with_the_lowered_model(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(("batches", "dynamic"), [([1], True), ([1, 2], False)])
 def test_a_model_of_one_batch_size_needs_no_trial(batches: list[int], dynamic: bool, tmp_path: Path) -> None:
     model = Named(Computed(lambda x: x.softmax(0)))
-    models.export(model, {"x": FLOATS}, tmp_path / "model.pt2", dynamic=dynamic)
-    assert lower(tmp_path / "model.pt2", "m", batches, tmp_path / "cache").interaction is None
+    assert models.lowered(model, {"x": FLOATS}, tmp_path, "m", batches, dynamic=dynamic).interaction is None

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from torch.utils import _pytree as pytree
 
 import cohabit.runtime.host.store
 import cohabit.runtime.profiling.link
@@ -20,8 +19,6 @@ from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Program
-from cohabit.runtime.cpu.arena import CpuArena
-from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import DeviceError, UnsupportedPlan
 from cohabit.runtime.host.store import LimitedStore, RamStore, open_store
 from cohabit.runtime.lowering.lower import Lowered
@@ -32,7 +29,7 @@ from cohabit.runtime.profiling.profile import resident_plan
 from cohabit.runtime.recording import Recording
 from tests.planner.reference import live_bytes
 from tests.runtime.backends import Bench, cpu, opened
-from tests.runtime.observing import addresses, observed
+from tests.runtime.observing import addresses, note_held
 from tests.runtime.plans import offloading_plan
 
 SPILLING = [
@@ -88,16 +85,8 @@ def test_activations_that_travel_give_the_same_bits(
 
 def holding(bench: Bench, program: Program) -> dict[int, int]:
     """Bytes of the storages outside of the arena before each compute step, by the plan's step."""
-    assert isinstance(bench.arena, CpuArena)
-    arena = addresses(bench.arena)
     held: dict[int, int] = {}
-
-    def observe(step: int, frame: Frame) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves(frame) if isinstance(leaf, torch.Tensor)]
-        storages = {leaf.untyped_storage()._cdata: leaf for leaf in leaves if leaf.data_ptr() not in arena}
-        held[step] = sum(leaf.untyped_storage().nbytes() for leaf in storages.values())
-
-    bench.run(observed(program, observe))
+    bench.run(note_held(held, program, addresses(bench.arena)))
     return held
 
 
@@ -130,12 +119,6 @@ def test_memory_never_holds_more_than_the_plan_has_for_activations(lowered: dict
             program = bench.program(plan)
             for _ in range(5):
                 assert max(holding(bench, program).values()) <= plan.memory.workspace_bytes
-
-
-def test_an_activation_lets_go_of_its_memory_with_its_last_reader(bench: Bench) -> None:
-    program = bench.program(offloading_plan(bench.graph))
-    bench.run(program)
-    assert [t._storage for t in program.offloaded] == [None] * len(program.offloaded)
 
 
 class LateBuffer:
@@ -304,14 +287,6 @@ def test_a_released_program_frees_its_spill_buffers(bench: Bench) -> None:
     assert any(own.any() for own in memory)
     bench.executor.release(program)
     assert not any(own.any() for own in memory), "pages that were given back read zeros"
-
-
-def test_an_executor_without_swap_outs_has_two_threads(bench: Bench) -> None:
-    bench.run(bench.program(resident_plan(bench.graph)))
-    assert isinstance(bench.executor, CpuExecutor)
-    assert bench.executor._swap_out._thread is None
-    bench.run(bench.program(offloading_plan(bench.graph)))
-    assert bench.executor._swap_out._thread is not None
 
 
 class ClockedBuffers:

@@ -9,7 +9,7 @@ from torch import nn
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.options import Dtype, Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
@@ -28,16 +28,14 @@ OPTIONS = [
 
 @pytest.mark.parametrize("make", [cpu, pytest.param(real_cuda, marks=ON_GPU)])
 @pytest.mark.parametrize("options", [*OPTIONS, pytest.param(Options(tf32=True), marks=ON_GPU)], ids=str)
-def test_outputs_are_within_the_option_s_tolerance(options: Options, make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    torch.manual_seed(0)
-    model = models.ConvNorm().eval()
-    models.export(model, {"x": torch.zeros(3, 3, 8, 8)}, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
-    again = lower(tmp_path / "model.pt2", "conv_norm", [2], tmp_path / "cache", options=options)
+def test_outputs_are_within_the_option_s_tolerance(  # type: ignore[no-untyped-def]
+    options: Options, make, constructs: models.Constructs, tmp_path: Path
+) -> None:
+    lowered, again = (constructs.lowered("conv_norm", tmp_path, options) for _ in range(2))
     assert again.graphs == lowered.graphs
     inputs = lowered.examples(Bucket(2))
     with torch.no_grad():
-        expected = model(*inputs)
+        expected = models.made("conv_norm")(*inputs)
     output = _run(make(), lowered, inputs)
     assert output.dtype is torch.float32
     torch.testing.assert_close(output, expected, atol=options.tolerance * float(expected.abs().max()), rtol=0)
@@ -56,19 +54,15 @@ def _run(backend: Backend, lowered: Lowered, inputs: list[torch.Tensor]) -> torc
     return output
 
 
-def test_half_precision_halves_the_weights(tmp_path: Path) -> None:
-    models.export(models.Wide(3, 384), {"x": torch.zeros(3, 384)}, tmp_path / "model.pt2")
-    single, half = (
-        lower(tmp_path / "model.pt2", "wide", [1], tmp_path / "cache", options=o)
-        for o in (Options(), Options("float16"))
-    )
+def test_half_precision_halves_the_weights(constructs: models.Constructs, tmp_path: Path) -> None:
+    single, half = (constructs.lowered("wide", tmp_path, options) for options in (Options(), Options("float16")))
     assert half.manifest.segment_bytes < 0.52 * single.manifest.segment_bytes
     assert half.weights_path != single.weights_path
 
 
-def test_channels_last_weights_are_stored_so(tmp_path: Path) -> None:
-    models.export(models.ConvNorm(), {"x": torch.zeros(3, 3, 8, 8)}, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "conv", [1], tmp_path / "cache", options=Options(channels_last=True))
+@pytest.mark.parametrize("fused", [False, True])
+def test_channels_last_weights_are_stored_so(fused: bool, constructs: models.Constructs, tmp_path: Path) -> None:
+    lowered = constructs.lowered("conv_norm", tmp_path, Options(channels_last=True, fused=fused))
     pieces = [p for s in lowered.manifest.segments for p in s.pieces if len(p.shape) == 4]
     assert pieces
     assert all(p.stride[1] == 1 for p in pieces)
@@ -94,9 +88,8 @@ def test_types_that_a_model_names_itself_are_reduced_with_the_others(dtype: Dtyp
     torch.manual_seed(0)
     model, inputs = _ExplicitTypes().eval(), {"x": torch.randn(2, 4, 16), "kept": torch.ones(2, 4).int()}
     inputs["kept"][:, 3] = 0
-    models.export(model, inputs, tmp_path / "model.pt2")
     options = Options(dtype)
-    lowered = lower(tmp_path / "model.pt2", "typed", [2], tmp_path / "cache", options=options)
+    lowered = models.lowered(model, inputs, tmp_path, "typed", [2], options=options)
     with torch.no_grad():
         expected = model(**inputs)
     output = _run(cpu(), lowered, list(inputs.values()))

@@ -30,11 +30,6 @@ def _pack_small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
 
 
-def lowered_case(name: str, folder: Path, options: Options = PACKED) -> Lowered:
-    models.export(models.made(name), models.CASES[name][1], folder / "model.pt2")
-    return lower(folder / "model.pt2", name, [2, 4], folder / "cache", options=options)
-
-
 def pieces(lowered: Lowered) -> dict[str, str | None]:
     return {piece.name: piece.layout for segment in lowered.manifest.segments for piece in segment.pieces}
 
@@ -54,8 +49,8 @@ def test_a_packed_weight_computes_from_the_bytes_that_it_is_given() -> None:
         assert not packing.LINEAR(x, moved, None, "none", [], "").any()
 
 
-def test_the_manifest_has_the_packed_bytes_and_their_layout(tmp_path: Path) -> None:
-    lowered = lowered_case("conv_norm", tmp_path)
+def test_the_manifest_has_the_packed_bytes_and_their_layout(constructs: models.Constructs, tmp_path: Path) -> None:
+    lowered = constructs.lowered("conv_norm", tmp_path, PACKED)
     by_name = {piece.name: piece for segment in lowered.manifest.segments for piece in segment.pieces}
     packed = [piece for piece in by_name.values() if piece.layout is not None]
     assert sorted(len(piece.shape) for piece in packed) == [2, 4, 4]
@@ -71,39 +66,39 @@ def test_the_manifest_has_the_packed_bytes_and_their_layout(tmp_path: Path) -> N
                 assert np.array_equal(raw, packing.raw_bytes(again))
 
 
-def test_tied_weights_are_packed_once(tmp_path: Path) -> None:
-    lowered = lowered_case("tied", tmp_path)
+def test_tied_weights_are_packed_once(constructs: models.Constructs, tmp_path: Path) -> None:
+    lowered = constructs.lowered("tied", tmp_path, PACKED)
     packed = [name for name, layout in pieces(lowered).items() if layout is not None]
     assert sum("mix" in name for name in packed) == 1
     assert any("rows" in name for name in packed), "each slice of a split layer is packed by itself"
 
 
 @pytest.mark.parametrize(("name", "kernels"), [("lstm", 3), ("bidirectional_lstm", 6)])
-def test_each_direction_of_an_lstm_layer_is_a_kernel_of_its_own(name: str, kernels: int, tmp_path: Path) -> None:
-    lowered = lowered_case(name, tmp_path)
+def test_each_direction_of_an_lstm_layer_is_a_kernel_of_its_own(
+    constructs: models.Constructs, name: str, kernels: int, tmp_path: Path
+) -> None:
+    lowered = constructs.lowered(name, tmp_path, PACKED)
     assert [op.target for op in lowered.graphs[Bucket(2)].ops].count("aten.mkldnn_rnn_layer.default") == kernels
     assert sum(layout is not None for layout in pieces(lowered).values()) == 2 * kernels
 
 
 def test_another_machine_s_weights_are_packed_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    constructs: models.Constructs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "cohabit.runtime")
-    here = lowered_case("wide", tmp_path)
+    here = constructs.lowered("wide", tmp_path, PACKED)
     monkeypatch.setattr(packing, "machine", lambda: "another machine")
-    there = lower(tmp_path / "model.pt2", "wide", [2, 4], tmp_path / "cache", options=PACKED)
+    there = constructs.lowered("wide", tmp_path, PACKED)
     assert "packed anew" in caplog.text
     assert there.manifest.machine == "another machine"
     monkeypatch.undo()
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
     caplog.clear()
-    again = lower(tmp_path / "model.pt2", "wide", [2, 4], tmp_path / "cache", options=PACKED)
+    again = constructs.lowered("wide", tmp_path, PACKED)
     assert "packed anew" in caplog.text, "the program is in the cache, its weights are another machine's"
     assert again.manifest == here.manifest
     caplog.clear()
-    assert models.contents(lower(tmp_path / "model.pt2", "wide", [2, 4], tmp_path / "cache", options=PACKED)) == (
-        models.contents(again)
-    )
+    assert models.contents(constructs.lowered("wide", tmp_path, PACKED)) == (models.contents(again))
     assert not caplog.text
 
 
@@ -129,23 +124,26 @@ def test_weights_that_are_read_otherwise_too_stay_plain(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) @ self.layer.weight
 
-    models.export(Both(), {"x": torch.zeros(3, 8)}, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "both", [2], tmp_path / "cache", options=PACKED)
+    lowered = models.lowered(Both(), {"x": torch.zeros(3, 8)}, tmp_path, "both", [2], options=PACKED)
     assert not any(pieces(lowered).values())
 
 
-def test_small_products_stay_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_products_stay_plain(
+    constructs: models.Constructs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 2 * 384 * 384 + 1)
-    assert not any(pieces(lowered_case("wide", tmp_path)).values())
+    assert not any(pieces(constructs.lowered("wide", tmp_path, PACKED)).values())
 
 
-def test_lstms_of_reduced_precision_stay_plain(tmp_path: Path) -> None:
-    assert not any(pieces(lowered_case("lstm", tmp_path, Options("bfloat16", packed=True))).values())
+def test_lstms_of_reduced_precision_stay_plain(constructs: models.Constructs, tmp_path: Path) -> None:
+    assert not any(pieces(constructs.lowered("lstm", tmp_path, Options("bfloat16", packed=True))).values())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_reduced_precision_is_packed_where_the_processor_has_it(dtype: str, tmp_path: Path) -> None:
-    lowered = lowered_case("wide", tmp_path, Options(dtype, packed=True))  # type: ignore[arg-type]
+def test_reduced_precision_is_packed_where_the_processor_has_it(
+    constructs: models.Constructs, dtype: str, tmp_path: Path
+) -> None:
+    lowered = constructs.lowered("wide", tmp_path, Options(dtype, packed=True))  # type: ignore[arg-type]
     assert any(pieces(lowered).values()) == packing.supports(getattr(torch, dtype))
 
 
@@ -175,16 +173,17 @@ from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, opened
 
-torch.set_num_threads(int(sys.argv[2]))
 fusion.LEAST_MULTIPLICATIONS = 0
-folder = Path(sys.argv[1])
-lowered = lower(folder / "model.pt2", "net", [1, 2], folder / "cache", options=Options(packed=True))
-with opened(cpu, lowered) as bench:
-    for batch in (1, 2):
-        program = bench.beside(lowered, resident_plan(lowered.graphs[Bucket(batch)]), Bases(0, 32 << 20))
-        print(f"steady {batch}", flush=True)
-        bench.executor.run(program, lowered.examples(Bucket(batch)))
-    print("end", flush=True)
+for name, threads in (("net", 1), ("bottleneck", 2)):
+    torch.set_num_threads(threads)
+    folder = Path(sys.argv[1]) / name
+    lowered = lower(folder / "model.pt2", name, [1, 2], folder / "cache", options=Options(packed=True))
+    with opened(cpu, lowered) as bench:
+        for batch in (1, 2):
+            program = bench.beside(lowered, resident_plan(lowered.graphs[Bucket(batch)]), Bases(0, 32 << 20))
+            print(f"steady {name}", flush=True)
+            bench.executor.run(program, lowered.examples(Bucket(batch)))
+        print("end", flush=True)
 """
 
 
@@ -218,21 +217,19 @@ class Bottleneck(torch.nn.Module):
         return torch.relu(self.wide(torch.relu(self.narrow(x))) + self.short(x))
 
 
-@pytest.mark.parametrize(("net", "size", "threads", "layers"), [(Net, 16, 1, 5), (Bottleneck, 14, 2, 3)])
-def test_no_call_reorders_a_weight(
-    net: type[torch.nn.Module], size: int, threads: int, layers: int, tmp_path: Path
-) -> None:
-    models.export(net(), {"x": torch.zeros(3, 3, size, size)}, tmp_path / "model.pt2")
+def test_no_call_reorders_a_weight(tmp_path: Path) -> None:
+    for name, net, size in (("net", Net(), 16), ("bottleneck", Bottleneck(), 14)):
+        models.export(net, {"x": torch.zeros(3, 3, size, size)}, tmp_path / name / "model.pt2")
     done = subprocess.run(
-        [sys.executable, "-c", _STEADY, str(tmp_path), str(threads)],
+        [sys.executable, "-c", _STEADY, str(tmp_path)],
         env={**os.environ, "ONEDNN_VERBOSE": "profile_exec", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    _, *runs = done.stdout.split("steady ")
-    assert len(runs) == 2
-    for run in runs:
+    runs = [run.partition("end\n")[0] for run in done.stdout.split("steady ")[1:]]
+    assert [run.partition("\n")[0] for run in runs] == ["net"] * 2 + ["bottleneck"] * 2
+    for run, layers in zip(runs, (5, 5, 3, 3), strict=True):
         ops = [line.partition(",exec,cpu,")[2].split(",")[0] for line in run.splitlines() if ",exec,cpu," in line]
         assert sum(ops.count(kernel) for kernel in ("convolution", "inner_product", "matmul")) >= layers
         assert "reorder" not in ops

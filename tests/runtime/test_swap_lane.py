@@ -15,7 +15,7 @@ from cohabit.planner.profile import Link, Profile
 from cohabit.planner.search.driver import search
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.swap_lane import Counter
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import ROOM_BYTES, cpu, opened
@@ -70,8 +70,7 @@ class Kept(nn.Module):
 
 
 def test_parameters_that_no_op_reads_are_copied_before_they_are_answered(tmp_path: Path) -> None:
-    models.export(Kept(), {"x": torch.zeros(2, 3)}, tmp_path / "model.pt2", dynamic=False)
-    lowered = lower(tmp_path / "model.pt2", "kept", [2], tmp_path)
+    lowered = models.lowered(Kept(), {"x": torch.zeros(2, 3)}, tmp_path, "kept", [2], dynamic=False)
     (graph,) = lowered.graphs.values()
     link = Link(0.0, 1e12)
     profile = Profile(graph.fingerprint, "", (), link, link)

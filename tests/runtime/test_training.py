@@ -39,6 +39,7 @@ from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import Copy
 from cohabit.runtime.training.capture import OpCall
+from cohabit.runtime.training.checkpoint import read_checkpoint
 from cohabit.runtime.training.cpu import CpuTraining, measure_contention
 from cohabit.runtime.training.learn import learned
 from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer, TrainingLost, memory_bytes
@@ -54,7 +55,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.drop = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Dropout(0.3)
-        self.others = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(5))
+        self.others = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
         self.hidden, self.classes = nn.Linear(16 * 16, 32), nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -522,12 +523,17 @@ def test_a_damaged_checkpoint_and_another_model_s_are_refused(tmp_path: Path) ->
     model, path = net(), tmp_path / "last.safetensors"
     trainer_of(model, sgd(model)).save_checkpoint(path)
     whole = path.read_bytes()
-    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[: len(whole) // 2], b""):
-        path.write_bytes(damaged)
-        model = net()
+    model = net()
+    with trainer_of(model, sgd(model)) as trainer:
+        for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[: len(whole) // 2], b""):
+            path.write_bytes(damaged)
+            with pytest.raises(FormatError, match=r"last\.safetensors: "):
+                read_checkpoint(path, trainer._state, trainer._buffers, trainer._device.random_state())
         with pytest.raises(FormatError, match=r"last\.safetensors: "):
-            trainer_of(model, sgd(model)).resume(path)
-    path.write_bytes(whole)
+            trainer.resume(path)
+        with pytest.raises(TrainingLost, match="make a new trainer"):
+            trainer.step(*batches(1)[0])
+        path.write_bytes(whole)
     model = net()
     with pytest.raises(FormatError, match=r"optimizer\..* is in the (step|checkpoint) only"):
         trainer_of(model, adamw(model)).resume(path)

@@ -39,6 +39,12 @@ def open_gate() -> None:
     (folder() / "open").touch()
 
 
+def close_gate() -> None:
+    """Forget which executions have come to the gate, and close it behind them."""
+    for path in (folder() / "open", *folder().glob("entered-*")):
+        path.unlink(missing_ok=True)
+
+
 def break_starts() -> None:
     """Let every engine that is started from now on end at once."""
     (folder() / "broken").touch()

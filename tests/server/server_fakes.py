@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import uvloop
 
 from cohabit.planner.shapes import Bucket
@@ -34,7 +33,9 @@ from cohabit.server.ipc.model import (
 )
 from cohabit.server.ipc.request import Answer, Timing
 from cohabit.server.repository.sources import ModelSource
-from cohabit.server.serve import Server
+
+if TYPE_CHECKING:  # the fake engine's processes start without the front end, and without pytest
+    from cohabit.server.serve import Server
 
 Function = Callable[..., dict[str, Array]]
 
@@ -42,6 +43,8 @@ Function = Callable[..., dict[str, Array]]
 @contextmanager
 def refused(kind: RefusalKind, match: str | None = None) -> Iterator[None]:
     """Expect a refusal of this kind, as `pytest.raises` expects an exception."""
+    import pytest
+
     with pytest.raises(Refused, match=match) as caught:
         yield
     assert caught.value.kind == kind
@@ -232,7 +235,7 @@ def write_repository(folder: Path, loaded: FakeLoaded) -> None:
 class Running:
     """A server, and its engine, in another thread."""
 
-    server: Server
+    server: "Server"
     loop: asyncio.AbstractEventLoop
     _stopped: bool | None = None
 
@@ -268,6 +271,8 @@ class Running:
 
 @contextmanager
 def running(loaded: FakeLoaded, **changes: object) -> Iterator[Running]:
+    from cohabit.server.serve import Server
+
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -1,5 +1,6 @@
 """`cohabit cache` as a user meets it: what it lists, what it removes, and what a server then still does."""
 
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,18 +24,26 @@ from cohabit.server.cli import main
 from tests.runtime import models
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """Two models of different widths, which the cache has, lowered and measured."""
+def make_repository(folder: Path) -> Path:
+    """Make two models of different widths, which the cache beside them has, lowered and measured."""
     for name, width in (("wide", 264), ("narrow", 24)):
-        path = tmp_path / "models" / name / "1" / "model.pt2"
+        path = folder / "models" / name / "1" / "model.pt2"
         models.export(models.Wide(2, width), {"x": torch.zeros(3, width)}, path)
         while time.time_ns() < path.stat().st_ctime_ns + 200_000_000:
-            time.sleep(
-                0.01
-            )  # an archive's name is noted once its time of change is old enough to tell versions apart
-        assert main(["profile", str(path), "--threads", "1", "--cache", str(tmp_path / "cache")]) == 0
-    return tmp_path / "models"
+            time.sleep(0.01)  # an archive is noted once its time of change is old enough to tell versions apart
+        assert main(["profile", str(path), "--threads", "1", "--cache", str(folder / "cache")]) == 0
+    return folder / "models"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository and its cache, which tests leave as they are."""
+    return make_repository(tmp_path_factory.mktemp("cache_cli"))
+
+
+@pytest.fixture
+def own_repository(tmp_path: Path) -> Path:
+    return make_repository(tmp_path)
 
 
 def cache(repository: Path, *arguments: str) -> int:
@@ -63,20 +72,6 @@ def test_the_list_has_each_model_its_bytes_and_the_total(
     assert "in all" in shown
 
 
-def test_plans_are_counted_with_the_model_that_they_are_of(
-    repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    weights = repository.parent / "cache" / "weights"
-    lowered = lower(repository / "wide" / "1" / "model.pt2", "wide", [1], weights, options=Options())
-    (graph,) = lowered.graphs.values()
-    cache_file.write(repository.parent / "cache" / "plans" / f"{'0' * 64}.json", encode(resident_plan(graph)))
-    capsys.readouterr()
-    assert cache(repository, "ls") == 0
-    listed = rows(capsys.readouterr().out)
-    assert listed["wide"][5] == "1"
-    assert listed["narrow"][5] == "0"
-
-
 def test_nothing_is_removed_without_a_confirmation(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,8 +95,9 @@ def test_what_a_repository_does_not_use_is_removed_and_the_rest_stays(repository
 
 
 def test_an_archive_that_cannot_be_read_keeps_what_was_made_of_it(
-    repository: Path, capsys: pytest.CaptureFixture[str]
+    own_repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    repository = own_repository
     before = files(repository, "*")
     (repository / "wide" / "1" / "model.pt2").write_bytes(b"half an upload")
     assert cache(repository, "rm", "--unused-by", str(repository), "--yes") == 0
@@ -117,17 +113,9 @@ def test_nothing_is_removed_where_an_archive_s_use_of_the_cache_is_not_known(
     new.parent.mkdir(parents=True)
     new.write_bytes(b"half an upload")
     assert cache(repository, "rm", "--unused-by", str(repository), "--yes") == 2
+    shutil.rmtree(repository / "new")
     assert "so nothing is removed" in capsys.readouterr().err
     assert files(repository, "*") == before
-
-
-def test_all_removes_only_what_the_cache_names(repository: Path) -> None:
-    own = repository.parent / "cache" / "plans" / "resnet50-64MiB.json"
-    own.parent.mkdir(exist_ok=True)
-    own.write_text("{}")
-    assert cache(repository, "rm", "--all", "--yes") == 0
-    left = [path for path in files(repository, "*") if "compiled" not in path.parts]
-    assert left == [own]
 
 
 def test_a_model_is_measured_again_after_its_profiles_are_forgotten(
@@ -145,14 +133,19 @@ def test_a_model_is_measured_again_after_its_profiles_are_forgotten(
     assert kept in before
 
 
-def test_a_store_that_a_server_has_open_reads_its_weights_after_the_cache_was_emptied(repository: Path) -> None:
+def test_a_store_that_a_server_has_open_reads_its_weights_after_the_cache_was_emptied(own_repository: Path) -> None:
+    repository = own_repository
+    own = repository.parent / "cache" / "plans" / "resnet50-64MiB.json"
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("{}")
     path = files(repository, "weights.bin")[0]
     manifest = manifest_of(path)
     segment = manifest.segments[0]
     expected = path.read_bytes()[segment.offset : segment.offset + segment.nbytes]
     store = FileStore(path, manifest)
     assert cache(repository, "rm", "--all", "--yes") == 0
-    assert not path.exists()
+    left = [path for path in files(repository, "*") if "compiled" not in path.parts]
+    assert left == [own], "only what the cache names was removed"
     read = np.frombuffer(anonymous_memory(segment.nbytes), np.uint8)[: segment.nbytes]
     store.copy(0, read)()
     assert read.tobytes() == expected
@@ -162,10 +155,10 @@ def test_a_store_that_a_server_has_open_reads_its_weights_after_the_cache_was_em
 
 
 def test_a_gpu_s_measurement_and_its_plans_belong_to_the_model_that_was_lowered(
-    repository: Path, capsys: pytest.CaptureFixture[str]
+    own_repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A GPU's kernels take scratch that is measured there, so profiles and plans are of another graph than the lowered.
-    folder = repository.parent / "cache"
+    repository, folder = own_repository, own_repository.parent / "cache"
     weights = folder / "weights"
     lowered = lower(repository / "wide" / "1" / "model.pt2", "wide", [1], weights, options=Options(packed=True))
     (graph,) = lowered.graphs.values()
@@ -179,6 +172,8 @@ def test_a_gpu_s_measurement_and_its_plans_belong_to_the_model_that_was_lowered(
     cache_file.write(folder / "plans" / f"{'0' * 64}.json", encode(resident_plan(scratched)))
     capsys.readouterr()
     assert cache(repository, "ls") == 0
-    assert rows(capsys.readouterr().out)["wide"][4:6] == ["2", "1"]
+    listed = rows(capsys.readouterr().out)
+    assert listed["wide"][4:6] == ["2", "1"]
+    assert listed["narrow"][4:6] == ["1", "0"]
     assert cache(repository, "remeasure", str(repository / "wide")) == 0
     assert files(repository, "cuda-*") == []

@@ -37,7 +37,7 @@ def latencies(models: list[SimulatedModel], arrivals: list[tuple[float, int]], *
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_one_model_waits_as_pollaczek_and_khinchine_say(load: float) -> None:
     """M/D/1: the mean wait is load / (2 (1 - load)) service times."""
-    times_s, wanted = poisson([load / SERVICE_S], 200_000)
+    times_s, wanted = poisson([load / SERVICE_S], 20_000)
     played = simulate([alone()], times_s, wanted)
     expected_s = SERVICE_S * (1 + load / (2 * (1 - load)))
     assert played.latencies_s.mean() == pytest.approx(expected_s, rel=0.03)
@@ -143,6 +143,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits of these tests are of a tenth of the requests."""
+    monkeypatch.setattr(fit_module, "poisson", lambda rates_per_s, requests: poisson(rates_per_s, requests // 10))
+
+
 def run(repository: Path, *flags: str) -> int:
     return main(
         ["fit", str(repository), "--cache", str(repository.parent / "cache"), "--batch-sizes", "1,4", *flags]
@@ -207,7 +213,7 @@ def test_the_highest_rate_meets_the_slo_and_more_does_not(monkeypatch: pytest.Mo
     class Planned:
         models = (model,)
 
-    def fit(memory_bytes: int, rates_per_s: list[float], requests: int = 50_000) -> Fit:
+    def fit(memory_bytes: int, rates_per_s: list[float], requests: int = 5_000) -> Fit:
         played = simulate([model], *poisson(rates_per_s, requests))
         p50_s, p99_s = np.percentile(played.latencies_s, (50, 99))
         mean_s = float(played.latencies_s.mean())

@@ -1,11 +1,12 @@
 """What every engine client promises, in a process of its own and in the front end's."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from msgspec.structs import replace
 from server_fakes import refused
 
@@ -17,15 +18,35 @@ from cohabit.server.ipc.model import ModelInfo, ModelKey
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture(params=["process", "in_process"])
-async def front_end(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[FrontEnd]:
-    monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
-    async with getattr(frontends, request.param)(tmp_path) as made:
+
+@pytest.fixture(params=["process", "in_process"], scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FAKE_ENGINE", str(folder))
+        yield folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(folder: Path) -> AsyncIterator[FrontEnd]:
+    is_process = folder.name.startswith("process")
+    async with (frontends.process if is_process else frontends.in_process)(folder) as made:
         yield made
-        await made.all_released()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def front_end(engine: FrontEnd) -> AsyncIterator[FrontEnd]:
+    """One for all tests, which leave nothing behind but counts."""
+    yield engine
+    fake_engine.close_gate()
+    await engine.all_released()
+
+
+async def answered(front_end: FrontEnd) -> int:
+    """How many requests for `double` have been answered."""
+    return (await front_end.client.report()).models["double", 1].statistics.answered.count
 
 
 async def test_requests_of_any_batch_size_are_answered_side_by_side(front_end: FrontEnd) -> None:
@@ -86,6 +107,7 @@ async def test_what_cannot_be_answered_in_time_is_refused_on_arrival(front_end: 
 
 
 async def test_a_cancelled_request_leaves_the_queue_and_gives_its_memory_back(front_end: FrontEnd) -> None:
+    before = await answered(front_end)
     held = asyncio.create_task(front_end.double(fake_engine.HELD))
     await until_entered()
     waiting = asyncio.create_task(front_end.double(1))
@@ -96,8 +118,7 @@ async def test_a_cancelled_request_leaves_the_queue_and_gives_its_memory_back(fr
     await front_end.client.report()  # so that the engine has read the message before, too
     fake_engine.open_gate()
     np.testing.assert_array_equal(await held, rows(fake_engine.HELD) * 2)
-    report = await front_end.client.report()
-    assert report.models["double", 1].statistics.answered.count == 1
+    assert await answered(front_end) == before + 1
 
 
 async def test_a_client_that_leaves_during_the_execution_gives_its_memory_back_at_its_end(
@@ -117,9 +138,10 @@ async def test_a_client_that_leaves_during_the_execution_gives_its_memory_back_a
 
 
 async def test_the_report_counts_requests_and_rejections(front_end: FrontEnd) -> None:
-    await front_end.double(1, 2)
-    front_end.client.count_rejection(ModelKey("double", 1), "queue_full")
-    statistics = (await front_end.client.report()).models["double", 1].statistics
+    rows_of = {"a": rows(1, 2), "b": rows(3, 5)}
+    await front_end.infer("adder", version="2", **rows_of)
+    front_end.client.count_rejection(ModelKey("adder", 2), "queue_full")
+    statistics = (await front_end.client.report()).models["adder", 2].statistics
     assert (statistics.answered.count, statistics.inference_count) == (1, 2)
     assert statistics.rejections["queue_full"] == 1
     assert statistics.batches[2].count == 1
@@ -139,24 +161,24 @@ async def test_orders_are_refused_where_models_are_loaded_at_the_start_only(fron
         await front_end.client.unload("double")
 
 
+@pytest.mark.parametrize("folder", ["process"], indirect=True)
 async def test_reports_that_are_asked_for_together_are_fetched_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
-    async with frontends.process(tmp_path) as front_end:
-        client = front_end.client
-        assert isinstance(client, EngineConnection)
-        asked: list[object] = []
-        send = client._send
+    client = front_end.client
+    assert isinstance(client, EngineConnection)
+    asked: list[object] = []
+    send = client._send
 
-        def noted(message: ToEngine) -> None:
-            asked.append(message)
-            send(message)
+    def noted(message: ToEngine) -> None:
+        asked.append(message)
+        send(message)
 
-        client._send = noted  # type: ignore[method-assign]
-        await front_end.double(1)
-        reports = await asyncio.gather(*(client.report() for _ in range(100)))
-        assert {r.models["double", 1].statistics.inference_count for r in reports} == {1}
-        assert sum(isinstance(message, AskReport) for message in asked) == 1
-        await front_end.double(1)
-        assert (await client.report()).models["double", 1].statistics.inference_count == 2
+    before = await answered(front_end)
+    monkeypatch.setattr(client, "_send", noted)
+    await front_end.double(1)
+    reports = await asyncio.gather(*(client.report() for _ in range(100)))
+    assert {r.models["double", 1].statistics.answered.count for r in reports} == {before + 1}
+    assert sum(isinstance(message, AskReport) for message in asked) == 1
+    await front_end.double(1)
+    assert await answered(front_end) == before + 2

@@ -1,6 +1,7 @@
 """Several front ends on one port, for one engine."""
 
 import asyncio
+import functools
 import http.client
 import json
 import os
@@ -9,7 +10,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -32,21 +32,21 @@ def free_ports(count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in sockets]
 
 
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Two front ends for the fake engine; the first one lives here. The parameter is the watchdog's."""
-    monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two front ends for the fake engine; the first one lives here. Whatever a test kills is started again."""
+    folder = tmp_path_factory.mktemp("engine")
     before = set(psutil.Process().children(recursive=True))
-    write_repository(tmp_path / "repository", frontends.MODELS)
+    write_repository(folder / "repository", frontends.MODELS)
     http_port, grpc_port, metrics_port = free_ports(3)
     both = config(
-        repository=tmp_path / "repository",
+        repository=folder / "repository",
         engine="process",
         frontends=2,
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
-        watchdog_s=getattr(request, "param", 0.0),
+        watchdog_s=2.0,
     )
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -58,15 +58,17 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         await made.load()
         return made
 
-    made = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
-    try:
-        yield made
-    finally:
-        clean = asyncio.run_coroutine_threadsafe(made.stop(), loop).result(60)
-        asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(20)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(20)
-        loop.close()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FAKE_ENGINE", str(folder))
+        made = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+        try:
+            yield made
+        finally:
+            clean = asyncio.run_coroutine_threadsafe(made.stop(), loop).result(60)
+            asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(20)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(20)
+            loop.close()
     assert clean
     assert not set(psutil.Process().children(recursive=True)) - before
 
@@ -96,6 +98,14 @@ def other_front_end(port: int) -> int:
     return front_ends_on(port)[0]
 
 
+def is_ready(connection: http.client.HTTPConnection) -> bool:
+    """Whether the front end that this connection has reached has the engine's models."""
+    connection.request("GET", "/v2/health/ready")
+    response = connection.getresponse()
+    response.read()
+    return response.status == 200
+
+
 def infer(connection: http.client.HTTPConnection) -> list[float]:
     connection.request("POST", "/v2/models/double/infer", BODY)
     response = connection.getresponse()
@@ -112,6 +122,7 @@ def answered_connections(port: int) -> Iterator[list[http.client.HTTPConnection]
         connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(CONNECTIONS)]
         for connection in connections:
             stack.callback(connection.close)
+            eventually(functools.partial(is_ready, connection))
             assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
         yield connections
 
@@ -130,7 +141,6 @@ def test_two_front_ends_share_a_port_and_an_engine_that_is_restarted(server: Ser
             assert infer(connection) == [2.0, 4.0, 6.0, 8.0]
 
 
-@pytest.mark.parametrize("server", [2.0], indirect=True)
 def test_a_hang_in_a_request_of_the_other_front_end_ends_the_engine(server: Server) -> None:
     port = port_of(server)
     other = psutil.Process(other_front_end(port))

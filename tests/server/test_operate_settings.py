@@ -64,7 +64,9 @@ def test_a_file_alone_is_enough(tmp_path: Path) -> None:
 
 def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
     path = file(tmp_path, 'repository = "zoo"\n')
-    found = config(environment={"COHABIT_CONFIG": path, "COHABIT_MEMORY": "64MiB", "COHABIT_QUICK_START": "no"})
+    variables = {"COHABIT_CONFIG": path, "COHABIT_MEMORY": "64MiB", "COHABIT_QUICK_START": "no"}
+    planners_own = {"COHABIT_INTERPRET": "1"}
+    found = config(environment=variables | planners_own)
     assert (found.repository, found.memory, found.quick_start) == (Path("zoo"), FixedSize(64 << 20), False)
 
 
