@@ -153,7 +153,7 @@ class Lstm(Blocks):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens).transpose(0, 1).contiguous()
         for segments in self._segments:
-            state, outputs = torch.zeros(tokens.shape[0], 2 * self.width), []
+            state, outputs = torch.zeros(tokens.shape[0], 2 * self.width, device=tokens.device), []
             for cells in segments:
                 states = self.run(cells, x, state)
                 state = states[-1]
@@ -178,7 +178,7 @@ class Attention(nn.Module):
         shape = batch, length, self.heads, width // self.heads
         q, k, v = (y.reshape(shape).transpose(1, 2) for y in self.into(self.norm1(x)).chunk(3, -1))
         scores = (q @ k.transpose(2, 3)) * (width // self.heads) ** -0.5
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         seen = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
         result: Tensor = x + self.mlp(self.norm2(x))
@@ -193,7 +193,7 @@ class Gpt(Blocks):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = self.run(block, x)
         result: Tensor = self.head(self.norm(x)).flatten(0, 1)
@@ -226,6 +226,16 @@ class UNet(Blocks):
 
 def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs), targets)
+
+
+def eager_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor], batch: Sequence[Tensor]
+) -> Tensor:
+    value = loss(model, *batch)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.detach()
 
 
 def _images(batch: int, size: int, targets: tuple[int, ...] = ()) -> Sequence[Tensor]:

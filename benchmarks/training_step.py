@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.edge.cgroup import MIB
-from benchmarks.training_nets import NETS, TINY, Blocks, loss
+from benchmarks.training_nets import NETS, TINY, Blocks, eager_step, loss
 from cohabit.runtime.heap import keep_freed_memory, release_free_memory
-from cohabit.runtime.training.trainer import KEPT_BYTES, MEASURED_FIRST, Trainer
+from cohabit.runtime.training.cpu import KEPT_BYTES
+from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer
 
 TORCH = ("eager", "checkpoint", "activation_budget", "saved_to_file")
 LEAST_SAVED_BYTES = 64 << 10
@@ -88,14 +89,6 @@ class SavedToFile:
         tensor: Tensor = torch.empty(shape, dtype=dtype)
         os.preadv(self._file.fileno(), [tensor.view(-1).view(torch.uint8).numpy().data], start)
         return tensor
-
-
-def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, batch: Sequence[Tensor]) -> Tensor:
-    value: Tensor = loss(model, *batch)
-    value.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return value.detach()
 
 
 def torch_step(

@@ -69,8 +69,8 @@ class ProgramRunner(Protocol[P_contra]):
 
         `traced` measures every step and waits for the last. `follow` gets a recording of the lanes without slowing
         them, some time after the last copy has ended, and perhaps in parts; a device that replays graphs knows only
-        when the inference ran. Raises DeviceError if a kernel or a copy fails: the program can be run again, unless
-        the device is `lost`.
+        when the inference ran, unless it is `traced`. Raises DeviceError if a kernel or a copy fails: the program can
+        be run again, unless the device is `lost`.
         """
         ...
 
@@ -107,6 +107,13 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
 
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
+        ...
+
+    def finish(self, program: P_contra) -> None:
+        """Wait for the copies of a program's last run, so that its state is at hand. Raises DeviceError.
+
+        State that stays on a device with memory of its own is copied to its host buffers.
+        """
         ...
 
 

@@ -133,7 +133,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "tiling": {"lowering"},
         "cpu": {"binding", "host", "lowering", "profiling", "shared_region"},
         "cuda": {"binding", "host", "lowering", "offload", "profiling", "shared_region"},
-        "training": {"binding", "cpu", "host", "lowering", "offload", "profiling"},
+        "training": {"binding", "cpu", "cuda", "host", "lowering", "offload", "profiling"},
     },
 }
 PUT_TOGETHER = {
@@ -142,7 +142,11 @@ PUT_TOGETHER = {
     "runtime": {"devices"},
 }
 """Modules next to the folders that no folder may import, because they import the folders."""
-MAY_PUT_TOGETHER = {"planner": {"sizing": {"library"}}, "server": {"commands": {"serve"}, "scale": {"serve"}}}
+MAY_PUT_TOGETHER = {
+    "planner": {"sizing": {"library"}},
+    "runtime": {"training": {"devices"}},
+    "server": {"commands": {"serve"}, "scale": {"serve"}},
+}
 
 
 def modules() -> list[Path]:

@@ -27,7 +27,7 @@ GPU_TESTS = tuple(
     for name in ("compute_lanes", "cuda_constructs", "cuda_gpu", "executor", "fusion_probe", "options", "sharing")
 )
 """The files with tests marked `gpu`. Others import the server, whose packages the machine may lack."""
-STEPS = (TESTS, "table2", "copies", "figure8", "memory", "cold")
+STEPS = (TESTS, "table2", "copies", "figure8", "memory", "cold", "training")
 """In the order of what is most wanted."""
 
 

@@ -33,7 +33,6 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import make
-from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.training.capture import BUCKET, StepOptions, capture
 from cohabit.runtime.training.state import TrainingState
 
@@ -55,8 +54,8 @@ def step_of(net: str, batch: int) -> Graph:
     model, inputs = NETS[net].model(), NETS[net].batch(batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     state = TrainingState(model, optimizer)
-    trace, _ = capture(model, optimizer, loss, inputs, state, StepOptions())
-    return Lowered("training", (), (), False, {BUCKET: trace}, state.manifest(), Path()).graphs[BUCKET]
+    lowered, _ = capture(model, optimizer, loss, inputs, state, StepOptions(), torch.device("cpu"))
+    return lowered.graphs[BUCKET]
 
 
 def by_rule(graph: Graph, profile: Profile, way: str, memory_bytes: int, seconds: float) -> Plan | None:

@@ -164,6 +164,8 @@ class CpuExecutor:
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
         for offloaded in program.offloaded:
+            if offloaded.spill.at_start and offloaded.spill.slot is not None:
+                frame[offloaded.spill.slot] = frame[offloaded.spill.slot].clone()  # the caller's keeps its bytes
             offloaded.start(frame)
         restored = self._restored.get(program.name)
         self._submit(program, run)

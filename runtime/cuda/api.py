@@ -5,7 +5,7 @@ no order but that of events. An event stands for the work that its stream had wh
 issued before that record waits for nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -35,6 +35,11 @@ class AllocatorPool(Protocol):
     @property
     def refused_bytes(self) -> int | None:
         """The last allocation that was refused, even if the operator then used less; None if none was."""
+        ...
+
+    @property
+    def layout(self) -> Hashable:
+        """Which bytes have tensors, and which are free: with the same layout, the same allocations have room."""
         ...
 
     def close(self) -> None:
@@ -165,6 +170,12 @@ class Driver(Protocol):
     def peak_bytes(self, kernels: Kernels) -> int:
         """Run kernels and wait for them: the most bytes that torch's allocator gave them at once."""
         ...
+
+    def random_state(self) -> torch.Tensor:
+        """Return the state of the generator from which kernels take random numbers."""
+        ...
+
+    def set_random_state(self, state: torch.Tensor) -> None: ...
 
     def tf32(self, allowed: bool) -> AbstractContextManager[None]:
         """Let matrix products and convolutions round their float32 operands to 10 bits of mantissa, or forbid it."""

@@ -11,26 +11,30 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.cuda.api import Driver
 from cohabit.runtime.cuda.capture import capture
 from cohabit.runtime.cuda.inference import issue_inference
 from cohabit.runtime.cuda.issue import Streams
-from cohabit.runtime.cuda.profiling.dry_run import fitting_pools
+from cohabit.runtime.cuda.profiling.dry_run import SMALL_SEGMENT_BYTES, fitting_pools
 from cohabit.runtime.cuda.profiling.stopwatch import CudaStopwatch
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.cuda.transfers import Feeder, Transfer, Transfers
 from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
+from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import Follow, Recording
 
 _log = logging.getLogger("cohabit.cuda")
+_MOST_TRIALS = 16
+"""Runs until the gaps in a pool are those that a run before has found; two or three are usual."""
 
 
 @dataclass(slots=True)
@@ -129,25 +133,56 @@ class CudaExecutor:
             self._stale.discard(program.name)
 
     def _load_counted(self, program: CudaProgram) -> None:
-        """Bring the residents of a program without addresses, which lie in its pool."""
-        driver, streams = self._driver, self._streams
+        """Bring the residents of a program without addresses, in its pool: to where they lie, if they do."""
         with self._faults(program), self._shared.exclusive:
             self._adopt()
-            residents = [step.offloaded for step in program.residents if step.offloaded is not None]
-            made, loaded = driver.event(), driver.event()
-            with driver.allocating(program.pool), driver.on(streams.compute):
-                for tensor in program.offloaded:
-                    driver.launch(tensor.reset)
-                for tensor in residents:
-                    driver.launch(tensor.allocate)
-                driver.record(made)
-            with driver.on(streams.swap_in):
-                driver.wait(made)
-                for tensor in residents:
-                    driver.carry(tensor.copy_back)
-                driver.record(loaded)
-            driver.synchronize(loaded)
+            residents = program.counted_residents
+            if program.name in self._stale or not all(tensor.is_ready for tensor in residents):
+                self._bring(program, residents, program.offloaded)
+                program.admission.moved = False
+            else:
+                self._bring(program, residents)
             self._stale.discard(program.name)
+
+    def _return_to_places(self, program: CudaProgram) -> None:
+        """Have residents that the last run has moved lie where they lay before: the next run then finds the same gaps.
+
+        They pass through the host, as torch's allocator gives out no address that is asked for.
+        """
+        moved = [tensor for tensor in program.counted_residents if tensor.moves]
+        with self._faults(program), self._shared.exclusive:
+            self._adopt()
+            self._copy_out([tensor for tensor in program.state if tensor in moved])
+            self._bring(program, moved, moved)
+            program.admission.moved = False
+
+    def _bring(
+        self, program: CudaProgram, tensors: Sequence[OffloadedTensor], anew: Sequence[OffloadedTensor] = ()
+    ) -> None:
+        """Fill tensors from their host buffers, and wait. Before that, those in `anew` leave and get new bytes."""
+        driver, streams = self._driver, self._streams
+        made, loaded = driver.event(), driver.event()
+        with driver.allocating(program.pool), driver.on(streams.compute):
+            for tensor in anew:
+                driver.launch(tensor.reset)
+            for tensor in tensors if anew else ():
+                driver.launch(tensor.allocate)
+            driver.record(made)
+        with driver.on(streams.swap_in):
+            driver.wait(made)
+            for tensor in tensors:
+                driver.carry(tensor.copy_back)
+            driver.record(loaded)
+        driver.synchronize(loaded)
+
+    def _copy_out(self, tensors: Sequence[OffloadedTensor]) -> None:
+        """Copy tensors to their host buffers, and wait. Nothing may be in progress."""
+        driver, saved = self._driver, self._driver.event()
+        with driver.on(self._streams.swap_out):
+            for tensor in tensors:
+                driver.carry(tensor.copy_out)
+            driver.record(saved)
+        driver.synchronize(saved)
 
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
@@ -157,6 +192,14 @@ class CudaExecutor:
             self._driver.record(end)
         self._driver.synchronize(end)
 
+    def finish(self, program: CudaProgram) -> None:
+        """Copy the state that stays in the pool between runs to its host buffers. A run waits for its other copies."""
+        if program.admission.pool is None:
+            return
+        with self._faults(program), self._shared.exclusive:
+            self._adopt()
+            self._copy_out([tensor for tensor in program.state if tensor.spill.at_start])
+
     def run(
         self,
         program: CudaProgram,
@@ -165,7 +208,10 @@ class CudaExecutor:
         traced: bool = False,
         follow: Follow | None = None,
     ) -> Result:
-        """Run one inference. See `runtime.backend.ProgramRunner`. `follow` gets when it began and ended, no steps.
+        """Run one inference. See `runtime.backend.ProgramRunner`.
+
+        `follow` gets the steps where the run is traced, or everything is counted, which is issued step by step.
+        Elsewhere it gets when the inference began and ended.
 
         Residents that the last run could not restore are loaded again; this run fails only if that fails, too.
         """
@@ -177,22 +223,27 @@ class CudaExecutor:
         if program.admission.pool is None or program.name in self._stale or not is_restored:
             self.load(program)
             epilogue = None
+        elif program.admission.moved:
+            self._return_to_places(program)
         with self._faults(program):
-            watch = CudaStopwatch(self._driver, program) if traced else None
+            is_timed = traced or (follow is not None and program.plan.memory.counted)
+            watch = CudaStopwatch(self._driver, program) if is_timed else None
             self._issue(program, inputs, watch, epilogue)
             self._driver.synchronize(self._answered)
             outputs = program.buffers.taken()
+            program.admission.moved = any(tensor.moves for tensor in program.counted_residents)
             latency_s = time.perf_counter() - start
             self._submit_epilogue(program, watch)
-        if follow is not None:
-            recording = Recording(program)
-            recording.note(None, start, start + latency_s)
-            follow(recording)
-        stall_s = 0.0 if program.compute_s is None else max(0.0, latency_s - program.compute_s)
-        timeline = None
         if watch is not None:
             self.settle()
-            timeline = watch.timeline()
+            recording = watch.recording(start)
+        else:
+            recording = Recording(program)
+            recording.note(None, start, start + latency_s)
+        if follow is not None:
+            follow(recording)
+        stall_s = 0.0 if program.compute_s is None else max(0.0, latency_s - program.compute_s)
+        timeline = _timeline(program, recording.measured(start)) if traced else None
         return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
 
     def capture(self, program: CudaProgram) -> Capture | None:
@@ -257,7 +308,7 @@ class CudaExecutor:
         refused: MemoryExceeded | None = None
         waste = min((op.scratch_bytes for op in program.graph.ops), default=0)  # measuring adds it to every op
         plan = program.plan
-        residents = [p.tensor for p in plan.residents if p.address is None]
+        residents = [tensor.spill.tensor for tensor in program.counted_residents]
         pools = fitting_pools(self._streams, program.graph, plan.steps, program.pool_memory, waste, residents)
         while program.admission.pool is None:
             try:
@@ -266,15 +317,16 @@ class CudaExecutor:
                 raise refused or error from None
             program.admission.pool = pool
             try:
-                if program.plan.memory.counted:
-                    self._load_counted(program)
-                self._first_run(program)
+                self._try_out(program)
             except CohabitError as error:
                 for tensor in program.offloaded:
                     tensor.reset()
                 program.admission.pool = None
+                lacks_small_segment = (pool.refused_bytes or 0) == SMALL_SEGMENT_BYTES
                 pool.close()
-                if not isinstance(error, MemoryExceeded):
+                if not isinstance(error, MemoryExceeded) or (
+                    program.plan.memory.counted and not lacks_small_segment
+                ):
                     raise
                 refused = refused or error
         self._admitted.append(program)
@@ -290,6 +342,33 @@ class CudaExecutor:
             }
             _log.warning("program is issued op by op, not as one graph", extra={"fields": fields})
         self._shared.note_memory(self._driver)
+
+    def _try_out(self, program: CudaProgram) -> None:
+        """Run a program for the first time, and leave everything as before but for what libraries then know.
+
+        Where everything is counted, it is run until it finds the pool as a run before has found it: then no later run
+        lacks room. The first one leaves segments for small tensors that it did not find.
+        """
+        if not program.plan.memory.counted:
+            self._first_run(program)
+            return
+        found = set[Hashable]()
+        random = self._driver.random_state()
+        self._load_counted(program)
+        try:
+            with program.state_kept():
+                while (layout := program.pool.layout) not in found:
+                    if len(found) == _MOST_TRIALS:
+                        raise MemoryExceeded(
+                            f"{program.graph.name}: each of {_MOST_TRIALS} runs leaves other gaps in its memory"
+                        )
+                    found.add(layout)
+                    self._first_run(program)
+                    self._return_to_places(program)
+        finally:
+            self._driver.set_random_state(random)
+        if program.state:
+            self._load_counted(program)
 
     def _first_run(self, program: CudaProgram) -> None:
         try:
@@ -336,6 +415,11 @@ class CudaExecutor:
             if isinstance(error, DeviceError):
                 raise
             raise DeviceError(f"{program.graph.name}: {error}") from error
+
+
+def _timeline(program: CudaProgram, spans: tuple[Span, ...]) -> Timeline:
+    latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
+    return Timeline(spans, latency_s, None, program.link_bytes)
 
 
 def _check_refusal(program: CudaProgram) -> None:

@@ -92,11 +92,16 @@ class CarvedPool:
 
     @property
     def held_bytes(self) -> int:
+        return sum(nbytes for _, nbytes, state in self.layout if state == "active_allocated")
+
+    @property
+    def layout(self) -> tuple[tuple[int, int, str], ...]:
+        """Address, size and state of each block. Torch's allocator joins free neighbours and takes the best fit."""
         # A snapshot of this pool alone releases a reference too many to the pool's number (pytorch/pytorch#196366):
         # from the 257th pool on, the process crashes. One of all pools does not.
         segments = [s for s in _cuda.memory_snapshot() if self._carver.has(s["address"])]
         blocks = (block for segment in segments for block in segment["blocks"])
-        return sum(int(block["size"]) for block in blocks if block["state"] == "active_allocated")
+        return tuple(sorted((int(b["address"]), int(b["size"]), str(b["state"])) for b in blocks))
 
     @contextmanager
     def allocating(self) -> Iterator[None]:

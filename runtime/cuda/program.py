@@ -1,6 +1,7 @@
 """Programs prepared for a CUDA device: schedule, copies, fixed buffers, pool, and captured graph."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -43,6 +44,8 @@ class AdmissionState:
     """Why there is no graph."""
     graph_bytes: int = 0
     """Device memory that the graphs take outside of the arena."""
+    moved: bool = False
+    """A run has left residents without addresses in other places than it found them."""
     measuring: bool = False
     """It runs to be measured: what its pool refuses to kernels is logged, and the load does not fail."""
 
@@ -90,6 +93,28 @@ class CudaProgram(Program):
         values = [self.constants[s] if s in self.constants else frame[s] for s in self.output_slots]
         self.buffers.download(values)
         frame[:] = [None] * len(frame)
+
+    @property
+    def counted_residents(self) -> list[OffloadedTensor]:
+        """Residents without addresses: first those that stay, so that they always lie in the same place."""
+        residents = [step.offloaded for step in self.residents if step.offloaded is not None]
+        return sorted(residents, key=lambda tensor: tensor.moves)
+
+    @property
+    def state(self) -> list[OffloadedTensor]:
+        """What runs change of the weights. Only where everything is counted is there any."""
+        return [t for t in self.offloaded if self.graph.tensors[t.spill.tensor].kind == "state"]
+
+    @contextmanager
+    def state_kept(self) -> Iterator[None]:
+        """Put back the state's host buffers after the block, in which the program runs on trial."""
+        leaving = {step.tensor for step in self.swap_outs}
+        saved = [(t.pinned, t.pinned.clone()) for t in self.state if t.spill.tensor in leaving]
+        try:
+            yield
+        finally:
+            for pinned, before in saved:
+                pinned.copy_(before)
 
     def forget(self) -> None:
         """Drop the activations that a failed inference has left."""

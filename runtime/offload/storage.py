@@ -81,6 +81,16 @@ class OffloadedTensor:
         """What tells its storage from others, once there is one."""
         return None if self._storage is None else self._storage._cdata
 
+    @property
+    def moves(self) -> bool:
+        """Whether it leaves memory in the course of a run, so that it lies elsewhere afterwards."""
+        return len(self.spill.intervals) > 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a resident is in memory, as a run begins. Nothing may be in progress."""
+        return self._storage is not None and self._interval == 0 and self._storage.nbytes() == self._nbytes
+
     def reset(self) -> None:
         """Begin outside of memory, a weight with an empty storage. No copy may be in progress."""
         self._interval = -1
@@ -94,9 +104,8 @@ class OffloadedTensor:
         """
         if not self.spill.at_start:  # what the run before has left in memory is not counted in this one
             self.reset()
-        elif self.spill.slot is not None:  # an input, whose bytes are the caller's
+        elif self.spill.slot is not None:  # an input, of which the frame has a copy of its own
             self._interval, self._users_left = 0, self._users[0]
-            frame[self.spill.slot] = frame[self.spill.slot].clone()
             self._take(frame)
 
     def adopt(self, interval: int, frame: Frame) -> None:
@@ -135,14 +144,15 @@ class OffloadedTensor:
 
     def copy_out(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (destination, source) of the swap-out, for devices that issue copies."""
-        return self._pinned, self._bytes
+        return self.pinned, self._bytes
 
     def copy_back(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (destination, source) of the swap-in, for devices that issue copies."""
-        return self._bytes, self._pinned
+        return self._bytes, self.pinned
 
     @property
-    def _pinned(self) -> torch.Tensor:
+    def pinned(self) -> torch.Tensor:
+        """The host buffer's bytes, for devices that issue copies."""
         assert self._buffer.pinned is not None, "a buffer that copies by itself"
         return self._buffer.pinned[: self._nbytes]
 
@@ -173,5 +183,6 @@ class OffloadedTensor:
             self._storage = None
 
     def close(self) -> None:
-        """Release the host buffer. No copy may be in progress."""
-        self._buffer.close()
+        """Release an activation's host buffer. No copy may be in progress. A weight's outlasts its programs."""
+        if not self.spill.is_weight:
+            self._buffer.close()

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.errors import UnsupportedModel
-from cohabit.runtime.lowering.model import FxModel
+from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.packing import storage_key
-from cohabit.runtime.lowering.trace import OpTracer, Storage, Trace
+from cohabit.runtime.lowering.trace import OpTracer, Storage
 from cohabit.runtime.training.state import RNG, TrainingState
 from cohabit.runtime.training.updates import updates_early
 
@@ -67,23 +69,25 @@ def capture(
     batch: Sequence[torch.Tensor],
     state: TrainingState,
     options: StepOptions,
-) -> tuple[Trace, list[OpCall]]:
-    """Trace a step. Its inputs are the batch, then a learning rate per parameter group; its output is the loss.
+    device: torch.device,
+) -> tuple[Lowered, list[OpCall]]:
+    """Trace a step as it runs on a device. Its inputs are the batch, then a learning rate per parameter group.
 
-    Returns the call of each op beside the trace. Raises UnsupportedModel where the step depends on values of tensors.
+    Its output is the loss. Returns the call of each op beside it. Raises UnsupportedModel where the step depends on
+    values of tensors.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     rates = [torch.zeros((), dtype=torch.float64) for _ in optimizer.param_groups]
     with mode:
         weights = {
-            name: torch.empty_strided(t.shape, t.stride, dtype=t.dtype)
+            name: torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device)
             for name, t in state.tensors.items()
             if name != RNG
         }
-        inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in (*batch, *rates)]
-    step = _Step(model, optimizer, loss, state, options)
+        inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in (*batch, *rates)]
+    step = _Step(model, optimizer, loss, state, options, device)
     try:
-        with _without_onednn_layers():
+        with _without_library_layers(), torch.autograd.set_multithreading_enabled(False):
             traced = make_fx(step, _DECOMPOSITIONS, tracing_mode="fake")(weights, *inputs)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         reason = str(error).partition("\n")[0]
@@ -100,7 +104,13 @@ def capture(
         tracer = StepTracer(FxModel("step", traced, graph, fakes, (), (), None), names, inputs)
         ordered = updates_early(graph, tracer.run().ops, first_update)
         tracer = StepTracer(FxModel("step", traced, ordered, fakes, (), (), None), names, inputs)
-        return tracer.run(), tracer.calls
+        trace = tracer.run()
+    ports = [Port(f"input{n}", t.dtype, tuple(t.shape)) for n, t in enumerate(inputs)]
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    result = Port("loss", output.args[0][0].meta["val"].dtype, ())
+    traces = {BUCKET: trace}
+    lowered = Lowered("training", tuple(ports), (result,), False, traces, state.manifest(), Path())
+    return lowered, tracer.calls
 
 
 class StepTracer(OpTracer):
@@ -160,8 +170,10 @@ class _Step:
         loss: Loss,
         state: TrainingState,
         options: StepOptions,
+        device: torch.device,
     ) -> None:
         self._holder = _Holder(model, loss)
+        self._device = device
         self._optimizer = optimizer
         self._state = state
         self._options = options
@@ -174,7 +186,7 @@ class _Step:
         count, precision = self._options.micro_batches, self._options.autocast
         total: torch.Tensor | None = None
         for part in zip(*(torch.tensor_split(t, count) for t in batch), strict=True):
-            with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+            with torch.autocast(self._device.type, dtype=precision, enabled=precision is not None):
                 loss = functional_call(self._holder, module, part)
             _require_loss(loss)
             loss = loss if count == 1 else loss / count
@@ -245,14 +257,20 @@ def _add_gradients(loss: torch.Tensor, trained: Mapping[str, torch.Tensor]) -> N
 
 
 @contextmanager
-def _without_onednn_layers() -> Iterator[None]:
-    """Trace an LSTM op by op: oneDNN's layer keeps what its backward needs only while torch records gradients."""
-    before = torch._C._get_mkldnn_enabled()
+def _without_library_layers() -> Iterator[None]:
+    """Trace an LSTM op by op, and batch norms as torch's own: what a library's layers change is not in their schema.
+
+    OneDNN's LSTM keeps what its backward needs only while torch records gradients. Which library computes a convolution
+    is decided when it runs.
+    """
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])
 
 
 def _remove_marks(graph: fx.Graph) -> str:

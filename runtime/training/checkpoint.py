@@ -29,9 +29,13 @@ _DTYPES: Final = {
 _NO_CHECKSUM: Final = "0" * 8
 
 
-def write_checkpoint(path: Path, steps: int, state: TrainingState, buffers: Mapping[str, SpillBuffer]) -> None:
-    """Write all state to a file beside `path`, then give it that name. No copy may be in progress. Raises OSError."""
-    generator = torch.get_rng_state()
+def write_checkpoint(
+    path: Path, steps: int, state: TrainingState, buffers: Mapping[str, SpillBuffer], generator: torch.Tensor
+) -> None:
+    """Write all state to a file beside `path`, then give it that name. No copy may be in progress. Raises OSError.
+
+    `generator` is the state of the one that random ops take their numbers from.
+    """
     tensors = {name: tensor for name, tensor in state.tensors.items() if name != RNG}
     fields: dict[str, Any] = {}
     end = 0
@@ -62,8 +66,13 @@ def write_checkpoint(path: Path, steps: int, state: TrainingState, buffers: Mapp
     os.close(folder)
 
 
-def read_checkpoint(path: Path, state: TrainingState, buffers: Mapping[str, SpillBuffer]) -> int:
-    """Fill the buffers of a state that has left memory; return the number of steps. Raises FormatError."""
+def read_checkpoint(
+    path: Path, state: TrainingState, buffers: Mapping[str, SpillBuffer], generator: torch.Tensor
+) -> tuple[int, torch.Tensor]:
+    """Fill the buffers of a state that has left memory; return the number of steps and the generator's state.
+
+    `generator` is such a state of this device. Raises FormatError.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -72,6 +81,12 @@ def read_checkpoint(path: Path, state: TrainingState, buffers: Mapping[str, Spil
             expected = {name for name in state.tensors if name != RNG} | {GENERATOR}
             for name in sorted(expected ^ set(file.keys())):
                 raise FormatError(f"{path}: {name} is in the {'step' if name in expected else 'checkpoint'} only")
+            random: torch.Tensor = file.get_tensor(GENERATOR)
+            if random.shape != generator.shape:
+                raise FormatError(
+                    f"{path}: {GENERATOR} has {random.nbytes} bytes, the device's generator {generator.nbytes}: go on"
+                    " with the kind of device that the checkpoint is from"
+                )
             for name, tensor in state.tensors.items():
                 if name != RNG:
                     found = file.get_tensor(name)
@@ -81,8 +96,7 @@ def read_checkpoint(path: Path, state: TrainingState, buffers: Mapping[str, Spil
                             f" the step has {tensor.dtype} {list(tensor.shape)}"
                         )
                     tensor.fill(found, buffers[name])
-            torch.set_rng_state(file.get_tensor(GENERATOR))
-            return int(about["steps"])
+            return int(about["steps"]), random
     except (OSError, SafetensorError) as error:
         raise FormatError(f"{path}: no checkpoint can be read: {error}") from error
 
@@ -96,7 +110,7 @@ def _write_header(file: BinaryIO, fields: Mapping[str, Any], steps: int, checksu
 
 def _write(file: BinaryIO, tensor: torch.Tensor, checksum: int) -> int:
     """Write a tensor's elements in the order of its dimensions; return the checksum with them."""
-    dense = tensor.contiguous()
+    dense = tensor.detach().cpu().contiguous()
     data = bytes_of(dense.view(-1)).data
     file.write(data)
     return zlib.crc32(data, checksum)

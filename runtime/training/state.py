@@ -22,7 +22,10 @@ INITIALISED: Final = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RMSprop
 
 
 class StateTensor:
-    """One of the user's tensors. While its bytes are under the plan's control, the user sees an empty tensor."""
+    """One of the user's tensors. While its bytes are under the plan's control, the user sees an empty tensor.
+
+    Where programs run on another device's memory, or in a pool of their own, it stays empty until it comes back.
+    """
 
     def __init__(self, owner: torch.Tensor) -> None:
         if owner.untyped_storage().nbytes() != owner.nbytes or not owner.untyped_storage().resizable():
@@ -62,11 +65,12 @@ class StateTensor:
 
     def flat(self) -> torch.Tensor:
         """Return the bytes as a flat tensor; they must be there."""
-        return torch.empty(0, dtype=torch.uint8).set_(self.storage, 0, (self.nbytes,), (1,))
+        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return flat.set_(self.storage, 0, (self.nbytes,), (1,))
 
     def hide(self) -> None:
         """Leave the user an empty tensor: one without bytes would end the process when it is read."""
-        self.owner.data = torch.empty(0, dtype=self.dtype)
+        self.owner.data = torch.empty(0, dtype=self.dtype, device=self.owner.device)
 
     def show(self) -> None:
         """Give the user the bytes, which must be there."""
@@ -91,7 +95,8 @@ class StateTensor:
 
     def value(self) -> torch.Tensor:
         """Return the tensor itself; its bytes must be there."""
-        return torch.empty(0, dtype=self.dtype).set_(self.storage, 0, self.shape, self.stride)
+        empty = torch.empty(0, dtype=self.dtype, device=self.storage.device)
+        return empty.set_(self.storage, 0, self.shape, self.stride)
 
 
 class TrainingState:

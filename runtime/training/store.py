@@ -1,12 +1,10 @@
-"""Where a training's tensors are when they are not in memory: in RAM, or in a file without a name."""
+"""Where a training's tensors are when they are not in memory: in RAM, pinned where a device copies it, or in a file."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from cohabit.runtime.host.pages import Bytes
-from cohabit.runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
 from cohabit.runtime.memory import Copy, SpillBuffer, StoreKind
 
 
@@ -16,17 +14,15 @@ class StateStore:
     staged = False
     check_tables: Callable[[], None] | None = None
 
-    def __init__(self, kind: StoreKind, folder: Path) -> None:
+    def __init__(self, kind: StoreKind, make_buffers: Callable[[Sequence[int]], list[SpillBuffer]]) -> None:
         self.kind = kind
-        self._folder = folder
+        self._make_buffers = make_buffers
 
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
-        """Return buffers of these sizes. Raises MemoryExceeded where the disk is full."""
-        if not sizes:
-            return []
-        return ram_spill_buffers(sizes) if self.kind == "ram" else file_spill_buffers(self._folder, sizes)
+        """Return buffers of these sizes. Raises MemoryExceeded where there is too little disk, or memory to pin."""
+        return self._make_buffers(sizes) if sizes else []
 
-    def copy(self, segment: int, destination: Bytes) -> Copy:
+    def copy(self, segment: int, destination: Any) -> Copy:
         raise AssertionError("a training's tensors are filled from their buffers")
 
     def pinned(self, segment: int) -> torch.Tensor | None:

@@ -3,6 +3,8 @@
 import gc
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -11,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from cohabit.planner.errors import FormatError
+from cohabit.planner.errors import CohabitError, FormatError, InfeasibleBudget, format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
 from cohabit.planner.memory import Memory, parse_share, parse_size
@@ -20,22 +22,20 @@ from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
-from cohabit.runtime.binding.build import bind, draft
-from cohabit.runtime.binding.program import Bases, Program
-from cohabit.runtime.cpu.arena import CpuArena
-from cohabit.runtime.cpu.executor import CpuExecutor
-from cohabit.runtime.errors import DeviceError, UnsupportedModel
-from cohabit.runtime.heap import keep_freed_memory, release_free_memory
+from cohabit.runtime.binding.build import draft
+from cohabit.runtime.binding.program import Program
+from cohabit.runtime.errors import DeviceError, MemoryExceeded, UnsupportedModel
+from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import Recording
-from cohabit.runtime.training.capture import BUCKET, Loss, StepOptions, capture
+from cohabit.runtime.training.capture import BUCKET, Loss, OpCall, StepOptions, capture
 from cohabit.runtime.training.checkpoint import read_checkpoint, write_checkpoint
+from cohabit.runtime.training.device import open_training_device
 from cohabit.runtime.training.learn import learned
-from cohabit.runtime.training.measure import measure_contention, measure_link, measured
+from cohabit.runtime.training.measure import measured
 from cohabit.runtime.training.state import TrainingState
-from cohabit.runtime.training.store import StateStore
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is, or 0 where that is not known."""
@@ -47,9 +47,10 @@ SMOOTHING: Final = 0.3
 MEASURED_FIRST: Final = 4
 """So many steps are measured op by op, then one in `MEASURED_EVERY`."""
 MEASURED_EVERY: Final = 50
-KEPT_BYTES: Final = 256 << 10
-"""Of freed memory, where it is to be had by others. Smaller tensors leave holes in the heap: with 1 MiB, an LSTM whose
-states take 750 KiB took twice its budget."""
+PLACED_SHARE: Final = 0.95
+"""A plan that the device's allocator cannot place is followed by one for such a share of its memory, ..."""
+LEAST_PLACED_SHARE: Final = 0.7
+"""... down to less than this share of it."""
 _NOTES: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """What schedulers note in a parameter group for themselves."""
 
@@ -73,6 +74,7 @@ class Trainer:
         example_batch: Sequence[torch.Tensor],
         memory: int | str = "60%",
         *,
+        device: str = "cpu",
         searcher: str = "best",
         search_seconds: float = 20.0,
         store: StoreKind = "ram",
@@ -85,48 +87,53 @@ class Trainer:
         """Capture, measure and plan a step. `loss(model, *batch)` returns a 0-d tensor.
 
         `memory` is a number of bytes, a size such as "2GiB", or a share of the most that a step needs, such as "60%".
-        `store` says where tensors go that leave memory: to RAM, or to a file without a name in `folder`. With a file,
-        the whole process gives freed memory back to the system at once: otherwise it takes more than the plan says.
+        `device` is cpu, cuda or cuda:N. On CUDA, the memory is the device's, model and optimizer may be on any device,
+        and their tensors stay there. `store` says where tensors go that leave memory: to RAM, or on the CPU to a file
+        without a name in `folder`. With a file, the whole process gives freed memory back to the system at once:
+        otherwise it takes more than the plan says.
 
-        Raises ValueError for what is no memory, UnsupportedModel where the step cannot be captured, and
-        InfeasibleBudget, which names the least memory, where it does not fit.
+        Raises ValueError for what is no memory, UnsupportedModel where the step cannot be captured, InfeasibleBudget,
+        which names the least memory, where it does not fit, MemoryExceeded where the device has too little, and
+        DeviceError where there is none.
         """
         memory_bytes(memory, 0)  # refused now, and not after the capture
-        if store == "file":
-            keep_freed_memory(KEPT_BYTES)
         self._optimizer = optimizer
         self._searcher, self._search_seconds, self._on_progress = searcher, search_seconds, on_progress
-        self._store = StateStore(store, folder or Path(tempfile.gettempdir()))
         self._state = TrainingState(model, optimizer)
         self._forms = forms_of(example_batch)
         self._constants = constants_of(optimizer)
         options = StepOptions(clip_norm, micro_batches, autocast)
-        with self._state.undone_on_failure(optimizer):
-            self._lowered, seconds, contention = self._measured(model, loss, example_batch, options)
+        with self._state.undone_on_failure(optimizer), ExitStack() as undo:
+            self._device = open_training_device(device, store, folder or Path(tempfile.gettempdir()))
+            undo.callback(self._device.close)
+            self._executor = self._device.executor
+            self._lowered, calls, seconds = self._measured(model, loss, example_batch, options)
             self.graph: Graph = self._lowered.graphs[BUCKET]
             """Of one step."""
+            slowdowns = self._device.slowdowns(calls, seconds)
             self.profile = Profile(
-                self.graph.fingerprint, "cpu", tuple(seconds), *measure_link(self._store), *contention
+                self.graph.fingerprint, self._device.name, tuple(seconds), *self._device.links(), *slowdowns
             )
             """Times of its ops and copies: measured one by one at first, then moving averages over steps."""
-            self.peak_bytes: int = resident_bytes(self.graph)
+            self.peak_bytes: int = self._device.budget_of(resident_bytes(self.graph))
             """The most that a step needs if nothing ever leaves memory."""
             self.memory_bytes: int = memory_bytes(memory, self.peak_bytes)
+            self._tensor_bytes = self._device.tensor_bytes_in(self.memory_bytes)
             self.plan: Plan = self._search()
             """What is in memory when."""
             sizes = [tensor.nbytes for tensor in self._state.tensors.values()]
-            self._buffers = dict(zip(self._state.tensors, self._store.spill_buffers(sizes), strict=True))
+            self._buffers = dict(zip(self._state.tensors, self._device.store.spill_buffers(sizes), strict=True))
+            self._device.start()
+            undo.callback(self._come_back)
+            self._leave()
+            self._program = self._loaded()
+            undo.pop_all()
         self.steps = 0
         """Steps taken, with those before the checkpoint that training went on from."""
         self._recording: Recording | None = None
         """Of the last step that was measured, until it is read."""
         self._steps_measured = 0
         self._lost: str | None = None
-        self._is_synced = False
-        self._executor = CpuExecutor()
-        self._executor.start()
-        self._leave()
-        self._program = self._bound()
 
     def __enter__(self) -> "Trainer":
         return self
@@ -192,16 +199,12 @@ class Trainer:
         """
         self._finish()
         if not self._is_synced:
-            for name, tensor in self._state.tensors.items():
-                if not tensor.is_here:
-                    tensor.load(self._buffers[name])
-                tensor.show()
-            self._is_synced = True
+            self._come_back()
 
     def save_checkpoint(self, path: Path) -> None:
         """Write all state to a `safetensors` file, whole or not at all. Raises OSError and TrainingLost."""
         self._finish()
-        write_checkpoint(path, self.steps, self._state, self._buffers)
+        write_checkpoint(path, self.steps, self._state, self._buffers, self._device.random_state())
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint of the same model and optimizer.
@@ -215,10 +218,11 @@ class Trainer:
         self._executor.settle()
         self._leave()
         try:
-            self.steps = read_checkpoint(path, self._state, self._buffers)
+            self.steps, random = read_checkpoint(path, self._state, self._buffers, self._device.random_state())
         except FormatError as error:
             self._lost = f"{error}; make a new trainer"
             raise
+        self._device.set_random_state(random)
         self._executor.load(self._program)
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # as after a step
 
@@ -226,50 +230,83 @@ class Trainer:
         """Sync, unless the training is lost, and release everything else. Without `sync` nothing comes into memory."""
         if sync and self._lost is None:
             self.sync()
-        self._executor.close()
+        self._device.close()
 
     def _measured(
         self, model: nn.Module, loss: Loss, batch: Sequence[torch.Tensor], options: StepOptions
-    ) -> tuple[Lowered, list[float], tuple[float, float]]:
-        """Capture the step; return it with the bytes that its ops take, each op's seconds, and what overlaps cost."""
+    ) -> tuple[Lowered, list[OpCall], list[float]]:
+        """Capture the step; return it with the bytes that its ops take, their calls, and each one's seconds."""
         self._on_progress("capturing the step", 0, 0)
-        trace, calls = capture(model, self._optimizer, loss, batch, self._state, options)
+        device = self._device
+        if not device.shares_memory:
+            batch = [tensor.contiguous() for tensor in batch]  # as they are copied to the device
+        lowered, calls = capture(model, self._optimizer, loss, batch, self._state, options, device.device)
         trace, seconds = measured(
-            trace, calls, lambda done, total: self._on_progress("measuring its ops", done, total)
+            lowered.traces[BUCKET],
+            calls,
+            device,
+            lambda done, total: self._on_progress("measuring its ops", done, total),
         )
-        lowered = Lowered("training", (), (), False, {BUCKET: trace}, self._state.manifest(), Path())
-        return lowered, seconds, measure_contention(calls, seconds, self._store)
+        return replace(lowered, traces={BUCKET: trace}), calls, seconds
 
     def _problem(self) -> Problem:
-        return Problem(self.graph, self.profile, Memory(self.memory_bytes, counted=True), objective="period")
+        return Problem(self.graph, self.profile, Memory(self._tensor_bytes, counted=True), objective="period")
 
     def _search(self) -> Plan:
         def show(evaluations: int, best_s: float, bound_s: float) -> None:
             self._on_progress(f"planning: {best_s:.3g} s per step, bound {bound_s:.3g} s", evaluations, 0)
 
         limit = Limit(seconds=self._search_seconds)
-        plan = search(self._problem(), self._searcher, limit=limit, on_progress=show)
+        try:
+            plan = search(self._problem(), self._searcher, limit=limit, on_progress=show)
+        except InfeasibleBudget as error:  # in the terms of what the user gives
+            least_bytes = self._device.budget_of(error.least_bytes)
+            raise InfeasibleBudget(error.model, error.op, self.memory_bytes, least_bytes) from error
         gc.collect()  # searchers and their generators refer to each other
         release_free_memory()
         return plan
 
+    def _loaded(self) -> Program:
+        """Bind the plan, and load what it begins with. All state has left memory.
+
+        If the device's allocator leaves gaps that are too small for the plan's tensors, plan in less. Raises
+        MemoryExceeded.
+        """
+        least_bytes = LEAST_PLACED_SHARE * self._tensor_bytes
+        while True:
+            program = self._bound()
+            try:
+                self._executor.load(program)
+                return program
+            except MemoryExceeded as error:
+                self._executor.release(program)
+                refused: CohabitError = error
+            if self._tensor_bytes >= least_bytes:
+                self._tensor_bytes = int(PLACED_SHARE * self._tensor_bytes)
+                try:
+                    self.plan = self._search()
+                    continue
+                except InfeasibleBudget as error:
+                    refused = error
+            raise MemoryExceeded(
+                f"the device's allocator leaves gaps in the {format_bytes(self.memory_bytes)}, so that it cannot place"
+                f" a plan for {format_bytes(self._tensor_bytes)} of tensors; raise the memory"
+            ) from refused
+
     def _bound(self) -> Program:
-        """Bind the plan, and load what it begins with. All state has left memory."""
-        arena = CpuArena(0)
-        drafted = draft(self._lowered, self.plan, self.profile, arena.device)
+        device, store = self._device.device, self._device.store
+        drafted = draft(self._lowered, self.plan, self.profile, device)
         names = list(self._state.tensors)
-        temporary = iter(self._store.spill_buffers([s.nbytes for s in drafted.spills if not s.is_weight]))
+        temporary = iter(store.spill_buffers([s.nbytes for s in drafted.spills if not s.is_weight]))
         offloaded = {}
         for spill in drafted.spills:
             if spill.is_weight:
                 name = names[spill.tensor]
-                buffer, storage = self._buffers[name], self._state.tensors[name].storage
-                offloaded[spill.tensor] = OffloadedTensor(spill, buffer, arena.device, storage)
+                storage = self._state.tensors[name].storage if self._device.shares_memory else None
+                offloaded[spill.tensor] = OffloadedTensor(spill, self._buffers[name], device, storage)
             else:
-                offloaded[spill.tensor] = OffloadedTensor(spill, next(temporary), arena.device)
-        program = bind(drafted, offloaded, arena, Bases(0, 0), self._store)
-        self._executor.load(program)
-        return program
+                offloaded[spill.tensor] = OffloadedTensor(spill, next(temporary), device)
+        return self._device.bind(self._lowered, drafted, offloaded, self.memory_bytes)
 
     def _finish(self) -> None:
         """Wait for the copies of the last step, which go on after it has returned. Raises TrainingLost."""
@@ -291,6 +328,14 @@ class Trainer:
             tensor.save(self._buffers[name])
             tensor.hide()
         self._is_synced = False
+
+    def _come_back(self) -> None:
+        """Have everything come back to the user's tensors. All that is not there is in its buffer."""
+        for name, tensor in self._state.tensors.items():
+            if not tensor.is_here:
+                tensor.load(self._buffers[name])
+            tensor.show()
+        self._is_synced = True
 
     def _note(self, recording: Recording) -> None:
         self._recording = recording
@@ -320,8 +365,13 @@ class Trainer:
             if promise.period_s < timeline.period_s:
                 self._finish()
                 self._leave()
+                self._executor.release(self._program)
                 self.plan = found
-                self._program = self._bound()
+                try:
+                    self._program = self._loaded()
+                except CohabitError:  # the allocator cannot place what was found, and could place this
+                    self.plan = kept
+                    self._program = self._loaded()
                 return
         elif self._steps_measured == MEASURED_FIRST:
             promise = msgspec.structs.replace(

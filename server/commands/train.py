@@ -63,6 +63,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory for a step: 2GiB, or a share of what it needs if nothing leaves memory (default: %(default)s)",
     )
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, cuda or cuda:N; --memory is then the device's (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=typed(integer(1, 10**9 - 1)), metavar="N", help="steps to take in all")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder for checkpoints, which are all kept")
     parser.add_argument(
@@ -79,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--store",
         choices=("ram", "file"),
         default="ram",
-        help="where swapped-out tensors are kept: in RAM, or in a file in the folder of checkpoints"
+        help="where swapped-out tensors are kept: in RAM, or, on the CPU only, in a file in the folder of checkpoints"
         " (default: %(default)s)",
     )
     parser.add_argument(
@@ -329,6 +332,7 @@ def _trainer(
             training.loss,
             example,
             options.memory,
+            device=options.device,
             searcher=options.searcher,
             search_seconds=options.search_seconds,
             store=options.store,

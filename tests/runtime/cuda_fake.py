@@ -103,12 +103,18 @@ class FakePool:
     closed: bool = False
     is_busy: Callable[["FakePool"], bool] = lambda pool: False
     uncapturable: bool = False
+    layouts: list[str] = field(default_factory=list)
+    """What it looks like whenever somebody asks; then always the same."""
     tensors: dict[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
     """What was made in the pool and is still there."""
 
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
+
+    @property
+    def layout(self) -> str:
+        return self.layouts.pop(0) if self.layouts else ""
 
     def note(self, tensor: torch.Tensor) -> None:
         key = id(tensor)
@@ -161,6 +167,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 class FakeDriver:
     """Seeded; `well()` and errors as CUDA has them: a kernel's failure shows when somebody blocks."""
+
+    layouts: tuple[str, ...] = ()
+    """Of each pool from now on."""
 
     def __init__(self, seed: int = 0, total_bytes: int = 1 << 30) -> None:
         self.device = torch.device("cpu")
@@ -474,7 +483,8 @@ class FakeDriver:
 
     def pool(self, memory: torch.Tensor, large_bytes: int) -> FakePool:
         assert self._is_device(memory) or not memory.nbytes
-        self._pools.append(FakePool(memory, memory.nbytes - large_bytes, is_busy=self._is_busy))
+        layouts = list(self.layouts)
+        self._pools.append(FakePool(memory, memory.nbytes - large_bytes, is_busy=self._is_busy, layouts=layouts))
         return self._pools[-1]
 
     def _is_busy(self, pool: FakePool) -> bool:
@@ -498,6 +508,13 @@ class FakeDriver:
         with torch.inference_mode():
             kernels()
         return sum(self._chosen_plan_bytes(getattr(self._local, "pool", None))) or self.kernel_bytes
+
+    def random_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        assert not self._queued(), "kernels under way take random numbers"
+        torch.set_rng_state(state)
 
     @contextmanager
     def tf32(self, allowed: bool) -> Iterator[None]:

@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2
+from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2, training
+from benchmarks.training_nets import TINY
 
 CELLS = {
     copies.STEP: copies.DIRECTIONS[0],
@@ -23,6 +24,7 @@ CELLS = {
     figure8.STEP: "partitioned, memory 90%",
     memory.STEP: "90%",
     cold.STEP: cold.OURS,
+    training.STEP: f"{training.OURS} of wide_resnet",
 }
 NEED_A_DEVICE = (
     "test_a_copy_from_registered_memory_does_not_block",
@@ -75,7 +77,8 @@ def _one_cell(step: steps.Step) -> int:  # type: ignore[type-arg]
     table2.BUDGETS_MB = {1: (8,)}
     figure8.MODELS, figure8.RATES, figure8.POINT_S = 4, (20,), 0.2
     memory.INFERENCES, memory.SHARES = 100, (0.9,)
-    common.PLAN_S = 0.2
+    common.PLAN_S = training.SEARCH_S = 0.2
+    training.NETS_OF_A_GPU = TINY
     with TemporaryDirectory() as folder:
         common.FOLDER = Path(folder) / "gpu"
         output = Path(folder) / "results"

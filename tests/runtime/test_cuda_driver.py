@@ -431,13 +431,19 @@ def test_a_pool_holds_its_live_tensors_and_not_those_of_others(
     monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *addresses: None, raising=False)
     memory = torch.zeros(64 << 20, dtype=torch.uint8)
     pool = pools.CarvedPool(memory, 0)
-    freed, live = {"size": 1024, "state": "inactive"}, {"size": 512, "state": "active_allocated"}
+    start = memory.data_ptr()
+
+    def block(address: int, nbytes: int, state: str = "active_allocated") -> dict[str, Any]:
+        return {"address": address, "size": nbytes, "state": state}
+
+    own = [block(start, 512), block(start + 512, 1024, "inactive"), block(start + (62 << 20), 512)]
     segments = [
-        {"address": memory.data_ptr() - 1, "blocks": [live]},
-        {"address": memory.data_ptr(), "blocks": [live, freed]},
-        {"address": memory.data_ptr() + (62 << 20), "blocks": [live]},
-        {"address": memory.data_ptr() + (64 << 20), "blocks": [live]},
+        {"address": own[2]["address"], "blocks": own[2:]},
+        {"address": start - 1, "blocks": [block(start - 1, 512)]},
+        {"address": start, "blocks": own[:2]},
+        {"address": start + (64 << 20), "blocks": [block(start + (64 << 20), 512)]},
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     assert pool.held_bytes == 1024
+    assert pool.layout == tuple(tuple(b.values()) for b in own), "by address"
     pool.close()

@@ -13,13 +13,15 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2
+from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2, training
 from benchmarks.gpu.steps import Step
+from benchmarks.training_nets import Net, WideResNet
 from cohabit.planner.sizing.deployment import LayoutName
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.lowering import lower as lower_module
 from cohabit.runtime.options import DEFAULTS
+from cohabit.runtime.training import cuda
 from tests.runtime import gpu_dry_run
 from tests.runtime.cuda_fake import FakeDriver, pinned_array
 
@@ -147,6 +149,24 @@ def test_a_cold_model_beside_its_peers(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "| cold: streamed while it runs |" in written
     assert "| eager PyTorch, resident | 250.00 |" in written
     assert "accelerate cpu_offload: the package is not installed here." in written
+
+
+def test_training_in_little_memory_beside_torch_s_own_ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = Net(lambda: WideResNet(1, 1), lambda n: (torch.randn(n, 3, 16, 16), torch.randint(0, 10, (n,))), 4)
+    monkeypatch.setattr(training, "NETS_OF_A_GPU", {"tiny": tiny})
+    monkeypatch.setattr(training, "DEVICE", "cpu")
+    monkeypatch.setattr(training, "SEARCH_S", 0.1)
+    monkeypatch.setattr(training, "STEPS", 1)
+    monkeypatch.setattr(training, "WARM_UP", 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10 * MIB)
+    monkeypatch.setattr(cuda, "open_device", lambda name: CudaBackend(FakeDriver()))
+    for cell in training.cells():
+        written = measured(training.STEP, cell, tmp_path)
+    assert "| tiny, eager | " in written
+    assert "| tiny, checkpoint per block | " in written
+    losses = re.findall(r"^\| tiny, .* \| ([\d., ]+) \|$", written, re.MULTILINE)
+    assert len(losses) == 3
+    assert losses[0] == losses[2], "plans have eager's bits"
 
 
 def test_copies_by_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -301,4 +321,7 @@ def test_the_dry_run_has_a_cell_of_every_step_and_leaves_out_tests_that_exist() 
 def test_an_unknown_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["tabel2"])
-    assert "no steps: tabel2; there are tests, table2, copies, figure8, memory, cold" in capsys.readouterr().err
+    assert (
+        "no steps: tabel2; there are tests, table2, copies, figure8, memory, cold, training"
+        in capsys.readouterr().err
+    )

@@ -40,9 +40,8 @@ from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import Copy
 from cohabit.runtime.training.capture import OpCall
 from cohabit.runtime.training.checkpoint import read_checkpoint
+from cohabit.runtime.training.cpu import CpuTraining, measure_contention
 from cohabit.runtime.training.learn import learned
-from cohabit.runtime.training.measure import measure_contention
-from cohabit.runtime.training.store import StateStore
 from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer, TrainingLost, memory_bytes
 from tests.runtime.observing import observed
 
@@ -383,9 +382,9 @@ def test_contention_is_what_ops_and_copies_take_longer_at_once(
             copied.wait()
         return x
 
-    monkeypatch.setattr("cohabit.runtime.training.measure._seconds", seconds)
+    monkeypatch.setattr("cohabit.runtime.training.cpu._seconds", seconds)
     calls = [OpCall(op, (torch.zeros(4),), {}), OpCall(op, (torch.zeros(8),), {})]
-    assert measure_contention(calls, [5.0, 1.0], StateStore("ram", tmp_path)) == (3.0, 2.0)
+    assert measure_contention(calls, [5.0, 1.0], CpuTraining("ram", tmp_path).store) == (3.0, 2.0)
     assert {len(x) for x in calls_made} == {4}, "the longest op has half of the time"
 
 
@@ -529,7 +528,7 @@ def test_a_damaged_checkpoint_and_another_model_s_are_refused(tmp_path: Path) ->
         for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[: len(whole) // 2], b""):
             path.write_bytes(damaged)
             with pytest.raises(FormatError, match=r"last\.safetensors: "):
-                read_checkpoint(path, trainer._state, trainer._buffers)
+                read_checkpoint(path, trainer._state, trainer._buffers, trainer._device.random_state())
         with pytest.raises(FormatError, match=r"last\.safetensors: "):
             trainer.resume(path)
         with pytest.raises(TrainingLost, match="make a new trainer"):

@@ -135,6 +135,13 @@ def test_too_little_memory_is_refused_with_op_bytes_and_the_least(capsys: pytest
     assert to_folder("run", 1, "--memory", refused[1]) == 0
 
 
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert to_folder("run", 1, "--device", "tpu") == 1
+    assert "there is no device 'tpu': devices are cpu, cuda, and cuda:N" in capsys.readouterr().err
+    assert to_folder("run", 1, "--device", "cuda", "--store", "file") == 1
+    assert "store='file' is for the CPU" in capsys.readouterr().err
+
+
 def test_an_interrupt_ends_after_the_step_with_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert to_folder("run", 5, "--every", "100", function="with_an_interrupt") == 130
     shown = capsys.readouterr()

@@ -1,11 +1,11 @@
-"""Times every command of one inference on the device, and makes a timeline of it."""
+"""Times every command of one inference on the device."""
 
-from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.cuda.api import Driver, Event
 from cohabit.runtime.cuda.issue import Perform
 from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.cuda.schedule import Empty, Kernels, Refill, Return, Save, Work
+from cohabit.runtime.recording import Recording
 
 
 class CudaStopwatch:
@@ -33,30 +33,27 @@ class CudaStopwatch:
 
         return timed
 
-    def timeline(self) -> Timeline:
-        """What was measured, when everything has ended."""
-        spans: list[Span] = []
+    def recording(self, start_s: float) -> Recording:
+        """Return what was measured, when everything has ended, of an inference that began at `start_s`."""
+        program = self._program
+        recording = Recording(program)
         for command, before, after in self._timed:
-            start_s, end_s = (self._driver.seconds(self._origin, e) for e in (before, after))
+            begin_s, end_s = (start_s + self._driver.seconds(self._origin, event) for event in (before, after))
             match command:
                 case Kernels(index):
-                    spans.append(Span(self._program.computes[index].step, "compute", start_s, end_s))
+                    recording.note(program.computes[index], begin_s, end_s)
                 case Save(index):
-                    spans.append(Span(self._program.swap_outs[index].step, "swap_out", start_s, end_s))
+                    recording.note(program.swap_outs[index], begin_s, end_s)
                 case Return(index):
-                    spans.append(Span(self._program.swap_ins[index].step, "swap_in", start_s, end_s))
+                    recording.note(program.swap_ins[index], begin_s, end_s)
                 case Copy():
-                    spans += self._parts(command, start_s, end_s)
+                    self._note_parts(recording, command, begin_s, end_s)
                 case Empty() | Refill():
                     pass
-        spans.sort(key=lambda s: s.step)
-        latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
-        return Timeline(tuple(spans), latency_s, None, self._program.link_bytes)
+        return recording
 
-    def _parts(self, copy: Copy, start_s: float, end_s: float) -> list[Span]:
-        spans = []
+    def _note_parts(self, recording: Recording, copy: Copy, start_s: float, end_s: float) -> None:
         for step in self._program.swap_ins[copy.first : copy.last]:
             share_s = (end_s - start_s) * step.nbytes / copy.nbytes if copy.nbytes else 0.0
-            spans.append(Span(step.step, "swap_in", start_s, start_s + share_s))
+            recording.note(step, start_s, start_s + share_s)
             start_s += share_s
-        return spans
