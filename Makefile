@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-# Each takes up to 1 GiB of memory.
-TEST_PROCESSES ?= 2
+# More than the usual two cores, since tests also wait. Each takes up to 1.5 GiB of memory.
+TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Weights that come in packages whose own dependencies nobody here needs.

@@ -186,13 +186,14 @@ def test_parameters_from_ram_are_measured_in_the_last_level_cache(
     cache_bytes: int,
     expected: int,
     quick: bool,
-    constructs: models.Constructs,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where no other link limits the copies and every parameter fits."""
     monkeypatch.setattr(cohabit.runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
     monkeypatch.setattr(cohabit.runtime.cpu.backend, "last_level_cache_bytes", lambda: cache_bytes)
-    lowered = constructs["wide"]
+    models.export(torch.nn.Linear(512, 512), {"input": torch.zeros(2, 512)}, tmp_path / "m.pt2")
+    lowered = lower(tmp_path / "m.pt2", "m", [2], tmp_path)
     backend = CpuBackend(bandwidth)
     store = backend.open_store(kind, lowered.weights_path, lowered.manifest)
     profile = backend.measure(lowered, store, None, lambda text: None, quick=quick)[1][Bucket(2)]
