@@ -173,7 +173,7 @@ def draw(found: Mapping[str, Sequence[Candidate]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(MODULE, __doc__)
-    parser.add_argument("--nets", nargs="+", default=["wide_resnet", "inception"], choices=list(TINY))
+    parser.add_argument("--nets", nargs="+", default=["wide_resnet", "gpt"], choices=list(TINY))
     parser.add_argument("--candidates", type=int, default=20, help="of each net (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="in which each runs in turn (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="measured in a round (default: %(default)s)")
