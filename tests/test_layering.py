@@ -1,7 +1,8 @@
-"""Who may import whom, as docs/architecture.md says: tables, checked against every import statement."""
+"""Who may import whom, as docs/architecture.md says: tables, checked against every import statement; what documents name."""
 
 import ast
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -231,3 +232,11 @@ def test_no_folder_has_more_modules_than_a_reader_takes_in_at_once() -> None:
     for folder in {path.parent for path in modules()} - {ROOT / "server" / "commands"}:
         names = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
         assert len(names) <= 17, f"{folder} has {len(names)} modules"
+
+
+def test_every_test_that_a_document_names_is_there() -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    documents = "\n".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    named = set(re.findall(r"`(test_\w+)`", documents))
+    assert len(named) > 30
+    assert {name for name in named if f"def {name}(" not in tests} == set()

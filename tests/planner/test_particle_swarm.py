@@ -14,13 +14,15 @@ from cohabit.planner.papers.home.particle_swarm import (
     kept,
     updated,
 )
-from cohabit.planner.problem import Problem
+from cohabit.planner.plan import Compute
+from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.schedule.alap import KEEP, RECOMPUTE, SWAP, Codes, alap, codes, tables
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import no_wait, with_earliest_swap_ins
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from tests.planner.actions import plan_of_choices
 from tests.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
 
@@ -154,3 +156,18 @@ def test_kept_gaps_are_those_that_fit_one_after_the_other() -> None:
         assert kept(tables(gaps), spans, lean, order, memory).tolist() == one_by_one.tolist()
         some += 0 < (one_by_one == KEEP).sum() < len(lean)
     assert some > 20, "in most of them, some gaps fit and some do not"
+
+
+def test_of_equally_good_actions_the_particle_takes_its_own() -> None:
+    last, own = np.array([2], np.int8), np.array([1], np.int8)
+    assert updated(np.array([0], np.int8), last, own, lambda _: 1.0, range(1)).tolist() == [1]
+
+
+def test_what_is_cheap_to_compute_is_computed_again_over_a_slow_link() -> None:
+    """A1 and A2 of Figure 4's network do not fit next to the scratch; to compute them takes a second, to copy ten."""
+    graph = four_layers()
+    for bandwidth, repeats in ((PAGE / 10, True), (PAGE * 100, False)):
+        problem = Problem(graph, profile_of(graph, bandwidth=bandwidth), Memory(3 * PAGE + 1024, counted=True))
+        plan = search(problem, "particle_swarm", limit=Limit(evaluations=100))
+        computed = sum(isinstance(step, Compute) for step in plan.steps)
+        assert (computed > len(graph.ops)) == repeats

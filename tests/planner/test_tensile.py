@@ -339,3 +339,10 @@ def test_a_kind_of_one_size_is_not_taken_to_cost_the_same_at_every_size() -> Non
     small = [Tensor("x", 1 << 10, "input"), Tensor("y", 1 << 10, "activation")]
     other = Graph("small", 1, "weights", tuple(small), (Op("mul", "mul", (0,), (1,)),), (1,))
     assert predicted(other, [(graph, profile)]).compute_s < 1e-3 / 2
+
+
+def test_recomputation_uses_nothing_that_was_released() -> None:
+    """Once A is computed again, B cannot be: its op reads A, which is not there."""
+    graph, profile = recomputable()
+    system = scheduled(graph, profile)
+    assert [run.op for run in system.axis.runs] == [0, 1, 2, 3, 4, 0, 5]
