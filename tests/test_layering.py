@@ -1,4 +1,4 @@
-"""Who may import whom, as docs/architecture.md says: tables, checked against every import statement; what documents name."""
+"""Who may import whom, as docs/architecture.md says, checked against every import; and tests that documents name."""
 
 import ast
 import graphlib
