@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def disk_of(bundle: Path, model: str, image: Path) -> Iterator[Medium]:
     """Move a model's weights to a file system of their own, which is mounted where they were."""
     archive = next(m.archive for m in read_bundle(bundle).models if m.name == model)
-    (weights,) = (bundle / "cache" / "weights").glob(f"{archive[:32]}*/weights.bin")
+    (weights,) = (bundle / "cache" / "weights").glob(f"{archive[:32]}*/weights-*.bin")
     original = weights.parent.rename(image.with_suffix(".files"))
     weights.parent.mkdir()
     nbytes = sum(path.stat().st_size for path in original.iterdir())

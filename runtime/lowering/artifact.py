@@ -5,7 +5,8 @@ of nodes, whose names are made anew: torch writes names into code.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -23,7 +24,7 @@ from cohabit.runtime.lowering.slots import Slot, filled
 from cohabit.runtime.lowering.trace import Instruction, Storage, Trace, TracedOp
 from cohabit.runtime.lowering.weights import dtype_name, dtype_of
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in fused_ops.FUSED_OPS},
@@ -71,10 +72,25 @@ class TraceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     numbers: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Program:
+    """What the file says of a lowered model."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    batched: bool
+    traces: Mapping[Bucket, Trace]
+    weights: str
+    """Fingerprint of the manifest of the weights that it was traced with. Batch sizes may change which are packed."""
+    interaction: str | None = None
+    dynamic: DynamicShape = STATIC
+
+
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A lowered model without its weights. `lowering` identifies the code and the archive that made it."""
+    """A `Program` as it is written. `lowering` identifies the code and the archive that made it."""
 
     lowering: str
+    weights: str
     inputs: tuple[PortRecord, ...]
     outputs: tuple[PortRecord, ...]
     batched: bool
@@ -87,36 +103,23 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(Artifact)
 
 
-def encode(
-    lowering: str,
-    inputs: tuple[Port, ...],
-    outputs: tuple[Port, ...],
-    batched: bool,
-    traces: dict[Bucket, Trace],
-    interaction: str | None = None,
-    dynamic: DynamicShape = STATIC,
-) -> bytes:
+def encode(lowering: str, program: Program) -> bytes:
     """The artifact's JSON. Raises UnsupportedModel for a program that has no plain form."""
-    records = tuple(_trace_record(trace) for _, trace in sorted(traces.items()))
     artifact = Artifact(
-        lowering,
-        _port_records(inputs),
-        _port_records(outputs),
-        batched,
-        interaction,
-        records,
-        dynamic=dynamic,
+        lowering=lowering,
+        weights=program.weights,
+        inputs=_port_records(program.inputs),
+        outputs=_port_records(program.outputs),
+        batched=program.batched,
+        interaction=program.interaction,
+        traces=tuple(_trace_record(trace) for _, trace in sorted(program.traces.items())),
+        dynamic=program.dynamic,
     )
     return msgspec.json.encode(artifact)
 
 
-def decode(
-    raw: bytes, lowering: str | None
-) -> tuple[tuple[Port, ...], tuple[Port, ...], bool, str | None, dict[Bucket, Trace], DynamicShape]:
-    """Inputs, outputs, whether there is a batch, how its rows influence one another, traces, dynamic dimensions.
-
-    Raises FormatError, also for another lowering; with None, every lowering will do.
-    """
+def decode(raw: bytes, lowering: str | None) -> Program:
+    """Raises FormatError, also for another lowering; with None, every lowering will do."""
     artifact = decode_as(raw, _decoder, "lowered model", FORMAT_VERSION)
     if lowering is not None and artifact.lowering != lowering:
         raise FormatError(f"lowered model was made by {artifact.lowering}, in use is {lowering}; lower it again")
@@ -124,8 +127,15 @@ def decode(
         traces = {t.bucket: t for t in map(_trace, artifact.traces)}
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise FormatError(f"lowered model is damaged: {error}") from error
-    ports = _ports(artifact.inputs), _ports(artifact.outputs)
-    return *ports, artifact.batched, artifact.interaction, traces, artifact.dynamic
+    return Program(
+        inputs=_ports(artifact.inputs),
+        outputs=_ports(artifact.outputs),
+        batched=artifact.batched,
+        traces=traces,
+        weights=artifact.weights,
+        interaction=artifact.interaction,
+        dynamic=artifact.dynamic,
+    )
 
 
 def _port_records(ports: tuple[Port, ...]) -> tuple[PortRecord, ...]:

@@ -34,7 +34,6 @@ _CHECKED_BATCHES = 2
 """How many batch sizes are traced at several shapes of a bucket: a batch of 1 is special to torch, others are alike."""
 _LOWERING = "16"
 """Changes whenever lowering writes other bytes for the same archive."""
-_WEIGHTS = "weights.bin"
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 
 
@@ -171,32 +170,37 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     readers = first.readers()
     uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
     manifest = weights.lay_out(entry.origin, uses, model.tables, entry.machine)
-    if weights.read(entry.weights_path, entry.machine) != manifest:
+    weights_path = entry.weights_path(manifest.fingerprint)
+    if weights.read(weights_path) != manifest:
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
-        weights.write(entry.weights_path, manifest, own, model.tables, archive.refuse_change)
-    batched = model.max_batch is not None
-    program = artifact.encode(
-        entry.stamp,
-        model.inputs,
-        model.outputs,
-        batched,
-        traces,
+        weights.write(weights_path, manifest, own, model.tables, archive.refuse_change)
+    program = artifact.Program(
+        inputs=model.inputs,
+        outputs=model.outputs,
+        batched=model.max_batch is not None,
+        traces=traces,
+        weights=manifest.fingerprint,
         interaction=interaction,
         dynamic=model.dynamic,
     )
+    encoded = artifact.encode(entry.stamp, program)
     archive.refuse_change()
-    cache_file.write(entry.program_path, program)
+    cache_file.write(entry.program_path, encoded)
+    return _lowered(name, entry, program, manifest)
+
+
+def _lowered(name: str, entry: "Entry", program: artifact.Program, manifest: Manifest) -> Lowered:
     return Lowered(
         name=name,
-        inputs=model.inputs,
-        outputs=model.outputs,
-        batched=batched,
-        traces=traces,
+        inputs=program.inputs,
+        outputs=program.outputs,
+        batched=program.batched,
+        traces=dict(program.traces),
         manifest=manifest,
-        weights_path=entry.weights_path,
-        options=options,
-        interaction=interaction,
-        dynamic=model.dynamic,
+        weights_path=entry.weights_path(program.weights),
+        options=entry.options,
+        interaction=program.interaction,
+        dynamic=program.dynamic,
     )
 
 
@@ -241,13 +245,13 @@ class Entry:
     def program_path(self) -> Path:
         return self.folder / f"program-{hashlib.sha256(self.stamp.encode()).hexdigest()[:16]}.json"
 
-    @property
-    def weights_path(self) -> Path:
-        return self.folder / _WEIGHTS
+    def weights_path(self, manifest: str) -> Path:
+        """The place of the weights file that has a manifest of this fingerprint."""
+        return self.folder / _weights_name(manifest)
 
-    @property
-    def files(self) -> list[Path]:
-        return [self.program_path, self.weights_path, weights.description_path(self.weights_path)]
+
+def _weights_name(manifest: str) -> str:
+    return f"weights-{manifest[:16]}.bin"
 
 
 def _read(archive: ArchiveFile, name: str) -> FxModel:
@@ -269,27 +273,24 @@ def folders_of(cache: Path) -> dict[Path, str]:
 def graphs_of(folder: Path) -> set[str]:
     """Return the fingerprints of the graphs of all programs in one of `folders_of`; damaged ones have none."""
     found: set[str] = set()
-    with suppress(OSError, FormatError):
-        manifest = weights.manifest_of(folder / _WEIGHTS)
-        for path in folder.glob("program-*.json"):
-            with suppress(FileNotFoundError, FormatError):
-                _, _, _, _, traces, _ = artifact.decode(cache_file.read(path), None)
-                found |= {build_graph("", trace, manifest).fingerprint for trace in traces.values()}
+    for path in folder.glob("program-*.json"):
+        with suppress(OSError, FormatError):
+            program = artifact.decode(cache_file.read(path), None)
+            manifest = weights.manifest_of(folder / _weights_name(program.weights))
+            found |= {build_graph("", trace, manifest).fingerprint for trace in program.traces.values()}
     return found
 
 
 def _known(name: str, entry: Entry) -> Lowered | None:
     """Return what an earlier run lowered from the same archive, if all of it is there and undamaged."""
     try:
-        raw = cache_file.read(entry.program_path)
-        inputs, outputs, batched, interaction, traces, dynamic = artifact.decode(raw, entry.stamp)
+        program = artifact.decode(cache_file.read(entry.program_path), entry.stamp)
     except (FileNotFoundError, FormatError):
         return None
-    manifest = weights.read(entry.weights_path, entry.machine)
-    if manifest is None or manifest.archive != entry.origin:
+    manifest = weights.read(entry.weights_path(program.weights))
+    if manifest is None or manifest.fingerprint != program.weights:
         return None
-    path, options = entry.weights_path, entry.options
-    return Lowered(name, inputs, outputs, batched, traces, manifest, path, options, interaction, dynamic)
+    return _lowered(name, entry, program, manifest)
 
 
 def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets) -> list[Bucket]:

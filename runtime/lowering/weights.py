@@ -4,7 +4,6 @@ Parameters are grouped into *segments*, the units of swapping: what the same ops
 block size that O_DIRECT asks for. Embedding tables follow the segments and are never swapped.
 """
 
-import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +32,6 @@ FORMAT_VERSION = 3
 _DESCRIPTION_VERSION = 4
 
 _COPY_BYTES = 16 << 20
-
-_log = logging.getLogger("cohabit.runtime")
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -217,14 +214,10 @@ def write(
     cache_file.write(description_path(path), msgspec.json.encode(Description(manifest, _checksums(path, manifest))))
 
 
-def read(path: Path, machine: str | None = None) -> Manifest | None:
-    """Return the manifest of a weights file, or None if it is missing, damaged, or packed for another machine."""
+def read(path: Path) -> Manifest | None:
+    """Return the manifest of a weights file, which is read whole, or None if it is missing or damaged."""
     try:
         description = _described(path)
-        if description.manifest.machine != machine:
-            fields = {"file": str(path), "packed for": description.manifest.machine, "machine": machine}
-            _log.warning("weights were packed for another machine, and are packed anew", extra={"fields": fields})
-            return None
         manifest = description.manifest
         whole = path.stat().st_size == manifest.file_bytes and _checksums(path, manifest) == description.checksums
     except (OSError, FormatError):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from numpy.typing import NDArray
 
 from cohabit.loadgen.zoo import ZOO
 from cohabit.loadgen.zoo.exporting import export_model, save_model
-from cohabit.runtime.lowering import packing, weights
+from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.archive_file import fingerprint
+from cohabit.runtime.lowering.lower import cached
 from cohabit.runtime.options import Options
 from tests.runtime.models import locked
 
@@ -76,11 +78,10 @@ class Archives:
         """What the model itself answers."""
         return _answer(self.model(name), inputs)
 
-    def weight_bytes(self, name: str) -> int:
-        """What the server counts as the model's weights, once it has loaded it."""
-        label = Options(packed=packing.unavailable() is None).label
-        (folder,) = (self.cache / "weights").glob(f"{fingerprint(self.archive(name))[:32]}{label}*")
-        manifest = weights._described(folder / "weights.bin").manifest
+    def weight_bytes(self, name: str, batches: Sequence[int]) -> int:
+        """What the server counts as the model's weights, once it has loaded it for these batch sizes."""
+        options = Options(packed=packing.unavailable() is None)
+        manifest = cached(fingerprint(self.archive(name)), name, batches, self.cache / "weights", options).manifest
         return manifest.segment_bytes + manifest.table_bytes
 
     def forget(self, name: str) -> None:

@@ -133,7 +133,7 @@ if __name__ == "__main__":
 def test_damage_to_a_model_names_the_file_and_the_others_are_served(bundle: Path) -> None:
     written = read_bundle(bundle)
     archives = {model.name: model.archive for model in written.models}
-    (cut,) = (bundle / "cache" / "weights").glob(f"{archives['a'][:32]}*/weights.bin")
+    (cut,) = (bundle / "cache" / "weights").glob(f"{archives['a'][:32]}*/weights-*.bin")
     os.truncate(cut, cut.stat().st_size - 4096)
     with serving_bundle(bundle) as server:
         found = repository_index(server.address)
@@ -147,7 +147,7 @@ def test_damage_to_a_model_names_the_file_and_the_others_are_served(bundle: Path
 def test_weights_that_are_cut_off_fail_their_model_alone_until_they_are_back(bundle: Path) -> None:
     models = read_bundle(bundle).models
     cut = next(model for model in models if model.partition_bytes < model.weight_bytes)
-    (path,) = (bundle / "cache" / "weights").glob(f"{cut.archive[:32]}*/weights.bin")
+    (path,) = (bundle / "cache" / "weights").glob(f"{cut.archive[:32]}*/weights-*.bin")
     whole = path.read_bytes()
     with serving_bundle(bundle) as server:
         right = {model.name: answer(server, model.name) for model in models}

@@ -110,7 +110,7 @@ def memory_of(budget: str, name: str, archives: Archives) -> str:
     if not activations:
         return share
     mib = int(activations.removesuffix(" MiB"))
-    return str(int(float(share.removesuffix("%")) / 100 * archives.weight_bytes(name)) + (mib << 20))
+    return str(int(float(share.removesuffix("%")) / 100 * archives.weight_bytes(name, BATCHES)) + (mib << 20))
 
 
 def least_bytes(name: str, archives: Archives) -> int:

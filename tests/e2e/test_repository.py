@@ -145,13 +145,15 @@ def test_a_start_that_cannot_work_names_model_op_and_least_budget(archives: Arch
 
 
 def test_an_unexpected_error_reaches_no_user_but_its_number(
-    archives: Archives, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    archives: Archives, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    """It has a cache of its own: what such an error may come from is removed."""
+
     def broken(*arguments: object, **options: object) -> None:
         raise KeyError("p_weight")
 
     monkeypatch.setattr(prepare, "lower", broken)
-    with pytest.raises(StartFailed) as refused, serving(archives.repository("ranker"), "100%", archives.cache):
+    with pytest.raises(StartFailed) as refused, serving(archives.repository("ranker"), "100%", tmp_path):
         pass
     said = r"lowering model 'ranker' failed unexpectedly: internal error [0-9a-f]{12}; the server's log"
     assert re.search(said, str(refused.value))

@@ -46,7 +46,7 @@ def answers(server: Process) -> dict[str, bytes]:
 
 def test_a_store_that_is_overwritten_is_made_anew(server: Process, tmp_path: Path) -> None:
     before = answers(server)
-    for path in sorted(tmp_path.glob("cache/weights/*/weights.bin")):
+    for path in sorted(tmp_path.glob("cache/weights/*/weights-*.bin")):
         good = path.read_bytes()
         with path.open("r+b") as file:
             file.write(bytes(len(good)))
@@ -182,7 +182,7 @@ def invert_weights(image: Path) -> None:
     os.sync()
     disk = image.read_bytes()
     with image.open("r+b") as file:
-        for path in image.with_suffix("").glob("weights/*/weights.bin"):
+        for path in image.with_suffix("").glob("weights/*/weights-*.bin"):
             weights = path.read_bytes()
             for start in range(0, len(weights), 4096):
                 block = weights[start : start + 4096]

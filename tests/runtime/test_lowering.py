@@ -230,7 +230,7 @@ def test_in_place_ops_are_marked_with_what_they_change(constructs: models.Constr
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"format_version": 1}', b'{"format_version": 99}'])
 def test_a_damaged_cache_is_made_again(damage: bytes, constructs: models.Constructs, tmp_path: Path) -> None:
     before = constructs.lowered("wide", tmp_path, batches=[1])
-    for pattern in ("program-*.json", "weights.json"):
+    for pattern in ("program-*.json", "weights-*.json"):
         (file,) = tmp_path.glob(f"*/{pattern}")
         file.write_bytes(damage)
         assert constructs.lowered("wide", tmp_path, batches=[1]).graphs == before.graphs

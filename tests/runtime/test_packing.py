@@ -1,7 +1,6 @@
 """Weights are packed for this machine, computed with in place, and packed anew for another machine."""
 
 import ctypes
-import logging
 import os
 import subprocess
 import sys
@@ -83,23 +82,31 @@ def test_each_direction_of_an_lstm_layer_is_a_kernel_of_its_own(
 
 
 def test_another_machine_s_weights_are_packed_anew(
-    constructs: models.Constructs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    constructs: models.Constructs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.WARNING, "cohabit.runtime")
     here = constructs.lowered("wide", tmp_path, PACKED)
     monkeypatch.setattr(packing, "machine", lambda: "another machine")
     there = constructs.lowered("wide", tmp_path, PACKED)
-    assert "packed anew" in caplog.text
     assert there.manifest.machine == "another machine"
+    assert there.weights_path != here.weights_path
     monkeypatch.undo()
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
-    caplog.clear()
     again = constructs.lowered("wide", tmp_path, PACKED)
-    assert "packed anew" in caplog.text, "the program is in the cache, its weights are another machine's"
-    assert again.manifest == here.manifest
-    caplog.clear()
-    assert models.contents(constructs.lowered("wide", tmp_path, PACKED)) == (models.contents(again))
-    assert not caplog.text
+    assert models.contents(again) == models.contents(here)
+
+
+def test_lowering_for_other_batch_sizes_leaves_the_weights_that_a_server_uses(
+    constructs: models.Constructs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+    used = constructs.lowered("wide", tmp_path, PACKED, batches=[1])
+    content = used.weights_path.read_bytes()
+    other = constructs.lowered("wide", tmp_path, PACKED, batches=[1, 4])
+    assert other.manifest != used.manifest
+    assert used.weights_path.read_bytes() == content
+    again = cached(used.archive, "wide", [1], tmp_path, PACKED)
+    assert (again.manifest, again.weights_path) == (used.manifest, used.weights_path)
+    assert models.contents(again) == models.contents(used)
 
 
 def test_without_the_c_interface_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +269,9 @@ def test_weights_that_lowering_computes_are_in_files_without_names(
     lowered = lower(tmp_path / "model.pt2", "model", [2], tmp_path / "cache", options=options)
     assert len(kept) == 1
     assert all(file.startswith(str(tmp_path / "cache")) and file.endswith("(deleted)") for file in kept.values())
-    assert {file.name for file in lowered.weights_path.parent.iterdir() if file.suffix != ".json"} == {
-        "weights.bin"
-    }
+    assert [file for file in lowered.weights_path.parent.iterdir() if file.suffix != ".json"] == [
+        lowered.weights_path
+    ]
 
 
 def test_weights_are_packed_anew_for_another_number_of_threads(tmp_path: Path) -> None:
