@@ -60,12 +60,13 @@ lint: $(READY)  ## Style and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)  ## Run the benchmarks and write their files to docs/results.
+BENCHMARKS ?= demo figure8 overload frontend peers streaming small-models first-start 'edge*' memory parity precision planner-speed
+bench: $(READY)  ## Run benchmarks and write their files to docs/results; BENCHMARKS="faults 'planner-*'" runs these.
 	@$(PIP) install -q -c constraints.txt -e '.[bench]'
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.run $(BENCHMARKS)
 
-bench-planner: $(READY)  ## The planner's benchmarks: all searchers, networks and papers (the better part of an hour).
-	$(BIN)/python -m benchmarks.planner.run
+bench-planner: $(READY)  ## The planner's benchmarks: all searchers, networks and papers (hours).
+	$(BIN)/python -m benchmarks.run 'planner-*'
 
 # Installs nothing: GPU_PYTHON is an interpreter with torch for CUDA, and packages that it lacks may lie in .wheels
 # (python -m pip install --target .wheels --only-binary :all: --python-version 3.12 msgspec, with that interpreter's

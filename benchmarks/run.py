@@ -1,52 +1,91 @@
-"""Runs every benchmark of this machine, one after the other, and says which result files were written."""
+"""Runs benchmarks by the names of their result files, one after the other; each writes its file."""
 
+import argparse
+import fnmatch
+import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks import (
-    demo,
-    figure8,
-    first_start,
-    memory,
-    overload,
-    parity,
-    peers,
-    precision,
-    small_models,
-    streaming,
-)
-from benchmarks.edge import __main__ as edge
-from benchmarks.edge import fleet, links, lost_weights, text
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE
-from benchmarks.frontend import __main__ as frontend
-from benchmarks.planner import speed
+
+COMMANDS = {
+    "demo": "demo --record",
+    "figure8": "figure8 --record",
+    "overload": "overload --record",
+    "faults": "faults --record",
+    "faults-kills": "faults --kinds SIGKILL --every 20 --faults 18 --rate 50 --record-as faults-kills --record",
+    "scale": "scale --replicas 2 --rate 20 --seconds 40 --kills 20 --record",
+    "scale-demo": "scale --demo --memory 24MiB --record --record-as scale-demo",
+    "scale-large": "scale --entry minilm_short --models 4 --memory 100MiB --resident-models 1 --rate 6 --seconds 20"
+    " --replicas 2 --kills 0 --record --record-as scale-large",
+    "soak": "soak --minutes 20 --record",
+    "lanes": "lanes --record",
+    "live-page": "live_page --turn 6 --record",
+    "frontend": "frontend --record",
+    "peers": "peers --rounds 11 --without accelerate --record",
+    "peers-threads": "peers --models resnet50 minilm bert_small ranker --threads 2 --batches 1 8 --rounds 9"
+    " --without inductor --record --record-as peers-threads",
+    "streaming": "streaming --models resnet152 bert_base minilm bert_small --rounds 11 --record",
+    "streaming-sizes": "streaming --models resnet152 bert_base bert_short minilm bert_small --stores ram"
+    " --shares 0.1 0.15 0.25 0.4 0.6 0.75 --rounds 21 --record-as streaming-sizes",
+    "small-models": "small_models --rounds 800 --record",
+    "first-start": "first_start --record",
+    "edge": "edge --requests 30 --record",
+    "edge-links": "edge.links --rounds 7 --record",
+    "edge-text": "edge.text --record",
+    "edge-fleet": "edge.fleet --record",
+    "edge-lost-weights": "edge.lost_weights --record",
+    "memory": "memory --record",
+    "parity": "parity",
+    "precision": "precision --record",
+    "training": "training --seconds 3 --record",
+    "training-batch": "training_batch --record",
+    "training-candidates": "training_candidates --record",
+    "predicted": "predicted --folder predicted --seconds 2 --record",
+    "imports": "imports",
+    "elastic": "elastic --turns 2 --record",
+    "capacity": "capacity --record",
+    "tiling": "tiling --record",
+    "planner-speed": "planner.speed",
+    "planner-table2": "planner.table2 --record",
+    "planner-searchers": "planner.searchers --seconds 2 --processes 1 --record",
+    "planner-shares": "planner.shares --record",
+    "planner-training": "planner.throughput --seconds 30"
+    " --networks wresnet152_10 inception_4 nasnet_25 rnn_8_8k brnn_4_8k --processes 1 --record",
+    "planner-ablation": "planner.ablation --seconds 30 --seeds 0 1 2 --record",
+    "planner-chains": "planner.chains --seconds 2 --record",
+    "planner-tensile": "planner.tensile --record",
+    "planner-minimalloc": "planner.minimalloc .demo/challenging --record",
+    "planner-home": "planner.home --folder predicted --seconds 0.5 --iterations 16 --batches-of unet"
+    " --nets wide_resnet inception gpt unet --record",
+}
+"""The command of each result file, after `python -m benchmarks.`."""
+AFTER = {"planner-home": "predicted"}
+"""A benchmark that reads what another one has measured."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if every benchmark that checks something found it to hold."""
+    """Exit status 0 if every benchmark that checks something found it to hold, or cannot run here."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description=__doc__, epilog=f"names: {', '.join(COMMANDS)}"
+    )
+    parser.add_argument(
+        "names", nargs="*", default=["*"], help="of result files, also as 'planner-*' (default: all)"
+    )
+    wanted = parser.parse_args(argv).names
+    for name in wanted:
+        if not fnmatch.filter(COMMANDS, name):
+            parser.error(f"no result file has the name {name}; there are {', '.join(COMMANDS)}")
+    chosen = [n for n in COMMANDS if any(fnmatch.fnmatch(n, name) for name in wanted)]
     failed = []
-    for name, run in (
-        ("planner-speed", speed),
-        ("streaming", streaming),
-        ("peers", peers),
-        ("small-models", small_models),
-        ("memory", memory),
-        ("edge", edge),
-        ("edge-links", links),
-        ("edge-text", text),
-        ("edge-fleet", fleet),
-        ("edge-lost-weights", lost_weights),
-        ("parity", parity),
-        ("precision", precision),
-        ("frontend", frontend),
-        ("overload", overload),
-        ("first-start", first_start),
-        ("demo", demo),
-        ("figure8", figure8),
-    ):
-        sys.argv[1:] = []
-        arguments = [] if run in (speed, streaming, parity) else ["--record"]
-        if run.main(arguments) not in (0, EXIT_UNAVAILABLE):
+    for name in chosen:
+        print(f"== {name}: python -m benchmarks.{COMMANDS[name]}", flush=True)
+        if name in AFTER:
+            first = f"benchmarks.{AFTER[name]} --folder predicted --measure-only"
+            subprocess.run([sys.executable, "-m", *first.split()], check=True)
+        done = subprocess.run([sys.executable, "-m", *shlex.split(f"benchmarks.{COMMANDS[name]}")], check=False)
+        if done.returncode not in (0, EXIT_UNAVAILABLE):
             failed.append(name)
     if failed:
         print(f"did not hold: {', '.join(failed)}", file=sys.stderr)

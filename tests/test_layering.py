@@ -1,12 +1,15 @@
-"""Who may import whom, as docs/architecture.md says, checked against every import; and tests that documents name."""
+"""Who may import whom, as docs/architecture.md says, checked against every import; what documents name is there."""
 
 import ast
 import graphlib
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from benchmarks.run import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("planner", "runtime", "server", "loadgen")
@@ -240,3 +243,12 @@ def test_every_test_that_a_document_names_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", documents))
     assert len(named) > 30
     assert {name for name in named if f"def {name}(" not in tests} == set()
+
+
+def test_every_result_has_one_command_and_the_index_names_it() -> None:
+    results = {path.stem for path in (ROOT / "docs" / "results").glob("*.md")} - {"README", "papers"}
+    assert set(COMMANDS) == results
+    index = (ROOT / "docs" / "results" / "README.md").read_text()
+    assert {name for name in results if f"| [{name}.md]({name}.md) |" not in index} == set()
+    for command in COMMANDS.values():
+        assert find_spec(f"benchmarks.{command.partition(' ')[0]}") is not None, command

@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--record", action="store_true", help="write docs/results/planner-minimalloc.md")
     options = parser.parse_args(argv)
+    if options.folder is not None and not any(options.folder.glob("*.csv")):
+        parser.error(f"{options.folder} has no .csv files; they are in benchmarks/ of github.com/google/minimalloc")
     rows = [row(f"guillotine {n}, seed {s}", guillotine(n, s), HEIGHT, options.nodes) for n, s in GENERATED]
     for path in sorted(options.folder.glob("*.csv")) if options.folder is not None else []:
         capacity = path.stem.rpartition(".")[2]

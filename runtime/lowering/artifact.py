@@ -73,7 +73,7 @@ class TraceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Program:
+class LoweredProgram:
     """What the file says of a lowered model."""
 
     inputs: tuple[Port, ...]
@@ -87,7 +87,7 @@ class Program:
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `Program` as it is written. `lowering` identifies the code and the archive that made it."""
+    """A `LoweredProgram` as it is written. `lowering` identifies the code and the archive that made it."""
 
     lowering: str
     weights: str
@@ -103,7 +103,7 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(Artifact)
 
 
-def encode(lowering: str, program: Program) -> bytes:
+def encode(lowering: str, program: LoweredProgram) -> bytes:
     """The artifact's JSON. Raises UnsupportedModel for a program that has no plain form."""
     artifact = Artifact(
         lowering=lowering,
@@ -118,7 +118,7 @@ def encode(lowering: str, program: Program) -> bytes:
     return msgspec.json.encode(artifact)
 
 
-def decode(raw: bytes, lowering: str | None) -> Program:
+def decode(raw: bytes, lowering: str | None) -> LoweredProgram:
     """Raises FormatError, also for another lowering; with None, every lowering will do."""
     artifact = decode_as(raw, _decoder, "lowered model", FORMAT_VERSION)
     if lowering is not None and artifact.lowering != lowering:
@@ -127,7 +127,7 @@ def decode(raw: bytes, lowering: str | None) -> Program:
         traces = {t.bucket: t for t in map(_trace, artifact.traces)}
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise FormatError(f"lowered model is damaged: {error}") from error
-    return Program(
+    return LoweredProgram(
         inputs=_ports(artifact.inputs),
         outputs=_ports(artifact.outputs),
         batched=artifact.batched,

@@ -174,7 +174,7 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     if weights.read(weights_path) != manifest:
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(weights_path, manifest, own, model.tables, archive.refuse_change)
-    program = artifact.Program(
+    program = artifact.LoweredProgram(
         inputs=model.inputs,
         outputs=model.outputs,
         batched=model.max_batch is not None,
@@ -189,7 +189,7 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     return _lowered(name, entry, program, manifest)
 
 
-def _lowered(name: str, entry: "Entry", program: artifact.Program, manifest: Manifest) -> Lowered:
+def _lowered(name: str, entry: "Entry", program: artifact.LoweredProgram, manifest: Manifest) -> Lowered:
     return Lowered(
         name=name,
         inputs=program.inputs,
