@@ -91,9 +91,12 @@ def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
     scheduler.submit(0.0, request("a"))
 
 
-@pytest.mark.parametrize(("count", "kind"), [(1, QueueFull), (2, LevelFull)])
-def test_a_models_own_limit_fills_its_queue_or_one_of_its_levels(count: int, kind: type[QueueFull]) -> None:
-    scheduler = scheduler_of(policy=Policy(levels=count, default=LevelPolicy(limit=1)))
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [(Policy(default=LevelPolicy(limit=1)), QueueFull), (Policy(levels=2, default=LevelPolicy(limit=1)), LevelFull)],
+)
+def test_a_models_own_limit_fills_its_queue_or_one_of_its_levels(policy: Policy, kind: type[QueueFull]) -> None:
+    scheduler = scheduler_of(policy=policy)
     scheduler.submit(0.0, request())
     with pytest.raises(QueueFull, match="1 requests wait") as refusal:
         scheduler.submit(0.0, request())
@@ -142,6 +145,27 @@ def test_request_that_what_is_ahead_makes_late_is_refused_on_arrival() -> None:
     scheduler.submit(0.0, request("a", timeout_s=3.3))
 
 
+def test_what_its_level_overtakes_is_not_ahead_of_a_request() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add(key("m"), {Bucket(1): 1.0}, policy=Policy(levels=2), max_rows=1)
+    for _ in range(3):
+        scheduler.submit(0.0, request(priority=2))
+    scheduler.submit(0.0, request(priority=1, timeout_s=1.5))
+    with pytest.raises(RequestTimedOut, match="would have taken"):
+        scheduler.submit(0.0, request(priority=2, timeout_s=4.5))
+    scheduler.submit(0.0, request(priority=2, timeout_s=5.5))
+
+
+def test_the_delay_of_answers_is_kept_free_before_a_deadline() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add(key("m"), {Bucket(1): 1.0})
+    assert scheduler.cancel(scheduler.submit(0.0, request(timeout_s=1.3)))
+    for _ in range(20):
+        scheduler.answered(0.2)
+    with pytest.raises(RequestTimedOut):
+        scheduler.submit(0.0, request(timeout_s=1.3))
+
+
 def test_request_is_refused_when_it_becomes_hopeless_and_not_before() -> None:
     scheduler = Scheduler(16)
     scheduler.add(key("m"), {Bucket(1): 1.0})
@@ -175,6 +199,15 @@ def test_the_nearer_deadline_runs_first() -> None:
     scheduler.submit(0.0, request("b", timeout_s=0.5))
     scheduler.submit(0.0, request("c", timeout_s=0.2))
     assert served(scheduler) == ["c", "b", "a"]
+
+
+def test_of_equal_deadlines_that_of_the_longer_execution_is_nearer() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add(key("short"), {Bucket(1): 0.1})
+    scheduler.add(key("long"), {Bucket(1): 0.4})
+    for model in ("short", "long"):
+        scheduler.submit(0.0, request(model, timeout_s=0.9))
+    assert served(scheduler) == ["long", "short"]
 
 
 def test_age_outweighs_deadlines_in_the_end() -> None:
