@@ -57,7 +57,7 @@ AREAS = {
     "codecs": Area(
         "server/http/codec.py server/grpc/codec.py",
         "tests/transport/test_codec.py tests/transport/test_bad_input.py tests/transport/test_tritonclient.py "
-        "tests/transport/test_http.py tests/transport/test_shared_memory.py",
+        "tests/transport/test_http.py tests/transport/test_shared_memory.py tests/transport/test_grpc_connections.py",
     ),
     "free list": Area("planner/free_list.py", "tests/planner/test_free_list.py"),
 }

@@ -93,7 +93,10 @@ def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "kind"),
-    [(Policy(default=LevelPolicy(limit=1)), QueueFull), (Policy(levels=2, default=LevelPolicy(limit=1)), LevelFull)],
+    [
+        (Policy(default=LevelPolicy(limit=1)), QueueFull),
+        (Policy(levels=2, default=LevelPolicy(limit=1)), LevelFull),
+    ],
 )
 def test_a_models_own_limit_fills_its_queue_or_one_of_its_levels(policy: Policy, kind: type[QueueFull]) -> None:
     scheduler = scheduler_of(policy=policy)
