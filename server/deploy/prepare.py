@@ -153,11 +153,16 @@ def prepare(
         except Exception:
             _warn_of_useless_cache(source)
             anew = True
-    if workers.here:
-        archive = lowered_and_measured(source, config, on_progress, anew=anew).lowered.archive
-    else:
-        archive, _ = _filled_by_worker(workers.call, source, config, quick=True, anew=anew)
-    return _opened(source, config, backend, archive)
+
+    def fill(anew: bool) -> str:
+        if workers.here:
+            return lowered_and_measured(source, config, on_progress, anew=anew).lowered.archive
+        return _filled_by_worker(workers.call, source, config, quick=True, anew=anew)[0]
+
+    try:
+        return _opened(source, config, backend, fill(anew))
+    except NotCached:  # another server that shares the cache has removed it meanwhile
+        return _opened(source, config, backend, fill(anew=False))
 
 
 def _opened(

@@ -291,6 +291,27 @@ def test_a_model_that_comes_back_is_opened_from_the_cache_unless_its_files_have_
         assert lowered == ["a", "a", "a"]
 
 
+def test_a_model_that_another_server_removes_from_the_cache_before_it_is_opened_is_made_once_more(
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, filled = tmp_path / "cache", 0
+    fill = prepare.lowered_and_measured
+
+    def removed(*arguments: Any, **options: Any) -> Model:
+        nonlocal filled
+        model = fill(*arguments, **options)
+        filled += 1
+        if filled == 1:
+            shutil.rmtree(cache / "weights")
+        return model
+
+    monkeypatch.setattr(prepare, "lowered_and_measured", removed)
+    stacks.put(tmp_path / "models", "a", 0)
+    with serving(tmp_path / "models", "9MiB", cache) as server:
+        assert is_answer_of(0, answer(server, "a"))
+    assert filled == 2
+
+
 def test_what_does_not_fit_is_refused_with_the_least_that_would_and_disturbs_no_other(
     stacks: Stacks, plans: Path, tmp_path: Path
 ) -> None:
