@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -134,6 +134,15 @@ def test_a_layout_within_given_bytes_is_the_first_that_fits(blocks: list[Block],
     memory = min(layout.peak_bytes for layout in complete) + more
     expected = next((layout for layout in complete if layout.peak_bytes <= memory), None)
     assert next(layouts(blocks, memory), None) == expected
+
+
+def test_two_blocks_share_bytes_where_no_span_of_one_meets_one_of_the_other() -> None:
+    spans = [Lifespan(first, end) for first in range(4) for end in range(first + 1, 5)]
+    used = [(span, again) for span in spans for again in (None, *spans) if again is None or span.end <= again.first]
+    times = {pair: {t for span in pair if span is not None for t in range(span.first, span.end)} for pair in used}
+    for one, other in product(used, used):
+        peak_bytes = place([Block(3, 1, *one), Block(2, 1, *other)]).peak_bytes
+        assert peak_bytes == (3 if times[one].isdisjoint(times[other]) else 5), (one, other)
 
 
 def test_nothing_takes_nothing() -> None:
