@@ -297,7 +297,7 @@ peak, and 16 MiB, without swap. *Peak* is the most that the captured step needs 
 with momentum. {steps} steps are measured after five others, by their median. Plans are searched for {seconds:g} s and
 store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache. Eager without a limit is
 measured before each group of several contestants, with the same settings of the C library's heap; other
-shares of `best` alone, and baselines, are compared with the latest, up to 20 minutes before.
+shares of `best` alone, and baselines, are compared with the latest.
 A searcher whose rule does not fit
 falls back on the serial schedule, which moves everything over every gap: those that copy the most MiB in a net did.
 `activation_memory_budget` was tried with the share, half of it and 0, on the backend `aot_eager_decomp_partition`.
