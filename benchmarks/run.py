@@ -23,8 +23,8 @@ COMMANDS = {
     "lanes": "lanes --record",
     "live-page": "live_page --turn 6 --record",
     "frontend": "frontend --record",
-    "peers": "peers --models resnet50 mobilenet_v2 vit_small minilm bert_small lstm ranker gated_mobilenet decoder vocoder"
-    " tagger recommender detector noise_unet speech_encoder forecaster --threads 1 --batches 1 --rounds 11"
+    "peers": "peers --models resnet50 mobilenet_v2 vit_small minilm bert_small lstm ranker gated_mobilenet decoder"
+    " vocoder tagger recommender detector noise_unet speech_encoder forecaster --threads 1 --batches 1 --rounds 11"
     " --without accelerate --record",
     "peers-threads": "peers --models resnet50 minilm bert_small ranker --threads 2 --batches 1 8 --rounds 9"
     " --without inductor --record --record-as peers-threads",
