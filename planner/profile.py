@@ -8,8 +8,9 @@ from msgspec import Meta
 
 from cohabit.planner.graph import decode_as, fingerprint
 
-FORMAT_VERSION = 4
-"""Version 1 had a cost per script segment, and measured op times differently; 2 had no noise, 3 no window."""
+FORMAT_VERSION = 5
+"""Version 1 had a cost per script segment, and measured op times differently; 2 had no noise, 3 no window, 4 no time
+of the host."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,6 +46,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     noise: float = 0.0
     """How much longer than the fastest run the median run took, as a share, or how much was subtracted from all ops'
     times, if that is more: other work slowed this one down."""
+    host_s: float = 0.0
+    """What an inference takes on the host of a device of its own, while that does not compute: copies of inputs and
+    outputs, and launches. It is part of no plan's latency."""
     window_bytes: int = 0
     """Parameters that stream through so few bytes are copied, and read, in the processor's cache: link and slowdowns
     were measured so, and plans stream through no more. 0 where the size makes no difference."""

@@ -36,6 +36,9 @@ class Result:
     stall_s: float
     link_bytes: int
     timeline: Timeline | None = None
+    device_s: float | None = None
+    """The part of the latency that a device of its own took, from the copies of inputs to those of outputs; None
+    where the host computes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,16 @@ class AllocatorPool(Protocol):
 
     @property
     def refused_bytes(self) -> int | None:
-        """The last allocation that was refused, even if the operator then used less; None if none was."""
+        """The least allocation that was refused, even if the operator then used less; None if none was."""
         ...
 
     @property
     def layout(self) -> Hashable:
         """Which bytes have tensors, and which are free: with the same layout, the same allocations have room."""
+        ...
+
+    def leaving(self, nbytes: int) -> AbstractContextManager[None]:
+        """Leave no free range of more than so many bytes for the block, while the pool is in use."""
         ...
 
     def close(self) -> None:
@@ -162,8 +166,9 @@ class Driver(Protocol):
     def capture(self, pool: Any, issue: Callable[[], None]) -> CapturedGraph:
         """Capture what `issue` issues to the current stream, and to those that join it by events.
 
-        Nothing runs. Tensors are allocated from the pool. Raises CaptureFailed; then nothing can be captured in this
-        pool any more, because torch's allocator of host memory still has its number.
+        Nothing runs. Tensors are allocated from the pool. Raises CaptureFailed, or MemoryExceeded where memory is what
+        it lacks; then nothing can be captured in this pool any more, because torch's allocator of host memory still
+        has its number.
         """
         ...
 

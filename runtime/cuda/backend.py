@@ -47,6 +47,7 @@ class CudaBackend:
         self._ring = Ring(driver, self.pinned_memory)
         self._shared = SharedDevice()
         self._executors = [CudaExecutor(self.streams, self._shared)]
+        self._measuring: CudaExecutor | None = None
         self.executor.start()
 
     @property
@@ -102,9 +103,11 @@ class CudaBackend:
         quick: bool = False,
         known_only: bool = False,
     ) -> tuple[Lowered, dict[Bucket, Profile]]:
-        """Measure everything: the kernels' scratch, which plans depend on, takes as long as the rest."""
-        pinned = self.pinned_memory
-        return measured(self, self.streams, pinned, lowered, store, cache, on_progress, known_only=known_only)
+        """Measure everything, on streams of its own: the kernels' scratch, which plans depend on, takes as long."""
+        if self._measuring is None:
+            self._measuring = CudaExecutor(Streams.of(self.driver), self._shared)
+        pinned, executor = self.pinned_memory, self._measuring
+        return measured(self, executor, pinned, lowered, store, cache, on_progress, known_only=known_only)
 
     def build(
         self,
@@ -131,7 +134,7 @@ class CudaBackend:
 
     def close(self) -> None:
         """Release every program, and unpin all memory."""
-        for executor in self._executors:
+        for executor in (*self._executors, *((self._measuring,) if self._measuring is not None else ())):
             executor.close()
         if self._shared.lost is None:
             self._ring.close()

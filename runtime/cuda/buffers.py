@@ -14,6 +14,7 @@ from cohabit.runtime.lowering.model import Port
 from cohabit.runtime.lowering.slots import Frame
 
 _ALIGNMENT_BYTES = 64
+Shapes = tuple[torch.Size, ...]
 
 
 class Buffers:
@@ -43,9 +44,9 @@ class Buffers:
         self.inputs, self.outputs = self._largest
 
     @property
-    def are_whole(self) -> bool:
-        """Whether the current inference has the largest shapes, which captured graphs have."""
-        return self.inputs is self._largest[0]
+    def smaller(self) -> Shapes | None:
+        """The shapes of the current inference's inputs; None where they are the largest."""
+        return None if self.inputs is self._largest[0] else tuple(own.shape for own in self.inputs)
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take an inference's inputs. No work may be in progress. Raises DeviceError for another shape or dtype."""
@@ -69,7 +70,7 @@ class Buffers:
 
     def download(self, values: Sequence[torch.Tensor]) -> None:
         """Copy the outputs to their buffers; a kernel of the compute stream."""
-        if not self.are_whole:
+        if self.smaller is not None:
             pairs = zip(self.outputs, values, strict=True)
             self.outputs = tuple(_part(own, value.shape) for own, value in pairs)
         for own, value in zip(self.outputs, values, strict=True):

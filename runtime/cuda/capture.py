@@ -1,53 +1,88 @@
 """Captures programs: kernels, copies and their order become one graph that a single launch replays.
 
-The copies between inferences, epilogue and residents, are two more graphs: issued one by one they would take the host
-longer than the link.
+Initial residents are a second graph: issued one by one, their copies would take the host longer than the link. A bucket
+with dynamic sizes has a graph of its largest shapes from the start. Requests with smaller ones get graphs of their own:
+the first time kernels are issued one by one, the second time they are captured instead, which takes about as long.
 """
 
 import logging
-from collections.abc import Sequence
 
 from cohabit.runtime.cuda.api import CapturedGraph
+from cohabit.runtime.cuda.buffers import Shapes
 from cohabit.runtime.cuda.inference import issue_inference
 from cohabit.runtime.cuda.issue import Streams
-from cohabit.runtime.cuda.joining import Copy
-from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.errors import CaptureFailed
+from cohabit.runtime.cuda.program import CudaProgram, SizedGraph
+from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
 
 _log = logging.getLogger("cohabit.cuda")
+MOST_SIZED = 32
+"""Graphs of smaller shapes that a program keeps: those used last."""
+MOST_SIZED_BYTES = 64 << 20
+"""Device memory outside of the arena that a program's graphs of smaller shapes may take."""
+_MOST_SEEN = 1024
+"""Smaller shapes that are remembered from their first time."""
 
 
 def capture(streams: Streams, program: CudaProgram) -> None:
-    """Capture a program, in place; `admission.refused` says why not. No work may be in progress."""
-    driver, admission, frame = streams.driver, program.admission, program.new_frame()
+    """Capture a program, in place; `admission.refused` says why not. No work may be in progress.
+
+    Raises MemoryExceeded where the graph gets no memory.
+    """
+    admission = program.admission
     if admission.refused is not None:
         return
-    perform = program.performing(driver, frame)
     taken_bytes = _taken_bytes(streams)
     try:
-        with driver.on(streams.compute):
-            admission.graph = driver.capture(
-                program.pool, lambda: issue_inference(streams, program, frame, perform)
-            )
+        admission.graph = _captured(streams, program)
+        admission.residents = _captured_residents(streams, program)
     except CaptureFailed as error:
-        admission.refused = str(error)
-    else:
-        _capture_copies(streams, program)
+        if admission.graph is None:
+            admission.refused = str(error)
+        else:
+            _warn(program, "residents are copied one by one", error)
     admission.graph_bytes = max(0, _taken_bytes(streams) - taken_bytes)
 
 
-def _capture_copies(streams: Streams, program: CudaProgram) -> None:
+def is_wanted(program: CudaProgram, shapes: Shapes) -> bool:
+    """Whether smaller shapes are to be captured: they came before, and nothing speaks against it."""
     admission = program.admission
+    if admission.graph is None or admission.sized_refused:
+        return False
+    if shapes in admission.seen:
+        return True
+    admission.seen[shapes] = None
+    if len(admission.seen) > _MOST_SEEN:
+        del admission.seen[next(iter(admission.seen))]
+    return False
+
+
+def capture_sized(streams: Streams, program: CudaProgram, shapes: Shapes) -> None:
+    """Capture a program for the smaller shapes that its buffers have now, and drop graphs beyond the limits."""
+    admission, taken_bytes = program.admission, _taken_bytes(streams)
+    del admission.seen[shapes]
     try:
-        admission.epilogue = _captured(streams, program, program.schedule.epilogue)
-        admission.residents = _captured(streams, program, program.schedule.residents)
-    except CaptureFailed as error:
-        fields = {"model": program.graph.name, "batch": str(program.bucket), "reason": str(error)}
-        _log.warning("copies between inferences are issued one by one", extra={"fields": fields})
+        graph = _captured(streams, program)
+    except (CaptureFailed, MemoryExceeded) as error:
+        admission.sized_refused = True
+        _warn(program, "smaller shapes are issued op by op", error)
+        return
+    nbytes = max(0, _taken_bytes(streams) - taken_bytes)
+    sized = admission.sized
+    sized[shapes] = SizedGraph(graph, tuple(program.buffers.outputs), nbytes)
+    while len(sized) > MOST_SIZED or (len(sized) > 1 and sum(s.nbytes for s in sized.values()) > MOST_SIZED_BYTES):
+        sized.pop(next(iter(sized))).graph.close()
 
 
-def _captured(streams: Streams, program: CudaProgram, copies: Sequence[Copy]) -> CapturedGraph | None:
-    """The copies as a graph; None where there are none."""
+def _captured(streams: Streams, program: CudaProgram) -> CapturedGraph:
+    driver, frame = streams.driver, program.new_frame()
+    perform = program.performing(driver, frame)
+    with driver.on(streams.compute):
+        return driver.capture(program.pool, lambda: issue_inference(streams, program, frame, perform))
+
+
+def _captured_residents(streams: Streams, program: CudaProgram) -> CapturedGraph | None:
+    """Return the copies of initial residents as a graph; None where there are none."""
+    copies = program.schedule.residents
     if not copies:
         return None
 
@@ -59,7 +94,13 @@ def _captured(streams: Streams, program: CudaProgram, copies: Sequence[Copy]) ->
         return streams.driver.capture(program.pool, issue)
 
 
+def _warn(program: CudaProgram, what: str, error: Exception) -> None:
+    fields = {"model": program.graph.name, "batch": str(program.bucket), "reason": str(error)}
+    _log.warning(what, extra={"fields": fields})
+
+
 def _taken_bytes(streams: Streams) -> int:
-    """Of the whole device: what another process takes at the same moment is counted, too."""
+    """Return the device memory of this process; where the driver does not tell processes apart, of all."""
     memory = streams.driver.memory()
-    return memory.total_bytes - memory.free_bytes
+    used_bytes = memory.process_bytes
+    return memory.total_bytes - memory.free_bytes if used_bytes is None else used_bytes

@@ -257,7 +257,15 @@ class CudaDriver:
                 graph.reset()
             for _ in range(pool.use_count - users):  # users that neither of them has released
                 torch._C._cuda_releasePool(self._index, pool.id)
+            lacks_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
             try:
+                if lacks_memory:
+                    free_bytes = self.memory().free_bytes
+                    raise MemoryExceeded(
+                        f"a graph got no memory: {format_bytes(free_bytes)} of the device are free, and"
+                        f" {format_bytes(pool.refused_bytes or 0)} were refused in its pool; lower --memory by more"
+                        " than graphs take, which `cohabit models` says"
+                    ) from error
                 raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
             finally:
                 del error  # it and this frame would keep each other, and the tensors that were made in the pool

@@ -1,7 +1,7 @@
 """The CUDA executor: one launch per inference where the program could be captured, streams and events elsewhere.
 
     compute   | inputs, kernels, outputs of A          | ... of B                    one graph each, copies inside
-    swap_in   |    (A's copies)                        | epilogue of A ...           another graph
+    swap_in   |    (A's copies)                        |    (B's copies)   epilogue of A, piece by piece
 
 The thread that calls `run` waits for the outputs, so an inference begins when the kernels of the one before have
 ended. What it must still wait for on the device is the epilogue of its model's last run.
@@ -14,25 +14,29 @@ import traceback
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
-from cohabit.runtime.cuda.api import Driver
-from cohabit.runtime.cuda.capture import capture
+from cohabit.runtime.cuda.api import CapturedGraph, Driver
+from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
 from cohabit.runtime.cuda.inference import issue_inference
 from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.profiling.dry_run import SMALL_SEGMENT_BYTES, fitting_pools
 from cohabit.runtime.cuda.profiling.stopwatch import CudaStopwatch
-from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.cuda.transfers import Feeder, Transfer, Transfers
+from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
+from cohabit.runtime.cuda.transfers import Feeder, Piece, Transfer, Transfers
 from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
 from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import Follow, Recording
 
 _log = logging.getLogger("cohabit.cuda")
+_PIECE_BYTES = 8 << 20
+"""Restores give way to an inference's copies after so many bytes."""
 _MOST_TRIALS = 16
 """Runs until the gaps in a pool are those that a run before has found; two or three are usual."""
 
@@ -69,11 +73,19 @@ class CudaExecutor:
         """The thread that called this executor last."""
         self._driver = streams.driver
         self._feeder = Feeder()
-        self._transfers = Transfers(streams, self._feeder)
-        self._answered = self._driver.event()
+        self._transfers = Transfers(streams)
+        self._began, self._answered = self._driver.event(timed=True), self._driver.event(timed=True)
         self._stale: set[str] = set()
         """Models whose residents may be wrong, because a copy or a kernel failed."""
         self._admitted: list[CudaProgram] = []
+
+    @property
+    def streams(self) -> Streams:
+        return self._streams
+
+    @property
+    def device(self) -> torch.device:
+        return self._driver.device
 
     def start(self) -> None:
         self._adopt()
@@ -91,6 +103,7 @@ class CudaExecutor:
             self.release(program)
         if self._shared.lost is None:
             self.settle()
+        self._transfers.close()
         self._feeder.shutdown()
 
     @property
@@ -124,9 +137,9 @@ class CudaExecutor:
     def _load_residents(self, program: CudaProgram) -> None:
         with self._faults(program):
             self._adopt()
-            transfer = self._transfers.submit(
-                program, program.schedule.residents, graph=program.admission.residents
-            )
+            graph, copies = program.admission.residents, program.schedule.residents
+            pieces = _pieces(program, copies) if graph is None else [graph.replay]
+            transfer = self._transfers.issue(program.name, pieces)
             self._transfers.take(program.name)
             self._driver.synchronize(transfer.event)
             _raise_if_failed(program, transfer)
@@ -187,6 +200,7 @@ class CudaExecutor:
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
         self._feeder.drain()
+        self._transfers.flush()
         end = self._driver.event()
         with self._driver.on(self._streams.swap_in):
             self._driver.record(end)
@@ -228,8 +242,10 @@ class CudaExecutor:
         with self._faults(program):
             is_timed = traced or (follow is not None and program.plan.memory.counted)
             watch = CudaStopwatch(self._driver, program) if is_timed else None
-            self._issue(program, inputs, watch, epilogue)
-            self._driver.synchronize(self._answered)
+            with self._transfers.paused(program.copying_s):
+                self._issue(program, inputs, watch, epilogue)
+                self._driver.synchronize(self._answered)
+            device_s = self._driver.seconds(self._began, self._answered)
             outputs = program.buffers.taken()
             program.admission.moved = any(tensor.moves for tensor in program.counted_residents)
             latency_s = time.perf_counter() - start
@@ -242,9 +258,9 @@ class CudaExecutor:
             recording.note(None, start, start + latency_s)
         if follow is not None:
             follow(recording)
-        stall_s = 0.0 if program.compute_s is None else max(0.0, latency_s - program.compute_s)
+        stall_s = 0.0 if program.compute_s is None else max(0.0, device_s - program.compute_s)
         timeline = _timeline(program, recording.measured(start)) if traced else None
-        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
+        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline, device_s)
 
     def capture(self, program: CudaProgram) -> Capture | None:
         """Return how a program is issued; None before it is loaded. Any thread."""
@@ -261,19 +277,35 @@ class CudaExecutor:
         epilogue: Transfer | None,
     ) -> None:
         """Issue everything up to the outputs, after the epilogue of the model's last run."""
-        if epilogue is not None:
-            with self._driver.on(self._streams.compute):
-                self._driver.wait(epilogue.event)
         program.buffers.fill(inputs)
-        graph = program.admission.graph
-        if watch is None and graph is not None and program.buffers.are_whole:
-            with self._driver.on(self._streams.compute):
+        graph = self._graph(program) if watch is None else None
+        with self._driver.on(self._streams.compute):
+            if epilogue is not None:
+                self._driver.wait(epilogue.event)
+            self._driver.record(self._began)
+            if graph is not None:
                 graph.replay()
-        else:
+        if graph is None:
             with self._shared.exclusive:  # until its activations are gone, too
                 self._stream(program, watch)
         with self._driver.on(self._streams.compute):
             self._driver.record(self._answered)
+
+    def _graph(self, program: CudaProgram) -> CapturedGraph | None:
+        """Return the graph of the current inputs' shapes, which is captured when they come for the second time."""
+        shapes, sized = program.buffers.smaller, program.admission.sized
+        if shapes is None:
+            return program.admission.graph
+        if shapes not in sized and is_wanted(program, shapes):
+            self.settle()  # what is issued to a stream of the capture would be part of it
+            with self._shared.exclusive:
+                capture_sized(self._streams, program, shapes)
+                self._shared.note_memory(self._driver)
+        if shapes not in sized:
+            return None
+        known = sized[shapes] = sized.pop(shapes)  # the last
+        program.buffers.outputs = known.outputs
+        return known.graph
 
     def _stream(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
         """Issue command by command. The swap-in stream's own order puts later copies after these."""
@@ -295,9 +327,9 @@ class CudaExecutor:
         copies = program.schedule.epilogue
         if watch is not None:
             perform = watch.timing(program.performing(self._driver, []))
-            self._transfers.submit(program, copies, perform)
+            self._transfers.issue(program.name, [partial(perform, copy) for copy in copies])
         elif copies:
-            self._transfers.submit(program, copies, graph=program.admission.epilogue)
+            self._transfers.submit(program.name, _pieces(program, copies))
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
@@ -330,7 +362,11 @@ class CudaExecutor:
                     raise
                 refused = refused or error
         self._admitted.append(program)
-        capture(self._streams, program)
+        try:
+            capture(self._streams, program)
+        except MemoryExceeded:
+            self.release(program)
+            raise
         if program.admission.graph is not None:
             self.run(program, program.examples())
             self.settle()
@@ -371,10 +407,15 @@ class CudaExecutor:
             self._load_counted(program)
 
     def _first_run(self, program: CudaProgram) -> None:
+        program.admission.choosing = True
         try:
             self.run(program, program.examples())
+        except CohabitError:
+            _check_refusal(program, failed=True)
+            raise
         finally:
-            _check_refusal(program)
+            program.admission.choosing = False
+        _check_refusal(program, failed=False)
         self.settle()
         if program.pool.held_bytes and not program.plan.memory.counted:
             raise DeviceError(
@@ -422,21 +463,29 @@ def _timeline(program: CudaProgram, spans: tuple[Span, ...]) -> Timeline:
     return Timeline(spans, latency_s, None, program.link_bytes)
 
 
-def _check_refusal(program: CudaProgram) -> None:
-    """Raise MemoryExceeded if the pool refused an allocation, even if another kernel made do: that may change bits.
+def _pieces(program: CudaProgram, copies: Sequence[Copy]) -> list[Piece]:
+    """Return calls that issue copies, neighbours in the order together up to `_PIECE_BYTES`."""
+    groups: list[list[Copy]] = []
+    for copy in copies:
+        if not groups or sum(c.nbytes for c in groups[-1]) + copy.nbytes > _PIECE_BYTES:
+            groups.append([])
+        groups[-1].append(copy)
 
-    While a model is measured, the kernel that made do is the one to measure, and the refusal is logged.
+    def piece(group: Sequence[Copy]) -> None:
+        for copy in group:
+            program.copies[copy]()
+
+    return [partial(piece, group) for group in groups]
+
+
+def _check_refusal(program: CudaProgram, *, failed: bool) -> None:
+    """Raise MemoryExceeded if the pool refused what the plan has, even if the run did not fail.
+
+    A kernel that makes do with less than was measured may have other bits. More than the most that a kernel gets was
+    refused when it was measured, too.
     """
     wanted = program.pool.refused_bytes
-    if wanted is not None and program.admission.measuring:
-        fields = {
-            "model": program.graph.name,
-            "batch": str(program.bucket),
-            "refused_bytes": wanted,
-            "pool_bytes": program.pool_memory.nbytes,
-        }
-        _log.warning("a kernel made do with less scratch than it wanted", extra={"fields": fields})
-    elif wanted is not None:
+    if wanted is not None and (failed or wanted <= MOST_SCRATCH_BYTES):
         raise MemoryExceeded(
             f"{program.graph.name}, batch {program.bucket}: torch's allocator wanted {format_bytes(wanted)} more than"
             f" the {format_bytes(program.pool_memory.nbytes)} that the plan has for activations and scratch; measure"

@@ -16,6 +16,8 @@ import torch
 from cohabit.planner.free_list import FreeList
 
 _cuda: Any = torch.cuda  # in large part without types
+_ROUNDED_BYTES = 512
+"""Torch's allocator rounds sizes to multiples of this."""
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _callbacks: dict["_Carver", tuple[object, object]] = {}
@@ -44,7 +46,7 @@ class _Carver:
     def take(self, nbytes: int, device: int, stream: int | None) -> int | None:
         address = self._free.take(nbytes)
         if address is None:
-            self.refused_bytes = nbytes
+            self.refused_bytes = min(nbytes, self.refused_bytes or nbytes)
         else:
             self.segments += 1
         return address
@@ -75,7 +77,7 @@ class CarvedPool:
 
     @property
     def refused_bytes(self) -> int | None:
-        """The size of the last segment that did not fit."""
+        """The size of the least segment that did not fit."""
         return self._carver.refused_bytes
 
     @property
@@ -108,6 +110,18 @@ class CarvedPool:
         assert self._pool is not None
         with _cuda.use_mem_pool(self._pool, self._device):
             yield
+
+    @contextmanager
+    def leaving(self, nbytes: int) -> Iterator[None]:
+        """Fill free ranges until none has more than so many bytes. The block allocates in the pool."""
+        held: list[torch.Tensor] = []
+        while (largest := max((n for _, n, state in self.layout if state == "inactive"), default=0)) > nbytes:
+            filled = max((largest - nbytes) // _ROUNDED_BYTES * _ROUNDED_BYTES, _ROUNDED_BYTES)
+            held.append(torch.empty(filled, dtype=torch.uint8, device=self._device))
+        try:
+            yield
+        finally:
+            held.clear()
 
     def close(self) -> None:
         """Release the segments. No tensor or graph of the pool may be left."""

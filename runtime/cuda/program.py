@@ -1,20 +1,21 @@
 """Programs prepared for a CUDA device: schedule, copies, fixed buffers, pool, and captured graph."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
 
+from cohabit.planner.graph import aligned
 from cohabit.planner.plan import Plan, SwapIn
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
-from cohabit.runtime.cuda.buffers import Buffers
+from cohabit.runtime.cuda.buffers import Buffers, Shapes
 from cohabit.runtime.cuda.issue import Perform
-from cohabit.runtime.cuda.joining import Copy
+from cohabit.runtime.cuda.joining import Copy, Forecast
 from cohabit.runtime.cuda.schedule import Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.errors import UnsupportedPlan
@@ -27,8 +28,24 @@ from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 ALIGNMENT_BYTES = 512
 """What torch's allocator rounds to."""
+MOST_SCRATCH_BYTES = 64 << 20
+"""The most scratch that a kernel may have where its library chooses among several. cuDNN tries them in the order of
+their expected speed, and keeps the first that gets its memory, for all models of the process: with a limit that no
+model changes, bits are the same at every budget, and no kernel's wish for gigabytes decides what a model needs."""
+_CHOOSES = "conv"
+"""In the names of operators whose library does that."""
 _READS_ON_HOST = ("item", "_local_scalar_dense")
 _RELOCATED = "its parameters lie elsewhere at every run"
+
+
+@dataclass(frozen=True, slots=True)
+class SizedGraph:
+    """A graph of inputs smaller than the bucket's largest, and its outputs' places in the buffers."""
+
+    graph: CapturedGraph
+    outputs: tuple[torch.Tensor, ...]
+    nbytes: int
+    """Device memory that it takes outside of the arena."""
 
 
 @dataclass(slots=True)
@@ -37,17 +54,28 @@ class AdmissionState:
 
     pool: AllocatorPool | None = None
     graph: CapturedGraph | None = None
-    epilogue: CapturedGraph | None = None
+    """Of the bucket's largest shapes."""
+    sized: dict[Shapes, SizedGraph] = field(default_factory=dict)
+    """Of smaller shapes that came more than once; those used last are the last."""
+    seen: dict[Shapes, None] = field(default_factory=dict)
+    """Smaller shapes that came once."""
     residents: CapturedGraph | None = None
-    """Graphs of the copies between inferences, where there are copies."""
+    """The copies of initial residents, where there are any."""
     refused: str | None = None
     """Why there is no graph."""
+    sized_refused: bool = False
+    """Smaller shapes cannot be captured any more."""
     graph_bytes: int = 0
     """Device memory that the graphs take outside of the arena."""
     moved: bool = False
     """A run has left residents without addresses in other places than it found them."""
-    measuring: bool = False
-    """It runs to be measured: what its pool refuses to kernels is logged, and the load does not fail."""
+    choosing: bool = False
+    """Libraries choose its kernels in this run: they may not have more scratch than `MOST_SCRATCH_BYTES`."""
+
+    @property
+    def graphs(self) -> list[CapturedGraph]:
+        found = [self.graph, self.residents, *(sized.graph for sized in self.sized.values())]
+        return [graph for graph in found if graph is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +93,8 @@ class CudaProgram(Program):
     """Copies pass through host code, which no graph can contain."""
     compute_s: float | None
     """Time of the kernels alone, where there is a profile."""
+    copying_s: float
+    """When the last of an inference's copies that its ops wait for is expected to end; 0 without a profile."""
     tf32: bool
     admission: AdmissionState
     borrows_buffers: bool = False
@@ -127,12 +157,12 @@ class CudaProgram(Program):
             tensor.reset()
             tensor.close()
         admission = self.admission
-        for graph in (admission.graph, admission.epilogue, admission.residents):
-            if graph is not None:
-                graph.close()
+        for graph in admission.graphs:
+            graph.close()
         if admission.pool is not None:
             admission.pool.close()
-        admission.graph = admission.epilogue = admission.residents = admission.pool = None
+        admission.graph = admission.residents = admission.pool = None
+        admission.sized.clear()
         admission.graph_bytes = 0
         if not self.borrows_buffers:
             self.buffers.close()
@@ -143,7 +173,8 @@ class CudaProgram(Program):
         def perform(command: Work) -> None:
             match command:
                 case Kernels(index):
-                    driver.launch(lambda: self.compute(index, frame))
+                    with self._limited(index):
+                        driver.launch(lambda: self.compute(index, frame))
                 case Copy():
                     self.copies[command]()
                 case Save(index):
@@ -156,6 +187,15 @@ class CudaProgram(Program):
                     driver.launch(self.offloaded[index].allocate)
 
         return perform
+
+
+    def _limited(self, index: int) -> AbstractContextManager[None]:
+        """Limit the scratch of an op whose kernel is being chosen, for the block."""
+        op = self.graph.ops[index]
+        if not self.admission.choosing or _CHOOSES not in op.target:
+            return nullcontext()
+        results = sum(aligned(self.graph.tensors[i].nbytes, ALIGNMENT_BYTES) for i in op.writes)
+        return self.pool.leaving(results + MOST_SCRATCH_BYTES)
 
 
 def _offloaded(tensor: OffloadedTensor | None) -> OffloadedTensor:
@@ -232,8 +272,15 @@ def prepare(
         device=arena.device,
         staged=store.staged,
         compute_s=None if profile is None else profile.compute_s,
+        copying_s=_copying_s(program, scheduled),
         tf32=lowered.options.tf32,
     )
+
+
+def _copying_s(program: Program, scheduled: IssueSchedule) -> float:
+    """Return when the last copy that belongs to an inference itself ends, by the profile's times."""
+    copied = max((i.command.last for i in scheduled.commands.issues if isinstance(i.command, Copy)), default=0)
+    return Forecast.of(program).arrivals_s[copied - 1] if copied else 0.0
 
 
 def _pool_bytes(plan: Plan) -> int:

@@ -1,27 +1,33 @@
-"""Copies between inferences: residents and epilogues.
+"""Copies that restore residents between inferences. They give way to the copies of inferences.
 
-They go to the swap-in stream in the order in which they are submitted. Copies from pinned memory are issued at once;
-those through the staging ring by a thread of their own, which waits for the ring so that the engine need not.
+A restore is issued piece by piece by a thread of its own, to the swap-in stream. While an inference copies, no piece is
+issued: its ops wait for its copies, and nothing waits for a restore before its model's next inference. That inference
+issues what is left of it at once.
 """
 
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cohabit.runtime.cuda.api import CapturedGraph, Event
-from cohabit.runtime.cuda.issue import Perform, Streams
-from cohabit.runtime.cuda.joining import Copy
-from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.api import Event
+from cohabit.runtime.cuda.issue import Streams
+
+Piece = Callable[[], None]
+"""Issues some copies to the current stream."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """Copies of one model in progress."""
+    """One model's restore."""
 
     event: Event
-    """Reached when all of them have ended."""
-    issued: threading.Event = field(default_factory=threading.Event)
+    """Reached when all copies that have been issued have ended."""
+    pieces: deque[Piece] = field(default_factory=deque)
+    """Those that are not issued yet."""
     error: BaseException | None = None
 
 
@@ -37,53 +43,90 @@ class Feeder(ThreadPoolExecutor):
 
 
 class Transfers:
-    """Issues copies to the swap-in stream, and records per model what its next run must wait for."""
+    """Restores in progress, by model."""
 
-    def __init__(self, streams: Streams, feeder: Feeder) -> None:
+    def __init__(self, streams: Streams, clock: Callable[[], float] = time.monotonic) -> None:
         self._streams = streams
-        self._feeder = feeder
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, "restore")
         self._pending: dict[str, Transfer] = {}
+        self._changed = threading.Condition()
+        self._paused_until_s = 0.0
 
-    def submit(
-        self,
-        program: CudaProgram,
-        copies: Sequence[Copy],
-        perform: Perform | None = None,
-        graph: CapturedGraph | None = None,
-    ) -> Transfer:
-        """Issue copies after everything submitted so far; as a graph, where there is one of them."""
-        transfer = Transfer(self._streams.driver.event())
-        carry_out = perform or program.performing(self._streams.driver, [])
+    def submit(self, model: str, pieces: Sequence[Piece]) -> None:
+        """Have pieces issued in the background, in order."""
+        transfer = Transfer(self._streams.driver.event(), deque(pieces))
+        self._pending[model] = transfer
+        self._thread.submit(self._work, transfer)
 
-        def work() -> None:
-            try:
-                self._issue(copies, transfer.event, carry_out, graph)
-            except Exception as error:  # the thread continues, and the model's next run receives the error
-                transfer.error = error
-            transfer.issued.set()
-
-        self._pending[program.name] = transfer
-        if program.staged:
-            self._feeder.submit(work)
-        else:
-            work()
+    def issue(self, model: str, pieces: Sequence[Piece]) -> Transfer:
+        """Issue pieces at once. The model's next `take` returns the transfer."""
+        transfer = Transfer(self._streams.driver.event(), deque(pieces))
+        self._pending[model] = transfer
+        self._issue_rest(transfer)
         return transfer
 
     def take(self, model: str) -> Transfer | None:
-        """Return a model's last transfer once it has been issued; None if there was none since the last call."""
+        """Return a model's last transfer, all of it issued; None if there was none since the last call."""
         transfer = self._pending.pop(model, None)
         if transfer is not None:
-            transfer.issued.wait()
+            self._issue_rest(transfer)
         return transfer
 
-    def _issue(self, copies: Sequence[Copy], event: Event, perform: Perform, graph: CapturedGraph | None) -> None:
-        driver = self._streams.driver
-        with driver.on(self._streams.swap_in):
-            try:
-                if graph is not None:
-                    graph.replay()
+    def flush(self) -> None:
+        """Issue all that is left of every transfer."""
+        for transfer in self._pending.values():
+            self._issue_rest(transfer)
+
+    def close(self) -> None:
+        self.flush()
+        self._thread.shutdown()
+
+    @contextmanager
+    def paused(self, seconds: float) -> Iterator[None]:
+        """Issue no piece in the background for so long, or until the block ends."""
+        self._pause_until(self._clock() + seconds)
+        try:
+            yield
+        finally:
+            self._pause_until(0.0)
+
+    def _pause_until(self, at_s: float) -> None:
+        with self._changed:
+            self._paused_until_s = at_s
+            self._changed.notify()
+
+    def _work(self, transfer: Transfer) -> None:
+        while True:
+            with self._changed:
+                while transfer.pieces and (left_s := self._paused_until_s - self._clock()) > 0:
+                    self._changed.wait(left_s)
+                if not transfer.pieces:
                     return
-                for copy in copies:
-                    perform(copy)
-            finally:
-                driver.record(event)
+                self._issue_next(transfer)
+            try:
+                self._streams.driver.synchronize(transfer.event)  # no second piece is ahead of an inference's copies
+            except Exception as error:
+                self._fail(transfer, error)
+
+    def _issue_rest(self, transfer: Transfer) -> None:
+        with self._changed:
+            while transfer.pieces:
+                self._issue_next(transfer)
+            self._changed.notify()
+
+    def _issue_next(self, transfer: Transfer) -> None:
+        """Issue a piece. The caller holds the lock. An error is for the model's next run."""
+        driver, piece = self._streams.driver, transfer.pieces.popleft()
+        try:
+            with driver.on(self._streams.swap_in):
+                try:
+                    piece()
+                finally:
+                    driver.record(transfer.event)
+        except Exception as error:
+            self._fail(transfer, error)
+
+    def _fail(self, transfer: Transfer, error: Exception) -> None:
+        transfer.error = transfer.error or error
+        transfer.pieces.clear()

@@ -105,6 +105,8 @@ class FakePool:
     uncapturable: bool = False
     layouts: list[str] = field(default_factory=list)
     """What it looks like whenever somebody asks; then always the same."""
+    left_bytes: int | None = None
+    """Bytes that a kernel may have beside what there is."""
     tensors: dict[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
     """What was made in the pool and is still there."""
 
@@ -126,8 +128,16 @@ class FakePool:
         live = [t.nbytes for ref in self.tensors.values() if (t := ref()) is not None]
         held = sum(-(-n // 512) * 512 for n in live if (n > _SMALL_BYTES) == is_large)
         if held > (self.nbytes - self.small_bytes if is_large else self.small_bytes):
-            self.refused_bytes = made.nbytes
+            self.refused_bytes = min(made.nbytes, self.refused_bytes or made.nbytes)
             raise torch.OutOfMemoryError("out of the pool's memory")
+
+    @contextmanager
+    def leaving(self, nbytes: int) -> Iterator[None]:
+        self.left_bytes = nbytes
+        try:
+            yield
+        finally:
+            self.left_bytes = None
 
     def close(self) -> None:
         assert not self.is_busy(self), "a pool is closed that queued kernels use"
@@ -288,6 +298,7 @@ class FakeDriver:
             "kernels of a thread that has not been adopted: libraries would allocate in the program's pool"
         )
         pool = getattr(self._local, "pool", None)
+        left_bytes = None if pool is None else pool.left_bytes
 
         def run() -> None:
             if pool is not None and self.kernel_bytes > pool.nbytes:
@@ -295,18 +306,18 @@ class FakeDriver:
                 raise torch.OutOfMemoryError("out of the pool's memory")
             if pool is not None and self.small_tensors_bytes > pool.small_bytes:
                 pool.refused_bytes = self.small_tensors_bytes
-            is_replaced = self._chosen_plan_bytes(pool) != self.plan_bytes[:1]
+            is_replaced = self._chosen_plan_bytes(pool, left_bytes) != self.plan_bytes[:1]
             with nullcontext() if pool is None else _Making(pool, limited=False, replaced=is_replaced):
                 kernels()
 
         self._put(Action(run, pool=pool))
 
-    def _chosen_plan_bytes(self, pool: FakePool | None) -> tuple[int, ...]:
+    def _chosen_plan_bytes(self, pool: FakePool | None, left_bytes: int | None = None) -> tuple[int, ...]:
         """The scratch of the first plan that gets its memory; none where kernels have no plans."""
         for wanted in self.plan_bytes:
-            if pool is None or wanted <= pool.nbytes:
+            if pool is None or wanted <= (pool.nbytes if left_bytes is None else left_bytes):
                 return (wanted,)
-            pool.refused_bytes = wanted
+            pool.refused_bytes = min(wanted, pool.refused_bytes or wanted)
         if self.plan_bytes:
             raise torch.OutOfMemoryError("out of the pool's memory")
         return ()
@@ -536,6 +547,9 @@ class FakeDriver:
         assert not pool.uncapturable, "a capture in this pool has failed"
         try:
             issue()
+            if self.memory().free_bytes < self.graph_bytes:
+                pool.uncapturable = True
+                raise MemoryExceeded(f"a graph of {self.graph_bytes} bytes got no memory")
             if self.uncapturable is not None:
                 pool.uncapturable = True
                 raise CaptureFailed(self.uncapturable)

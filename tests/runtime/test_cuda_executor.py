@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from cohabit.runtime.backend import Capture
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda import executor as executor_module
 from cohabit.runtime.cuda.backend import CudaBackend
-from cohabit.runtime.cuda.program import CudaProgram
+from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
+from cohabit.runtime.cuda.transfers import Transfers
 from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.profiling.profile import resident_plan
@@ -57,7 +59,43 @@ def test_the_epilogue_is_issued_after_the_outputs_and_waited_for_by_the_next_run
     driver = driver_of(bench)
     driver.calls.clear()
     bench.run(program)
-    assert driver.calls == ["wait", "replay", "record", "synchronize", "replay", "record"]
+    run = ["wait", "record", "replay", "record", "synchronize"]
+    assert driver.calls[: len(run)] == run
+    bench.executor.settle()
+    assert {"copy", "record", "synchronize"} >= set(driver.calls[len(run) :]) > {"record"}
+    driver.calls.clear()
+    bench.run(program)
+    assert driver.calls[: len(run)] == run
+
+
+def test_a_restore_gives_way_to_the_copies_of_an_inference_and_is_complete_before_its_model_s_next(
+    bench: Bench,
+) -> None:
+    """While an inference copies, nothing is issued in the background; the model itself issues what is left."""
+    assert isinstance(bench.backend, CudaBackend)
+    issued: list[str] = []
+    transfers = Transfers(bench.backend.streams, clock=lambda: 0.0)
+    with transfers.paused(seconds=1.0):
+        transfers.submit("a", [partial(issued.append, f"a{n}") for n in range(3)])
+        transfers.submit("b", [partial(issued.append, "b0")])
+        assert issued == []
+        first = transfers.take("a")
+        assert issued == ["a0", "a1", "a2"]
+        assert transfers.take("a") is None
+    transfers.close()
+    assert issued == ["a0", "a1", "a2", "b0"], "what was paused goes on by itself"
+    assert first is not None
+    assert first.error is None
+    bench.backend.driver.synchronize(first.event)
+
+
+def test_a_restore_is_issued_in_pieces(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = beside(bench, evicting_plan(bench.graph), 0, "a")
+    copies = program.schedule.epilogue
+    monkeypatch.setattr(executor_module, "_PIECE_BYTES", max(copy.nbytes for copy in copies))
+    assert len(executor_module._pieces(program, copies)) == len(copies) > 1
+    monkeypatch.setattr(executor_module, "_PIECE_BYTES", sum(copy.nbytes for copy in copies))
+    assert len(executor_module._pieces(program, copies)) == 1
 
 
 def test_residents_that_are_loaded_again_are_one_launch(bench: Bench) -> None:
@@ -77,7 +115,7 @@ def test_residents_that_are_loaded_again_are_one_launch(bench: Bench) -> None:
 def test_a_released_program_leaves_no_graph_of_its_copies(bench: Bench) -> None:
     driver = driver_of(bench)
     program = beside(bench, evicting_plan(bench.graph), 0, "a")
-    assert driver.graphs == 3, "the inference, its epilogue, its residents"
+    assert driver.graphs == 2, "the inference, its residents"
     bench.executor.release(program)
     assert driver.graphs == 0
 
@@ -143,16 +181,22 @@ def test_a_library_that_keeps_bytes_of_the_workspace_is_found_at_load(bench: Ben
 def test_a_served_model_is_refused_where_a_kernel_would_silently_be_replaced(bench: Bench) -> None:
     """A plan of the library that gets no memory is followed by one with other bits."""
     driver = driver_of(bench)
-    driver.plan_bytes = (64 << 30, 0)
-    with pytest.raises(MemoryExceeded, match=r"wanted 64\.00 GiB more than the"):
+    driver.plan_bytes = (32 << 20, 0)
+    with pytest.raises(MemoryExceeded, match=r"wanted 32\.0 MiB more than the"):
         beside(bench, streaming_plan(bench.graph), 0, "a")
+
+
+def test_a_kernel_that_wants_more_than_any_may_have_is_passed_over(bench: Bench) -> None:
+    """It was when the model was measured, too, and so it is at every budget."""
+    driver_of(bench).plan_bytes = (MOST_SCRATCH_BYTES + 1, 0)
+    beside(bench, streaming_plan(bench.graph), 0, "a")
 
 
 def test_a_replaced_kernel_has_other_bits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fake device shows where refusals are not looked at."""
     expected = bench.run(beside(bench, streaming_plan(bench.graph), 0, "a")).outputs[0]
     driver_of(bench).plan_bytes = (64 << 30, 0)
-    monkeypatch.setattr(executor_module, "_check_refusal", lambda program: None)
+    monkeypatch.setattr(executor_module, "_check_refusal", lambda program, failed: None)
     assert not torch.equal(bench.run(beside(bench, streaming_plan(bench.graph), 4 * MIB, "b")).outputs[0], expected)
 
 
@@ -174,7 +218,7 @@ def test_stalls_are_what_an_inference_takes_beyond_its_kernels(bench: Bench) -> 
     slow = replace(program, compute_s=10.0)
     assert bench.run(slow).stall_s == 0.0
     result = bench.run(replace(program, compute_s=1e-9))
-    assert 0 < result.stall_s < result.latency_s
+    assert result.stall_s == pytest.approx(result.device_s)
 
 
 @pytest.mark.parametrize("names_processes", [True, False])
@@ -186,7 +230,7 @@ def test_what_lies_outside_of_the_arena_is_measured_when_programs_are_loaded_and
     with opened(lambda: CudaBackend(driver), lowered, 16 * MIB) as bench:
         assert bench.backend.outside_bytes == 500 * MIB
         program = beside(bench, evicting_plan(bench.graph), 0, "a")
-        assert bench.backend.outside_bytes == 503 * MIB, "with three graphs"
+        assert bench.backend.outside_bytes == 502 * MIB, "with two graphs"
         bench.executor.release(program)
         assert bench.backend.outside_bytes == 500 * MIB
 

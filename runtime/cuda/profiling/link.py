@@ -1,14 +1,19 @@
 """Measures the link between pinned memory and the device: latency and bandwidth, each way."""
 
 import statistics
+import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from cohabit.planner.profile import Link
-from cohabit.runtime.cuda.api import Stream
+from cohabit.runtime.cuda.api import HostBytes, Stream
 from cohabit.runtime.cuda.issue import Streams
-from cohabit.runtime.cuda.stores import PinnedMemory
+from cohabit.runtime.cuda.stores import PinnedMemory, Ring
+from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.memory import HostStore
+from cohabit.runtime.profiling.link import leading
 
 _COPY_BYTES = 4 << 20
 """Size of a copy as programs have them."""
@@ -17,6 +22,8 @@ _COPIES = 24
 _BLOCKS = 64
 _MOST_COPIES = 4096
 _ROUNDS = 5
+_STAGED_BYTES = 64 << 20
+"""So many of a model's first bytes are copied to measure the link through the staging ring."""
 _QUEUE_S = 0.004
 """How long a stream is kept busy while copies are issued, so that they run without gaps."""
 _LEAST_S = 1e-9
@@ -41,19 +48,43 @@ class LinkBench:
         """Return the link to the device and the one back, each by itself."""
         return self._link(self._streams.swap_in, self.copy_in), self._link(self._streams.swap_out, self._copy_out)
 
+    def staged(self, store: HostStore[torch.Tensor], manifest: Manifest) -> Link:
+        """Return the link to the device through the staging ring: from this store, or else from pageable memory."""
+        sample = leading(manifest, _STAGED_BYTES)
+        nbytes = sum(s.nbytes for s in sample.segments)
+        if not nbytes:
+            return self.links()[0]
+        driver, largest = self._streams.driver, max(s.nbytes for s in sample.segments)
+        device, ring, source = driver.allocate(largest), Ring(driver, self._pinned), _Pageable(largest)
+        if not store.staged:
+            ring.fit(largest)
+        start_s = time.perf_counter()
+        with driver.on(self._streams.swap_in):
+            for index, segment in enumerate(sample.segments):
+                destination = device[: segment.nbytes]
+                if store.staged:
+                    store.copy(index, destination)()
+                else:
+                    ring.pass_through(source, index, destination)
+        driver.drain()
+        seconds = max(time.perf_counter() - start_s, _LEAST_S)
+        ring.close()
+        driver.free(device)
+        return Link(0.0, nbytes / seconds)
+
     def copy_in(self, nbytes: int) -> None:
         """Issue one copy to the device, to the current stream."""
         self._streams.driver.copy(self._device[:nbytes], self._buffer[:nbytes])
 
     def busy(self, seconds: float, link: Link) -> Callable[[], float]:
-        """Keep the swap-in lane copying for about so long.
+        """Keep the link to the device busy for about so long.
 
         The call that is returned waits for the end, and says how many times as long as by this link it took.
         """
         driver = self._streams.driver
         start, end = driver.event(timed=True), driver.event(timed=True)
         count = min(max(1, round(seconds / link.seconds(_COPY_BYTES))), _MOST_COPIES)
-        with driver.on(self._streams.swap_in):
+        with driver.on(self._streams.swap_out):  # so that a program's own copies do not queue behind these
             driver.record(start)
             for _ in range(count):
                 self.copy_in(_COPY_BYTES)
@@ -85,3 +116,14 @@ class LinkBench:
             driver.record(end)
         driver.synchronize(end)
         return driver.seconds(start, end) / count
+
+
+class _Pageable:
+    """A source of the staging ring in memory that is not pinned."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = np.ones(nbytes, np.uint8)
+
+    def copy(self, segment: int, destination: HostBytes) -> Callable[[], None]:
+        """Prepare a copy of as many bytes as the destination has."""
+        return lambda: np.copyto(destination, self._bytes[: destination.nbytes])

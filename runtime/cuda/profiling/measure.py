@@ -1,44 +1,58 @@
 """Measures a model on a CUDA device: scratch and time of its kernels, and how much copies slow them down.
 
-While it is measured, a model's weights and activations are on the device at once, outside of any budget.
+Kernels are measured layer by layer, each op with its own parameters alone on the device (HOME, section 3.7), so that a
+model may be larger than the device. Times are the device's, between events. A run of a plan that fits then corrects
+their sum: in a graph there are no gaps between kernels.
 """
 
+import fcntl
+import logging
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 import torch
 
 from cohabit.planner import cache_file
-from cohabit.planner.errors import FormatError
-from cohabit.planner.graph import Graph, decode_as, fingerprint
+from cohabit.planner.errors import FormatError, InfeasibleBudget
+from cohabit.planner.graph import Graph, aligned, decode_as, fingerprint
 from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.memory import Memory
-from cohabit.planner.plan import Plan
+from cohabit.planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
+from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Link, Profile
+from cohabit.planner.schedule.simulate import simulate
+from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import DeviceBackend, OnProgress
 from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.executor import CudaExecutor
+from cohabit.runtime.cuda.profiling.dry_run import LEAST_LARGE_BYTES
 from cohabit.runtime.cuda.profiling.fusion_probe import refused_ops, with_plain, with_probes
 from cohabit.runtime.cuda.profiling.link import LinkBench
 from cohabit.runtime.cuda.profiling.scratch import kernel_scratch, wasted_bytes, with_scratch
-from cohabit.runtime.cuda.program import ALIGNMENT_BYTES, CudaProgram
+from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
 from cohabit.runtime.cuda.stores import PinnedMemory
+from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
 
-FORMAT_VERSION = 4
+_log = logging.getLogger("cohabit.cuda")
+
+FORMAT_VERSION = 5
 CudaDevice = DeviceBackend[CudaProgram]
-_ROUNDS = 9
-_AMPLE_BYTES = 16 << 30
-"""The most memory besides its activations that a model is measured with, so that kernels get the scratch that they
-prefer; at most half of what is free."""
+_ROUNDS = 7
 _QUEUE_S = 0.03
 """How long the device is kept busy while an inference is issued op by op, so that it runs without gaps."""
+_PAGE_BYTES = 4 << 10
+_SPARE_SHARE, _SPARE_BYTES = 0.05, 256 << 20
+"""Of the free memory, what the corrected run leaves to graphs and libraries."""
+_LEAST_FACTOR, _MOST_FACTOR, _HALVINGS = 0.25, 4.0, 30
+"""Range in which the correction of op times is searched for."""
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +61,9 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scratch: tuple[tuple[int, ...], ...]
     """Bytes by op."""
     profiles: tuple[Profile, ...]
+    """With the link from pinned memory, or from the file."""
+    staged: Link
+    """The link of parameters that pass through the staging ring."""
     refused: tuple[tuple[int, ...], ...]
     """The fused ops for which the device has no kernel."""
     key: str = ""
@@ -61,7 +78,7 @@ _decoder = msgspec.json.Decoder(Measurement)
 
 def measured(
     device: CudaDevice,
-    streams: Streams,
+    executor: CudaExecutor,
     pinned: PinnedMemory,
     lowered: Lowered,
     store: HostStore[torch.Tensor],
@@ -72,23 +89,31 @@ def measured(
 ) -> tuple[Lowered, dict[Bucket, Profile]]:
     """The model with the scratch that its kernels take here, and its profiles; from the cache if it has them.
 
-    Raises MemoryExceeded if the device cannot hold the model at once, DeviceError, and with `known_only` NotCached.
+    One process at a time measures on a device: two would measure each other. `executor` serves nothing else meanwhile.
+    Raises MemoryExceeded if the device cannot hold one op and the activations of that moment, DeviceError, and with
+    `known_only` NotCached.
     """
     graphs = [lowered.graphs[b].fingerprint for b in lowered.buckets]
-    key = fingerprint([*graphs, device.name, store.kind, store.staged, lowered.options.tf32])
+    key = fingerprint([*graphs, device.name, store.kind, lowered.options.tf32])
     path = None if cache is None else cache / f"cuda-{key[:32]}.json"
     known = None if path is None else _read(path, key)
     if known is None and known_only:
         raise NotCached(f"{lowered.name}: the cache has no undamaged profile of it")
     if known is None:
-        known = _measure(device, streams, pinned, lowered, store, on_progress)
+        with _alone(cache, str(executor.device)):
+            known = None if path is None else _read(path, key)  # another process may have measured it meanwhile
+            if known is None:
+                known = _measure(device, executor, pinned, lowered, store, on_progress)
         if path is not None:
             cache_file.write(
                 path, msgspec.json.encode(msgspec.structs.replace(known, key=key, graphs=tuple(graphs)))
             )
+    profiles = known.profiles
+    if store.staged:
+        profiles = tuple(msgspec.structs.replace(profile, swap_in=known.staged) for profile in profiles)
     for bucket, scratch, refused in zip(lowered.buckets, known.scratch, known.refused, strict=True):
         lowered = with_plain(with_scratch(lowered, bucket, scratch), bucket, refused)
-    return lowered, dict(zip(lowered.buckets, known.profiles, strict=True))
+    return lowered, dict(zip(lowered.buckets, profiles, strict=True))
 
 
 def _read(path: Path, key: str) -> Measurement | None:
@@ -99,9 +124,21 @@ def _read(path: Path, key: str) -> Measurement | None:
     return known if known.key == key else None
 
 
+@contextmanager
+def _alone(folder: Path | None, device: str) -> Iterator[None]:
+    """Wait until no other process that shares the folder measures on this device, and keep others waiting."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".measuring-{device.replace(':', '-')}").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released with the file, whatever ends the process
+        yield
+
+
 def _measure(
     device: CudaDevice,
-    streams: Streams,
+    executor: CudaExecutor,
     pinned: PinnedMemory,
     lowered: Lowered,
     store: HostStore[torch.Tensor],
@@ -110,103 +147,189 @@ def _measure(
     scratch: list[tuple[int, ...]] = []
     profiles: list[Profile] = []
     refused: list[tuple[int, ...]] = []
+    streams = executor.streams
     bench = LinkBench(streams, pinned)
     try:
         link_in, link_out = bench.links()
+        staged = bench.staged(store, lowered.manifest)
         for bucket in lowered.buckets:
             on_progress(f"{lowered.name}: measuring batch {bucket}")
             graph, examples = lowered.graphs[bucket], lowered.examples(bucket)
             tried, probes = with_probes(lowered, bucket)
-            with resident(device, streams, tried, store, graph) as program:
+            plan = _layer_plan(graph, streams.driver.memory().free_bytes)
+            with loaded(device, executor, tried, store, plan) as program:
                 beyond = kernel_scratch(streams, program, graph, examples)
-                seconds = _op_seconds(device, streams, program, examples)
-                slowdowns = _slowdowns(device, program, examples, bench, link_in)
-                swap_in = _staged_link(device, program, link_in) if program.staged else link_in
+                seconds = _op_seconds(executor, program, examples)
+                contended = _op_seconds(executor, program, examples, bench, link_in)
             refused.append(refused_ops(lowered, bucket, probes))
-            lowered = with_scratch(lowered, bucket, beyond)
+            lowered = with_plain(with_scratch(lowered, bucket, beyond), bucket, refused[-1])
             waste = wasted_bytes(streams, lowered.graphs[bucket])
             scratch.append(tuple(nbytes + waste for nbytes in beyond))
             lowered = with_scratch(lowered, bucket, scratch[-1])
-            measured_graph = lowered.graphs[bucket].fingerprint
-            profiles.append(Profile(measured_graph, device.name, seconds, swap_in, link_out, *slowdowns))
+            slowdown = max(1.0, sum(contended) / (sum(seconds) or 1.0))
+            link = staged if store.staged else link_in
+            profile = Profile(lowered.graphs[bucket].fingerprint, device.name, seconds, link, link_out, slowdown)
+            profile = _corrected(device, executor, lowered, store, bucket, profile, bench)
+            profiles.append(msgspec.structs.replace(profile, swap_in=link_in))
     finally:
         bench.close()
-    return Measurement(tuple(scratch), tuple(profiles), tuple(refused))
+    return Measurement(tuple(scratch), tuple(profiles), staged, tuple(refused))
 
 
 @contextmanager
-def resident(
-    device: CudaDevice, streams: Streams, lowered: Lowered, store: HostStore[torch.Tensor], graph: Graph
+def loaded(
+    device: CudaDevice, executor: CudaExecutor, lowered: Lowered, store: HostStore[torch.Tensor], plan: Plan
 ) -> Iterator[CudaProgram]:
-    """Load a program with everything resident and ample memory, for the block.
-
-    Scratch that its kernels are refused is logged: the library has other kernels, which are then the measured ones.
-    """
-    plan = _ample_plan(graph, streams.driver.memory().free_bytes)
+    """Load a plan's program in memory of its own, for the block."""
     arena = device.arena(plan.memory.nbytes)
     program = device.build(lowered, plan, None, arena, Bases(0, plan.memory.partition_bytes), store)
-    program.admission.measuring = True
     try:
-        device.executor.load(program)
+        executor.load(program)
         yield program
     finally:
-        device.executor.release(program)
+        executor.release(program)
         arena.close()
 
 
-def _ample_plan(graph: Graph, free_bytes: int) -> Plan:
-    """Everything resident, and a workspace with as much more as kernels may want and the device can give."""
+def _layer_plan(graph: Graph, free_bytes: int) -> Plan:
+    """Each parameter is swapped in after the op before the one that reads it, and dropped after that one.
+
+    The pool has room for the activations alive at once, gaps between them, and the most scratch that a kernel gets, as
+    far as there is free memory.
+    """
+    steps: list[Step] = []
+    computes: list[int] = []
+    window = 0
+    for number, needed in enumerate(graph.needed):
+        streamed = [i for i in needed if graph.tensors[i].kind == "parameter"]
+        sizes = [aligned(graph.tensors[i].nbytes, _PAGE_BYTES) for i in streamed]
+        for i, offset in zip(streamed, accumulate(sizes, initial=0), strict=False):
+            steps.append(SwapIn(i, Address("partition", offset), tuple(computes[-1:])))
+        waits = (len(steps) - 1,) if streamed else ()
+        computes.append(len(steps))
+        steps.append(Compute(number, waits))
+        if number < len(graph.needed) - 1:  # outputs may be parameters
+            steps += [Drop(i) for i in streamed]
+        window = max(window, sum(sizes))
+    peak = peak_activation_bytes(graph)
+    pool = peak + max(peak, 2 * LEAST_LARGE_BYTES) + MOST_SCRATCH_BYTES
+    pool = max(peak, min(pool, free_bytes - window - _spare_bytes(free_bytes)))
+    memory = Memory(aligned(pool, _PAGE_BYTES), window)
+    return Plan(graph.fingerprint, "", memory, memory.workspace_bytes, (), tuple(steps))
+
+
+def resident(graph: Graph) -> Plan:
+    """Return a plan with every parameter resident, whose pool is as large as activations and scratch need."""
     plan = resident_plan(graph)
-    pool = max(plan.pool_bytes, 2 * peak_activation_bytes(graph))
-    spare = max(0, free_bytes - plan.memory.partition_bytes - pool)
-    pool += min(spare // 2, _AMPLE_BYTES) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    return msgspec.structs.replace(plan, memory=Memory(pool, plan.memory.partition_bytes), pool_bytes=pool)
+    pool = aligned(peak_activation_bytes(graph), _PAGE_BYTES)
+    memory = Memory(pool, plan.memory.partition_bytes)
+    return msgspec.structs.replace(plan, memory=memory, pool_bytes=pool)
+
+
+def _fitting_plan(graph: Graph, profile: Profile, free_bytes: int) -> Plan:
+    """Return a plan for the memory that is free. Raises InfeasibleBudget."""
+    room = max(0, free_bytes - _spare_bytes(free_bytes)) // _PAGE_BYTES * _PAGE_BYTES
+    plan = resident(graph)
+    if plan.memory.nbytes <= room:
+        return plan
+    largest = max((graph.tensors[i].nbytes for i in graph.parameters), default=0)
+    workspace = min(plan.memory.workspace_bytes + aligned(2 * largest, _PAGE_BYTES), room)
+    return search(Problem(graph, profile, Memory(workspace, room - workspace)), limit=Limit(evaluations=1))
+
+
+def _spare_bytes(free_bytes: int) -> int:
+    return min(int(_SPARE_SHARE * free_bytes), _SPARE_BYTES)
 
 
 def _op_seconds(
-    device: CudaDevice, streams: Streams, program: CudaProgram, examples: Sequence[torch.Tensor]
+    executor: CudaExecutor,
+    program: CudaProgram,
+    examples: Sequence[torch.Tensor],
+    bench: LinkBench | None = None,
+    link: Link | None = None,
 ) -> tuple[float, ...]:
-    """An inference's time as it is served, divided among the ops by their device times."""
+    """Return the median device time of each op; with `bench`, while the link is busy with other copies."""
     columns: list[list[float]] = [[] for _ in program.computes]
-    for _ in range(_ROUNDS):
+    streams, wall_s = executor.streams, 0.0
+    for n in range(_ROUNDS + 1):
         with streams.driver.on(streams.compute):
             streams.driver.hold(_QUEUE_S)
-        timeline = device.executor.run(program, examples, traced=True).timeline
-        assert timeline is not None
-        for column, span in zip(columns, timeline.spans, strict=True):
-            column.append(span.end_s - span.start_s)
-    medians = [statistics.median(column) for column in columns]
-    scale = _latency_s(device, program, examples) / (sum(medians) or 1.0)
-    return tuple(m * scale for m in medians)
+        wait = None
+        if bench is not None and link is not None and n:
+            wait = bench.busy(2 * wall_s + _QUEUE_S, link)
+        result = executor.run(program, examples, traced=True)
+        wall_s = result.latency_s
+        if wait is not None:
+            wait()
+        assert result.timeline is not None
+        if n:  # the first run finds what libraries do not know yet
+            spans = [span for span in result.timeline.spans if span.lane == "compute"]
+            for column, span in zip(columns, spans, strict=True):
+                column.append(span.end_s - span.start_s)
+    return tuple(statistics.median(column) for column in columns)
 
 
-def _latency_s(device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor]) -> float:
-    runs = [device.executor.run(program, examples).latency_s for _ in range(3 * _ROUNDS)]
-    return statistics.median(runs[_ROUNDS:])
+def _corrected(
+    device: CudaDevice,
+    executor: CudaExecutor,
+    lowered: Lowered,
+    store: HostStore[torch.Tensor],
+    bucket: Bucket,
+    profile: Profile,
+    bench: LinkBench,
+) -> Profile:
+    """Return the profile with op times by which a plan's predicted time is what its run takes, and the host's time.
+
+    If nothing is copied while the plan runs, also with how much ops slow copies down.
+    """
+    graph, examples = lowered.graphs[bucket], lowered.examples(bucket)
+    streams = executor.streams
+    try:
+        plan = _fitting_plan(graph, profile, streams.driver.memory().free_bytes)
+        with loaded(device, executor, lowered, store, plan) as program:
+            runs = [executor.run(program, examples) for _ in range(3 * _ROUNDS)][_ROUNDS:]
+            device_s = statistics.median(run.device_s or 0.0 for run in runs)
+            host_s = statistics.median(run.latency_s - (run.device_s or 0.0) for run in runs)
+            swap_slowdown = 1.0
+            if not program.swap_ins:
+                swap_slowdown = _swap_slowdown(executor, program, examples, bench, profile.swap_in, device_s)
+    except (InfeasibleBudget, MemoryExceeded) as error:
+        fields = {"model": lowered.name, "batch": str(bucket), "reason": str(error)}
+        _log.warning("predictions of the model are of its ops one by one", extra={"fields": fields})
+        return profile
+    profile = msgspec.structs.replace(profile, swap_slowdown=swap_slowdown, host_s=max(0.0, host_s))
+    return _scaled(profile, _factor(graph, plan, profile, device_s))
 
 
-def _slowdowns(
-    device: CudaDevice, program: CudaProgram, examples: Sequence[torch.Tensor], bench: LinkBench, link: Link
-) -> tuple[float, float]:
-    """Return the factors by which ops and copies slow each other down: (compute, swap), both at least 1."""
-    alone_s = _latency_s(device, program, examples)
-    overlapped: list[float] = []
+def _scaled(profile: Profile, factor: float) -> Profile:
+    return msgspec.structs.replace(profile, op_seconds=tuple(factor * s for s in profile.op_seconds))
+
+
+def _factor(graph: Graph, plan: Plan, profile: Profile, device_s: float) -> float:
+    """Return the factor of all op times by which the plan is predicted to take so long."""
+    low, high = _LEAST_FACTOR, _MOST_FACTOR
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        if simulate(graph, plan, _scaled(profile, middle)).latency_s < device_s:
+            low = middle
+        else:
+            high = middle
+    return (low * high) ** 0.5
+
+
+def _swap_slowdown(
+    executor: CudaExecutor,
+    program: CudaProgram,
+    examples: Sequence[torch.Tensor],
+    bench: LinkBench,
+    link: Link,
+    device_s: float,
+) -> float:
+    """Return the factor by which copies take longer while a program without copies computes, at least 1."""
     copying: list[float] = []
     for _ in range(_ROUNDS):
-        wait = bench.busy(3 * alone_s, link)
-        overlapped.append(device.executor.run(program, examples).latency_s)
-        wait()
-        alone = bench.busy(0.8 * alone_s, link)()
-        wait = bench.busy(0.8 * alone_s, link)
-        device.executor.run(program, examples)
+        alone = bench.busy(0.8 * device_s, link)()
+        wait = bench.busy(0.8 * device_s, link)
+        executor.run(program, examples)
         copying.append(wait() / alone)
-    return max(1.0, statistics.median(overlapped) / alone_s), max(1.0, statistics.median(copying))
-
-
-def _staged_link(device: CudaDevice, program: CudaProgram, link: Link) -> Link:
-    """The link as the staging ring leaves it."""
-    nbytes = sum(step.nbytes for step in program.residents)
-    if not nbytes:
-        return link
-    seconds = statistics.median(device.executor.load(program) for _ in range(3))
-    return Link(link.latency_s, nbytes / seconds)
+    return max(1.0, statistics.median(copying))

@@ -37,14 +37,18 @@ def with_scratch(lowered: Lowered, bucket: Bucket, scratch: Sequence[int]) -> Lo
 def kernel_scratch(
     streams: Streams, program: CudaProgram, graph: Graph, examples: Sequence[torch.Tensor]
 ) -> list[int]:
-    """Bytes beyond its results that each op of a resident program takes at once."""
+    """Bytes beyond its results that each op takes at once. The program swaps its parameters in op by op."""
     driver = streams.driver
     frame = program.new_frame()
     peaks = [0] * len(graph.ops)
 
+    copy = program.performing(driver, frame)
+
     def perform(command: Work) -> None:
-        assert isinstance(command, Kernels), "everything is resident"
-        peaks[command.index] = driver.peak_bytes(lambda: program.compute(command.index, frame))
+        if isinstance(command, Kernels):
+            peaks[command.index] = driver.peak_bytes(lambda: program.compute(command.index, frame))
+        else:
+            copy(command)
 
     program.buffers.fill(examples)
     with driver.allocating(program.pool):
