@@ -78,9 +78,9 @@ def loaded(backend: CudaBackend, model: Measured, plan: Plan, batch: int) -> Ite
 
 @contextmanager
 def resident(backend: CudaBackend, model: Measured, batch: int) -> Iterator[CudaProgram]:
-    """The model with everything in memory, as it was measured: one captured graph, the ideal."""
-    graph = model.graph(batch)
-    with measure.resident(backend, backend.streams, model.lowered, model.store, graph) as program:
+    """The model with everything in memory: one captured graph, the ideal."""
+    plan = measure.resident(model.graph(batch))
+    with measure.loaded(backend, backend.executor, model.lowered, model.store, plan) as program:
         yield program
 
 

@@ -441,8 +441,8 @@ class FakeDriver:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._refuse_in_capture("allocating")
-        if nbytes > self._total_bytes:
-            raise MemoryExceeded(f"the device has {self._total_bytes} bytes, not {nbytes}")
+        if nbytes > self.memory().free_bytes:
+            raise MemoryExceeded(f"the device has {self.memory().free_bytes} bytes free, not {nbytes}")
         memory = torch.empty(nbytes, dtype=torch.uint8)
         memory[:_POISONED_BYTES].fill_(_POISON)  # more would cost seconds for arenas of hundreds of MiB
         self._device_memory.append(memory)

@@ -89,13 +89,25 @@ def test_a_restore_gives_way_to_the_copies_of_an_inference_and_is_complete_befor
     bench.backend.driver.synchronize(first.event)
 
 
-def test_a_restore_is_issued_in_pieces(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_a_restore_are_pieces_of_a_limited_size(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     program = beside(bench, evicting_plan(bench.graph), 0, "a")
-    copies = program.schedule.epilogue
+    copies = [*program.schedule.epilogue, *program.schedule.residents]
     monkeypatch.setattr(executor_module, "_PIECE_BYTES", max(copy.nbytes for copy in copies))
     assert len(executor_module._pieces(program, copies)) == len(copies) > 1
     monkeypatch.setattr(executor_module, "_PIECE_BYTES", sum(copy.nbytes for copy in copies))
     assert len(executor_module._pieces(program, copies)) == 1
+
+
+def test_a_graph_that_gets_no_memory_refuses_the_load(bench: Bench) -> None:
+    """It used to be a warning, and the model was served several times slower."""
+    driver = driver_of(bench)
+    pinned_bytes, pools = driver.pinned_bytes, driver.open_pools
+    driver.graph_bytes = 1 << 40
+    with pytest.raises(MemoryExceeded, match="got no memory"):
+        beside(bench, streaming_plan(bench.graph), 0, "a")
+    assert (driver.pinned_bytes, driver.open_pools, driver.graphs) == (pinned_bytes, pools, 0)
+    driver.graph_bytes = 0
+    beside(bench, streaming_plan(bench.graph), 0, "a")
 
 
 def test_residents_that_are_loaded_again_are_one_launch(bench: Bench) -> None:

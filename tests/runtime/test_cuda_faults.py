@@ -91,8 +91,11 @@ def test_kernels_of_a_thread_that_was_not_adopted(bench: Bench, monkeypatch: pyt
 
 
 def test_a_graph_that_is_released_while_its_replay_is_queued(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: releasing a program does not wait for its epilogue."""
-    program = loaded(bench)
+    """Planted: releasing a program does not wait for what is queued."""
+    program, driver = loaded(bench), driver_of(bench)
+    with driver.on(bench.backend.streams.compute):  # type: ignore[attr-defined]
+        assert program.admission.graph is not None
+        program.admission.graph.replay()
     monkeypatch.setattr(CudaExecutor, "settle", lambda executor: None)
     with pytest.raises(AssertionError, match="whose replay is queued"):
         bench.executor.release(program)
@@ -104,7 +107,11 @@ def test_a_graph_that_is_released_while_its_replay_is_queued(bench: Bench, monke
 
 def test_a_store_that_is_closed_while_copies_from_it_are_queued(bench: Bench) -> None:
     """Planted: the executor is not asked to settle before."""
-    loaded(bench)
+    program, driver = loaded(bench), driver_of(bench)
+    bench.executor.settle()
+    with driver.on(bench.backend.streams.swap_in):  # type: ignore[attr-defined]
+        for copy in program.schedule.epilogue:
+            program.copies[copy]()
     with pytest.raises(AssertionError, match="unpinned that a queued copy uses"):
         bench.store.close()
     bench.executor.settle()

@@ -55,7 +55,7 @@ def lowered(model: Residual, tmp_path: Path) -> Lowered:
 
 @pytest.fixture
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_AMPLE_BYTES", 16 * MIB)
+    monkeypatch.setattr(measure, "MOST_SCRATCH_BYTES", 16 * MIB)
     monkeypatch.setattr(link, "_COPY_BYTES", 64 << 10)
     monkeypatch.setattr(measure, "_ROUNDS", 1)
 

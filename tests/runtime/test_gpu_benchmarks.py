@@ -36,7 +36,6 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(resnet, "BLOCKS", (1, 1, 1, 1))
     monkeypatch.setattr(resnet, "WIDTH", 32)
     monkeypatch.setattr(resnet, "INPUT", (3, 32, 32))
-    monkeypatch.setattr(measure, "_AMPLE_BYTES", 32 * MIB)
     monkeypatch.setattr(measure, "_ROUNDS", 1)
     monkeypatch.setattr(link, "_COPY_BYTES", 64 << 10)
     monkeypatch.setattr(common, "FOLDER", tmp_path / "gpu")

@@ -19,7 +19,7 @@ import torch
 from cohabit.planner import cache_file
 from cohabit.planner.errors import FormatError, InfeasibleBudget
 from cohabit.planner.graph import Graph, aligned, decode_as, fingerprint
-from cohabit.planner.lifetimes import peak_activation_bytes
+from cohabit.planner.lifetimes import lifespans, live_activation_bytes
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from cohabit.planner.problem import Limit, Problem
@@ -199,6 +199,7 @@ def _layer_plan(graph: Graph, free_bytes: int) -> Plan:
     """
     steps: list[Step] = []
     computes: list[int] = []
+    dead = _dead_after(graph)
     window = 0
     for number, needed in enumerate(graph.needed):
         streamed = [i for i in needed if graph.tensors[i].kind == "parameter"]
@@ -207,11 +208,11 @@ def _layer_plan(graph: Graph, free_bytes: int) -> Plan:
             steps.append(SwapIn(i, Address("partition", offset), tuple(computes[-1:])))
         waits = (len(steps) - 1,) if streamed else ()
         computes.append(len(steps))
-        steps.append(Compute(number, waits))
+        steps += [Compute(number, waits), *map(Drop, dead[number])]
         if number < len(graph.needed) - 1:  # outputs may be parameters
             steps += [Drop(i) for i in streamed]
         window = max(window, sum(sizes))
-    peak = peak_activation_bytes(graph)
+    peak = max(live_activation_bytes(graph))
     pool = peak + max(peak, 2 * LEAST_LARGE_BYTES) + MOST_SCRATCH_BYTES
     pool = max(peak, min(pool, free_bytes - window - _spare_bytes(free_bytes)))
     memory = Memory(aligned(pool, _PAGE_BYTES), window)
@@ -220,10 +221,20 @@ def _layer_plan(graph: Graph, free_bytes: int) -> Plan:
 
 def resident(graph: Graph) -> Plan:
     """Return a plan with every parameter resident, whose pool is as large as activations and scratch need."""
-    plan = resident_plan(graph)
-    pool = aligned(peak_activation_bytes(graph), _PAGE_BYTES)
+    plan, dead = resident_plan(graph), _dead_after(graph)
+    pool = aligned(max(live_activation_bytes(graph)), _PAGE_BYTES)
     memory = Memory(pool, plan.memory.partition_bytes)
-    return msgspec.structs.replace(plan, memory=memory, pool_bytes=pool)
+    steps = [step for number in range(len(graph.ops)) for step in (Compute(number), *map(Drop, dead[number]))]
+    return msgspec.structs.replace(plan, memory=memory, pool_bytes=pool, steps=tuple(steps))
+
+
+def _dead_after(graph: Graph) -> list[list[int]]:
+    """Return by op the inputs and activations that it is the last to use."""
+    dead: list[list[int]] = [[] for _ in graph.ops]
+    for i, span in enumerate(lifespans(graph)):
+        if span is not None and i not in graph.outputs and not graph.tensors[i].is_weight and graph.ops:
+            dead[span.end - 1].append(i)
+    return dead
 
 
 def _fitting_plan(graph: Graph, profile: Profile, free_bytes: int) -> Plan:
