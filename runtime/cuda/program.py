@@ -188,7 +188,6 @@ class CudaProgram(Program):
 
         return perform
 
-
     def _limited(self, index: int) -> AbstractContextManager[None]:
         """Limit the scratch of an op whose kernel is being chosen, for the block."""
         op = self.graph.ops[index]

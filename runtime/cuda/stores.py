@@ -5,7 +5,7 @@ turn, in the thread that issues the copies: the link then waits for the host, no
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,7 +164,7 @@ class Ring:
                 self._slots.append(_Slot(host, torch.from_numpy(host)))
             self.slot_bytes = nbytes
 
-    def pass_through(self, source: HostStore[HostBytes], segment: int, destination: torch.Tensor) -> None:
+    def pass_through(self, fill: Callable[[HostBytes], None], destination: torch.Tensor) -> None:
         """Fill the next slot, when the copy out of it has ended, and issue the copy to the device."""
         with self._turn:
             slot = self._slots[self._next]
@@ -172,7 +172,7 @@ class Ring:
             if slot.emptied is not None:
                 self._driver.synchronize(slot.emptied)
             nbytes = destination.nbytes
-            source.copy(segment, slot.host[:nbytes])()
+            fill(slot.host[:nbytes])
             self._driver.copy(destination, slot.tensor[:nbytes])
             slot.emptied = slot.emptied or self._driver.event()
             self._driver.record(slot.emptied)
@@ -206,7 +206,7 @@ class StagedStore:
         ring.fit(max((s.nbytes for s in manifest.segments), default=0))
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
-        return lambda: self._ring.pass_through(self._source, segment, destination)
+        return lambda: self._ring.pass_through(lambda host: self._source.copy(segment, host)(), destination)
 
     def pinned(self, segment: int) -> torch.Tensor | None:
         return None

@@ -105,7 +105,9 @@ class Transfers:
                     return
                 self._issue_next(transfer)
             try:
-                self._streams.driver.synchronize(transfer.event)  # no second piece is ahead of an inference's copies
+                self._streams.driver.synchronize(
+                    transfer.event
+                )  # no second piece is ahead of an inference's copies
             except Exception as error:
                 self._fail(transfer, error)
 

@@ -91,7 +91,11 @@ class Model:
             partition_bytes=0 if self.shares else plan.memory.partition_bytes,
             parameter_bytes=self.parameter_bytes,
             resident_bytes=0 if self.shares else sum(tensors[p.tensor].nbytes for p in plan.residents),
-            predicted_s={b: p.provenance.latency_s for b, p in self.plans.items() if p.provenance is not None},
+            predicted_s={
+                b: p.provenance.latency_s + self.profiles[b].host_s
+                for b, p in self.plans.items()
+                if p.provenance is not None
+            },
             bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
             lane=self.lane,
         )

@@ -119,14 +119,18 @@ class ProgramServable:
 
     @property
     def predicted_s(self) -> Mapping[Bucket, float]:
-        """The plans' predicted seconds by bucket; a model without a batch dimension has batch 1."""
-        plans = {bucket: program.plan.provenance for bucket, program in self.programs.items()}
+        """Predicted seconds of an inference by bucket: its plan's, and what the host of a device of its own adds.
+
+        A model without a batch dimension has batch 1.
+        """
         most = self.info.max_batch_size
-        return {
-            bucket if most else bucket._replace(batch=1): plan.latency_s
-            for bucket, plan in plans.items()
-            if plan is not None and (not most or bucket.batch <= most)
-        }
+        predicted = {}
+        for bucket, program in self.programs.items():
+            plan, profile = program.plan.provenance, program.draft.profile
+            if plan is not None and (not most or bucket.batch <= most):
+                host_s = 0.0 if profile is None else profile.host_s
+                predicted[bucket if most else bucket._replace(batch=1)] = plan.latency_s + host_s
+        return predicted
 
     @property
     def recovery_s(self) -> float:

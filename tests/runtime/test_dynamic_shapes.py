@@ -20,12 +20,15 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket, ShapeBuckets
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cuda import capture
+from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.exported import from_program
 from cohabit.runtime.lowering.lower import MOST_BUCKETS, Lowered, _buckets, cached, lower
 from cohabit.runtime.options import DEFAULTS, Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, fake_cuda, fake_streams
+from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.observing import addresses, note_held
 from tests.runtime.plans import offloading_plan, streaming_plan, with_room
 
@@ -217,7 +220,9 @@ def bucket_of(lowered: Lowered, batch: int, sizes: tuple[int, ...]) -> Bucket:
 def run(
     backend: Backend, lowered: Lowered, plan: Plan, inputs: Examples, held: dict[int, int] | None = None
 ) -> list[torch.Tensor]:
-    """Load a plan by itself, and run it twice. `held` gets the bytes outside of the arena before each step."""
+    """Load a plan by itself, and run it three times: where there are graphs, the second run captures smaller shapes.
+
+    `held` gets the bytes outside of the arena before each step."""
     roomy = with_room(plan, 64 * MIB)
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     arena = backend.arena(roomy.memory.nbytes)
@@ -225,9 +230,10 @@ def run(
     backend.executor.load(program)
     if held is not None:
         program = note_held(held, program, addresses(arena))
-    for _ in range(2):
+    for _ in range(3):
         outputs = backend.executor.run(program, [inputs[p.name].clone() for p in lowered.inputs]).outputs
     backend.executor.release(program)
+    arena.close()
     store.close()
     return outputs
 
@@ -263,6 +269,42 @@ def test_every_size_equals_eager_and_has_the_same_bits_at_every_budget(
         for want, one, other in zip(expected, kept, swapped, strict=True):
             torch.testing.assert_close(one, want, atol=1e-4 * float(want.abs().max()), rtol=0)
             assert torch.equal(one, other), (batch, sizes)
+
+
+def test_smaller_shapes_are_replayed_from_their_third_time_on_and_graphs_are_limited(
+    lowered_cases: Callable[[str, bool], Lowered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "MOST_SIZED", 2)
+    lowered, driver = lowered_cases("encoder", False), FakeDriver()
+    backend = CudaBackend(driver)
+    plan = with_room(streaming_plan(lowered.graphs[bucket_of(lowered, 1, (9,))]), 64 * MIB)
+    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    arena = backend.arena(plan.memory.nbytes)
+    program = backend.build(lowered, plan, None, arena, Bases(0, plan.memory.partition_bytes), store)
+    backend.executor.load(program)
+    graphs = driver.graphs
+
+    def calls(length: int) -> set[str]:
+        inputs = ids_and_mask(1, length)
+        driver.calls.clear()
+        found = backend.executor.run(program, [inputs[p.name] for p in lowered.inputs]).outputs
+        for want, one in zip(eager("encoder", inputs), found, strict=True):
+            torch.testing.assert_close(one, want, atol=1e-5, rtol=0)
+        return {"launch", "capture", "replay"} & set(driver.calls)
+
+    for length in (9, 10, 11):
+        assert calls(length) == {"launch"}
+        assert calls(length) == {"launch", "capture", "replay"}
+        assert calls(length) == {"replay"}
+    assert driver.graphs == graphs + 2, "the one used least recently is gone"
+    assert calls(9) == {"launch"}
+    assert calls(11) == {"replay"}
+    driver.uncapturable = "the test says so"
+    assert calls(9) == {"launch", "capture"}
+    driver.uncapturable = None
+    assert calls(12) == calls(12) == calls(12) == {"launch"}, "a pool in which a capture failed has no other"
+    backend.close()
+    store.close()
 
 
 @pytest.mark.parametrize("name", CASES)

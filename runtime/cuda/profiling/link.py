@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cohabit.planner.profile import Link
-from cohabit.runtime.cuda.api import HostBytes, Stream
+from cohabit.runtime.cuda.api import Stream
 from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.stores import PinnedMemory, Ring
 from cohabit.runtime.lowering.weights import Manifest
@@ -55,7 +55,7 @@ class LinkBench:
         if not nbytes:
             return self.links()[0]
         driver, largest = self._streams.driver, max(s.nbytes for s in sample.segments)
-        device, ring, source = driver.allocate(largest), Ring(driver, self._pinned), _Pageable(largest)
+        device, ring, pageable = driver.allocate(largest), Ring(driver, self._pinned), np.ones(largest, np.uint8)
         if not store.staged:
             ring.fit(largest)
         start_s = time.perf_counter()
@@ -65,7 +65,7 @@ class LinkBench:
                 if store.staged:
                     store.copy(index, destination)()
                 else:
-                    ring.pass_through(source, index, destination)
+                    ring.pass_through(lambda host: np.copyto(host, pageable[: host.nbytes]), destination)
         driver.drain()
         seconds = max(time.perf_counter() - start_s, _LEAST_S)
         ring.close()
@@ -116,14 +116,3 @@ class LinkBench:
             driver.record(end)
         driver.synchronize(end)
         return driver.seconds(start, end) / count
-
-
-class _Pageable:
-    """A source of the staging ring in memory that is not pinned."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._bytes = np.ones(nbytes, np.uint8)
-
-    def copy(self, segment: int, destination: HostBytes) -> Callable[[], None]:
-        """Prepare a copy of as many bytes as the destination has."""
-        return lambda: np.copyto(destination, self._bytes[: destination.nbytes])

@@ -325,7 +325,7 @@ def _factor(graph: Graph, plan: Plan, profile: Profile, device_s: float) -> floa
             low = middle
         else:
             high = middle
-    return (low * high) ** 0.5
+    return float((low * high) ** 0.5)
 
 
 def _swap_slowdown(
