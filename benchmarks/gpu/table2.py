@@ -28,7 +28,6 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.runtime.cuda.backend import CudaBackend
-from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.options import DEFAULTS, Options
@@ -101,15 +100,16 @@ def _cell(
 
 def _copy_rate(backend: CudaBackend, program: CudaProgram) -> float:
     """Bytes per second of a program's copies by themselves, one behind the other."""
-    commands = [i.command for i in program.schedule.commands.issues if isinstance(i.command, Copy)]
-    if not commands or program.admission.graph is None:
+    copies = [c.index for c in program.schedule.inference if c.verb == "copy"]
+    if not copies or program.admission.graph is None:
         return 0.0
 
     def issue() -> None:
-        for command in commands:
-            program.copies[command]()
+        for copy in copies:
+            program.copies[copy]()
 
-    return sum(command.nbytes for command in commands) / replay_s(backend, program.pool, issue)
+    nbytes = sum(program.schedule.copies[copy].nbytes for copy in copies)
+    return nbytes / replay_s(backend, program.pool, issue)
 
 
 def _plain_rate(backend: CudaBackend, nbytes: int) -> float:

@@ -9,8 +9,7 @@ import logging
 
 from cohabit.runtime.cuda.api import CapturedGraph
 from cohabit.runtime.cuda.buffers import Shapes
-from cohabit.runtime.cuda.inference import issue_inference
-from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.issue import Streams, issue_inference
 from cohabit.runtime.cuda.program import CudaProgram, SizedGraph
 from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
 
@@ -82,13 +81,13 @@ def _captured(streams: Streams, program: CudaProgram) -> CapturedGraph:
 
 def _captured_residents(streams: Streams, program: CudaProgram) -> CapturedGraph | None:
     """Return the copies of initial residents as a graph; None where there are none."""
-    copies = program.schedule.residents
-    if not copies:
+    commands = program.schedule.residents
+    if not commands:
         return None
 
     def issue() -> None:
-        for copy in copies:
-            program.copies[copy]()
+        for command in commands:
+            program.copies[command.index]()
 
     with streams.driver.on(streams.swap_in):
         return streams.driver.capture(program.pool, issue)

@@ -23,13 +23,12 @@ from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.cuda.api import CapturedGraph, Driver
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
-from cohabit.runtime.cuda.inference import issue_inference
-from cohabit.runtime.cuda.issue import Streams
-from cohabit.runtime.cuda.joining import Copy
+from cohabit.runtime.cuda.commands import Commands
+from cohabit.runtime.cuda.issue import Feeder, Streams, issue_inference
 from cohabit.runtime.cuda.profiling.dry_run import SMALL_SEGMENT_BYTES, fitting_pools
 from cohabit.runtime.cuda.profiling.stopwatch import CudaStopwatch
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
-from cohabit.runtime.cuda.transfers import Feeder, Piece, Transfer, Transfers
+from cohabit.runtime.cuda.transfers import Piece, Transfer, Transfers
 from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
 from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import Follow, Recording
@@ -137,8 +136,8 @@ class CudaExecutor:
     def _load_residents(self, program: CudaProgram) -> None:
         with self._faults(program):
             self._adopt()
-            graph, copies = program.admission.residents, program.schedule.residents
-            pieces = _pieces(program, copies) if graph is None else [graph.replay]
+            graph = program.admission.residents
+            pieces = _pieces(program, program.schedule.residents) if graph is None else [graph.replay]
             transfer = self._transfers.issue(program.name, pieces)
             self._transfers.take(program.name)
             self._driver.synchronize(transfer.event)
@@ -324,12 +323,12 @@ class CudaExecutor:
             raise
 
     def _submit_epilogue(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
-        copies = program.schedule.epilogue
+        commands = program.schedule.epilogue
         if watch is not None:
             perform = watch.timing(program.performing(self._driver, []))
-            self._transfers.issue(program.name, [partial(perform, copy) for copy in copies])
-        elif copies:
-            self._transfers.submit(program.name, _pieces(program, copies))
+            self._transfers.issue(program.name, [partial(perform, command) for command in commands])
+        elif commands:
+            self._transfers.submit(program.name, _pieces(program, commands))
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
@@ -463,19 +462,23 @@ def _timeline(program: CudaProgram, spans: tuple[Span, ...]) -> Timeline:
     return Timeline(spans, latency_s, None, program.link_bytes)
 
 
-def _pieces(program: CudaProgram, copies: Sequence[Copy]) -> list[Piece]:
+def _pieces(program: CudaProgram, commands: Commands) -> list[Piece]:
     """Return calls that issue copies, neighbours in the order together up to `_PIECE_BYTES`."""
-    groups: list[list[Copy]] = []
-    for copy in copies:
-        if not groups or sum(c.nbytes for c in groups[-1]) + copy.nbytes > _PIECE_BYTES:
+    groups: list[list[int]] = []
+    group_bytes = 0
+    for command in commands:
+        nbytes = program.schedule.copies[command.index].nbytes
+        if not groups or group_bytes + nbytes > _PIECE_BYTES:
             groups.append([])
-        groups[-1].append(copy)
+            group_bytes = 0
+        groups[-1].append(command.index)
+        group_bytes += nbytes
 
-    def piece(group: Sequence[Copy]) -> None:
+    def issue(group: Sequence[int]) -> None:
         for copy in group:
             program.copies[copy]()
 
-    return [partial(piece, group) for group in groups]
+    return [partial(issue, group) for group in groups]
 
 
 def _check_refusal(program: CudaProgram, *, failed: bool) -> None:

@@ -1,6 +1,6 @@
 """Programs prepared for a CUDA device: schedule, copies, fixed buffers, pool, and captured graph."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -14,9 +14,7 @@ from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from cohabit.runtime.cuda.buffers import Buffers, Shapes
-from cohabit.runtime.cuda.issue import Perform
-from cohabit.runtime.cuda.joining import Copy, Forecast
-from cohabit.runtime.cuda.schedule import Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
+from cohabit.runtime.cuda.commands import Command, Forecast, IssueSchedule, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
@@ -83,7 +81,8 @@ class CudaProgram(Program):
     """One model in one bucket, ready to be issued or replayed."""
 
     schedule: IssueSchedule
-    copies: Mapping[Copy, Callable[[], None]]
+    copies: tuple[Callable[[], None], ...]
+    """Issue those of the schedule, one each."""
     buffers: Buffers
     pool_memory: torch.Tensor
     """The bytes of the arena for activations and scratch."""
@@ -167,24 +166,27 @@ class CudaProgram(Program):
         if not self.borrows_buffers:
             self.buffers.close()
 
-    def performing(self, driver: Driver, frame: Frame) -> Perform:
-        """Return a call that issues a command of one inference."""
+    def performing(self, driver: Driver, frame: Frame) -> Callable[[Command], None]:
+        """Return a call that issues a command of one inference to the current stream."""
 
-        def perform(command: Work) -> None:
-            match command:
-                case Kernels(index):
+        def perform(command: Command) -> None:
+            index = command.index
+            match command.verb:
+                case "compute":
                     with self._limited(index):
                         driver.launch(lambda: self.compute(index, frame))
-                case Copy():
-                    self.copies[command]()
-                case Save(index):
+                case "copy":
+                    self.copies[index]()
+                case "save":
                     driver.carry(_offloaded(self.swap_outs[index].offloaded).copy_out)
-                case Return(index):
+                case "return":
                     driver.carry(_offloaded(self.swap_ins[index].offloaded).copy_back)
-                case Empty(index):
+                case "empty":
                     driver.launch(self.offloaded[index].deallocate)
-                case Refill(index):
+                case "refill":
                     driver.launch(self.offloaded[index].allocate)
+                case _:
+                    raise AssertionError(f"{command.verb} is no work of a program")
 
         return perform
 
@@ -278,7 +280,7 @@ def prepare(
 
 def _copying_s(program: Program, scheduled: IssueSchedule) -> float:
     """Return when the last copy that belongs to an inference itself ends, by the profile's times."""
-    copied = max((i.command.last for i in scheduled.commands.issues if isinstance(i.command, Copy)), default=0)
+    copied = max((scheduled.copies[c.index].last for c in scheduled.inference if c.verb == "copy"), default=0)
     return Forecast.of(program).arrivals_s[copied - 1] if copied else 0.0
 
 
@@ -305,8 +307,6 @@ def _obstacle(program: Program, *, staged: bool) -> str | None:
 
 def _prepared_copies(
     scheduled: IssueSchedule, arena: DeviceArena[torch.Tensor], store: HostStore[torch.Tensor]
-) -> dict[Copy, Callable[[], None]]:
+) -> tuple[Callable[[], None], ...]:
     """Return every copy of a schedule, ready to be issued."""
-    copies = {*scheduled.epilogue, *scheduled.residents}
-    copies |= {i.command for i in scheduled.commands.issues if isinstance(i.command, Copy)}
-    return {c: store.copy(c.segment, arena.bytes(c.offset, c.nbytes)) for c in copies}
+    return tuple(store.copy(c.segment, arena.bytes(c.offset, c.nbytes)) for c in scheduled.copies)

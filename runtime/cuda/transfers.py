@@ -31,17 +31,6 @@ class Transfer:
     error: BaseException | None = None
 
 
-class Feeder(ThreadPoolExecutor):
-    """A thread that makes calls which need host work and do not raise, in order. It starts when it is first needed."""
-
-    def __init__(self) -> None:
-        super().__init__(1, "swap-in")
-
-    def drain(self) -> None:
-        """Return when every call has been made."""
-        self.submit(int).result()
-
-
 class Transfers:
     """Restores in progress, by model."""
 

@@ -91,11 +91,12 @@ def test_a_restore_gives_way_to_the_copies_of_an_inference_and_is_complete_befor
 
 def test_copies_of_a_restore_are_pieces_of_a_limited_size(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     program = beside(bench, evicting_plan(bench.graph), 0, "a")
-    copies = [*program.schedule.epilogue, *program.schedule.residents]
-    monkeypatch.setattr(executor_module, "_PIECE_BYTES", max(copy.nbytes for copy in copies))
-    assert len(executor_module._pieces(program, copies)) == len(copies) > 1
-    monkeypatch.setattr(executor_module, "_PIECE_BYTES", sum(copy.nbytes for copy in copies))
-    assert len(executor_module._pieces(program, copies)) == 1
+    commands = (*program.schedule.epilogue, *program.schedule.residents)
+    sizes = [program.schedule.copies[command.index].nbytes for command in commands]
+    monkeypatch.setattr(executor_module, "_PIECE_BYTES", max(sizes))
+    assert len(executor_module._pieces(program, commands)) == len(commands) > 1
+    monkeypatch.setattr(executor_module, "_PIECE_BYTES", sum(sizes))
+    assert len(executor_module._pieces(program, commands)) == 1
 
 
 def test_a_graph_that_gets_no_memory_refuses_the_load(bench: Bench) -> None:

@@ -110,8 +110,8 @@ def test_a_store_that_is_closed_while_copies_from_it_are_queued(bench: Bench) ->
     program, driver = loaded(bench), driver_of(bench)
     bench.executor.settle()
     with driver.on(bench.backend.streams.swap_in):  # type: ignore[attr-defined]
-        for copy in program.schedule.epilogue:
-            program.copies[copy]()
+        for command in program.schedule.epilogue:
+            program.copies[command.index]()
     with pytest.raises(AssertionError, match="unpinned that a queued copy uses"):
         bench.store.close()
     bench.executor.settle()

@@ -16,7 +16,7 @@ from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.cuda.backend import CudaBackend
-from cohabit.runtime.cuda.schedule import Empty, Refill, Return, Save, Wait
+from cohabit.runtime.cuda.commands import FORK
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.profiling.profile import resident_plan
@@ -113,14 +113,13 @@ def test_without_any_one_wait_some_order_goes_wrong(
     name: str, make: Callable[[int], CudaBackend], lowered: Lowered, expected: torch.Tensor
 ) -> None:
     plan = PLANS[name](lowered.graphs[Bucket(2)])
-    commands = schedule_of(lowered, plan).commands
-    kinds = {type(item.command) for item in commands.issues}
-    assert {Save, Empty, Refill, Return} <= kinds
-    waits = [item for item in commands.issues if isinstance(item.command, Wait)]
+    commands = schedule_of(lowered, plan).inference
+    assert {"save", "empty", "refill", "return"} <= {command.verb for command in commands}
+    waits = [command for command in commands if command.verb == "wait"]
     for left_out in range(wait_count(commands)):
-        if make is fake_streams and waits[left_out].command == Wait(0):
+        if make is fake_streams and waits[left_out].index == FORK:
             continue  # by it the copies join a capture; streams do without
-        with lowering(lambda s, n=left_out: replace(s, commands=without(s.commands, n))):  # type: ignore[misc]
+        with lowering(lambda s, n=left_out: replace(s, inference=without(s.inference, n))):  # type: ignore[misc]
             assert goes_wrong(make, lowered, plan, expected), f"wait {left_out} of {name} is not needed"
 
 

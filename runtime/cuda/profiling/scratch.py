@@ -16,11 +16,10 @@ from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.plan import Compute
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.cuda.arena import CudaArena
-from cohabit.runtime.cuda.inference import issue_inference
-from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.commands import Command
+from cohabit.runtime.cuda.issue import Streams, issue_inference
 from cohabit.runtime.cuda.profiling.dry_run import LEAST_LARGE_BYTES, SMALL_SEGMENT_BYTES, fitting_pools
 from cohabit.runtime.cuda.program import ALIGNMENT_BYTES, CudaProgram
-from cohabit.runtime.cuda.schedule import Kernels, Work
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered
 
@@ -44,8 +43,8 @@ def kernel_scratch(
 
     copy = program.performing(driver, frame)
 
-    def perform(command: Work) -> None:
-        if isinstance(command, Kernels):
+    def perform(command: Command) -> None:
+        if command.verb == "compute":
             peaks[command.index] = driver.peak_bytes(lambda: program.compute(command.index, frame))
         else:
             copy(command)

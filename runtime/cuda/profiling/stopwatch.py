@@ -1,10 +1,9 @@
 """Times every command of one inference on the device."""
 
 from cohabit.runtime.cuda.api import Driver, Event
+from cohabit.runtime.cuda.commands import Command, Copy
 from cohabit.runtime.cuda.issue import Perform
-from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.program import CudaProgram
-from cohabit.runtime.cuda.schedule import Empty, Kernels, Refill, Return, Save, Work
 from cohabit.runtime.recording import Recording
 
 
@@ -15,7 +14,7 @@ class CudaStopwatch:
         self._driver = driver
         self._program = program
         self._origin = driver.event(timed=True)
-        self._timed: list[tuple[Work, Event, Event]] = []
+        self._timed: list[tuple[Command, Event, Event]] = []
 
     def start(self) -> None:
         """Begin, on the current stream."""
@@ -24,7 +23,7 @@ class CudaStopwatch:
     def timing(self, perform: Perform) -> Perform:
         """The same commands, timed. May be called by several threads."""
 
-        def timed(command: Work) -> None:
+        def timed(command: Command) -> None:
             before, after = self._driver.event(timed=True), self._driver.event(timed=True)
             self._driver.record(before)
             perform(command)
@@ -39,17 +38,15 @@ class CudaStopwatch:
         recording = Recording(program)
         for command, before, after in self._timed:
             begin_s, end_s = (start_s + self._driver.seconds(self._origin, event) for event in (before, after))
-            match command:
-                case Kernels(index):
-                    recording.note(program.computes[index], begin_s, end_s)
-                case Save(index):
-                    recording.note(program.swap_outs[index], begin_s, end_s)
-                case Return(index):
-                    recording.note(program.swap_ins[index], begin_s, end_s)
-                case Copy():
-                    self._note_parts(recording, command, begin_s, end_s)
-                case Empty() | Refill():
-                    pass
+            match command.verb:
+                case "compute":
+                    recording.note(program.computes[command.index], begin_s, end_s)
+                case "save":
+                    recording.note(program.swap_outs[command.index], begin_s, end_s)
+                case "return":
+                    recording.note(program.swap_ins[command.index], begin_s, end_s)
+                case "copy":
+                    self._note_parts(recording, program.schedule.copies[command.index], begin_s, end_s)
         return recording
 
     def _note_parts(self, recording: Recording, copy: Copy, start_s: float, end_s: float) -> None:
