@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 
 from cohabit.planner.check import check
 from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.memory import Memory
-from cohabit.planner.plan import SwapIn
 from cohabit.planner.problem import Limit, Problem
-from cohabit.planner.profile import Link, Profile
+from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
@@ -23,11 +21,9 @@ from cohabit.runtime.cuda.executor import CudaExecutor
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES
 from cohabit.runtime.lowering.lower import Lowered, lower
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import streaming_plan
 
 MIB = 1 << 20
 
@@ -105,9 +101,7 @@ def test_a_model_larger_than_the_device_is_measured(wide: Lowered) -> None:
     sized, profiles = measured(CudaBackend(driver), wide)
     assert len(profiles[Bucket(1)].op_seconds) == len(graph.ops)
     assert driver.allocated_bytes == driver.open_pools == 0
-    plan = measure._fitting_plan(sized.graphs[Bucket(1)], profiles[Bucket(1)], driver.memory().free_bytes)
-    assert plan.memory.nbytes <= driver.memory().total_bytes
-    assert any(isinstance(step, SwapIn) for step in plan.steps), "not everything is resident"
+    assert measure.resident(sized.graphs[Bucket(1)]).memory.nbytes > driver.memory().total_bytes
 
 
 def test_a_layer_plan_has_one_op_s_parameters_in_memory(wide: Lowered) -> None:
@@ -119,13 +113,14 @@ def test_a_layer_plan_has_one_op_s_parameters_in_memory(wide: Lowered) -> None:
 
 
 def test_a_run_corrects_the_sum_of_the_ops() -> None:
+    assert measure._correction(ops_s=4.0, device_s=3.0, copies_s=0.0) == 0.75
+    assert measure._correction(ops_s=4.0, device_s=13.0, copies_s=7.0) == 1.5
+    assert measure._correction(ops_s=4.0, device_s=1000.0, copies_s=1001.0) == 0.25, "the copies hide the ops"
     graph = chain([PAGE] * 3)
-    plan, profile = resident_plan(graph), profile_of(graph, op_s=1.0)
-    assert measure._factor(graph, plan, profile, 3 * 0.75) == pytest.approx(0.75, rel=1e-3)
-    streamed = streaming_plan(graph)
-    slow = structs.replace(profile, swap_in=Link(0.0, PAGE / 0.5))
-    taken_s = simulate(graph, streamed, measure._scaled(slow, 1.3)).latency_s
-    assert measure._factor(graph, streamed, slow, taken_s) == pytest.approx(1.3, rel=1e-3)
+    profile = profile_of(graph, op_s=1.0)
+    layers = measure._layer_plan(graph, 1 << 40)
+    taken_s = simulate(graph, layers, profile_of(graph, op_s=0.75)).latency_s
+    assert measure._correction(profile.compute_s, taken_s, 3 * profile.swap_in.seconds(PAGE)) == 0.75
 
 
 def test_one_process_at_a_time_measures_on_a_device(

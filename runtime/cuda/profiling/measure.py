@@ -1,12 +1,11 @@
 """Measures a model on a CUDA device: scratch and time of its kernels, and how much copies slow them down.
 
 Kernels are measured layer by layer, each op with its own parameters alone on the device (HOME, section 3.7), so that a
-model may be larger than the device. Times are the device's, between events. A run of a plan that fits then corrects
-their sum: in a graph there are no gaps between kernels.
+model may be larger than the device. Times are the device's, between events. A run as one graph, in which there are no
+gaps between kernels, corrects their sum: with everything resident if that fits, else layer by layer.
 """
 
 import fcntl
-import logging
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,15 +16,12 @@ import msgspec
 import torch
 
 from cohabit.planner import cache_file
-from cohabit.planner.errors import FormatError, InfeasibleBudget
+from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import Graph, aligned, decode_as, fingerprint
 from cohabit.planner.lifetimes import lifespans, live_activation_bytes
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
-from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Link, Profile
-from cohabit.planner.schedule.simulate import simulate
-from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import DeviceBackend, OnProgress
 from cohabit.runtime.binding.program import Bases
@@ -36,12 +32,9 @@ from cohabit.runtime.cuda.profiling.link import LinkBench
 from cohabit.runtime.cuda.profiling.scratch import kernel_scratch, wasted_bytes, with_scratch
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
 from cohabit.runtime.cuda.stores import PinnedMemory
-from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
-
-_log = logging.getLogger("cohabit.cuda")
 
 FORMAT_VERSION = 5
 CudaDevice = DeviceBackend[CudaProgram]
@@ -51,8 +44,8 @@ _QUEUE_S = 0.03
 _PAGE_BYTES = 4 << 10
 _SPARE_SHARE, _SPARE_BYTES = 0.05, 256 << 20
 """Of the free memory, what the corrected run leaves to graphs and libraries."""
-_LEAST_FACTOR, _MOST_FACTOR, _HALVINGS = 0.25, 4.0, 30
-"""Range in which the correction of op times is searched for."""
+_LEAST_FACTOR, _MOST_FACTOR = 0.25, 4.0
+"""Limits of the correction of op times."""
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,10 +97,9 @@ def measured(
             known = None if path is None else _read(path, key)  # another process may have measured it meanwhile
             if known is None:
                 known = _measure(device, executor, pinned, lowered, store, on_progress)
-        if path is not None:
-            cache_file.write(
-                path, msgspec.json.encode(msgspec.structs.replace(known, key=key, graphs=tuple(graphs)))
-            )
+                known = msgspec.structs.replace(known, key=key, graphs=tuple(graphs))
+                if path is not None:
+                    cache_file.write(path, msgspec.json.encode(known))
     profiles = known.profiles
     if store.staged:
         profiles = tuple(msgspec.structs.replace(profile, swap_in=known.staged) for profile in profiles)
@@ -237,17 +229,6 @@ def _dead_after(graph: Graph) -> list[list[int]]:
     return dead
 
 
-def _fitting_plan(graph: Graph, profile: Profile, free_bytes: int) -> Plan:
-    """Return a plan for the memory that is free. Raises InfeasibleBudget."""
-    room = max(0, free_bytes - _spare_bytes(free_bytes)) // _PAGE_BYTES * _PAGE_BYTES
-    plan = resident(graph)
-    if plan.memory.nbytes <= room:
-        return plan
-    largest = max((graph.tensors[i].nbytes for i in graph.parameters), default=0)
-    workspace = min(plan.memory.workspace_bytes + aligned(2 * largest, _PAGE_BYTES), room)
-    return search(Problem(graph, profile, Memory(workspace, room - workspace)), limit=Limit(evaluations=1))
-
-
 def _spare_bytes(free_bytes: int) -> int:
     return min(int(_SPARE_SHARE * free_bytes), _SPARE_BYTES)
 
@@ -295,37 +276,31 @@ def _corrected(
     """
     graph, examples = lowered.graphs[bucket], lowered.examples(bucket)
     streams = executor.streams
-    try:
-        plan = _fitting_plan(graph, profile, streams.driver.memory().free_bytes)
-        with loaded(device, executor, lowered, store, plan) as program:
-            runs = [executor.run(program, examples) for _ in range(3 * _ROUNDS)][_ROUNDS:]
-            device_s = statistics.median(run.device_s or 0.0 for run in runs)
-            host_s = statistics.median(run.latency_s - (run.device_s or 0.0) for run in runs)
-            swap_slowdown = 1.0
-            if not program.swap_ins:
-                swap_slowdown = _swap_slowdown(executor, program, examples, bench, profile.swap_in, device_s)
-    except (InfeasibleBudget, MemoryExceeded) as error:
-        fields = {"model": lowered.name, "batch": str(bucket), "reason": str(error)}
-        _log.warning("predictions of the model are of its ops one by one", extra={"fields": fields})
-        return profile
-    profile = msgspec.structs.replace(profile, swap_slowdown=swap_slowdown, host_s=max(0.0, host_s))
-    return _scaled(profile, _factor(graph, plan, profile, device_s))
+    free_bytes, plan, swap_slowdown = streams.driver.memory().free_bytes, resident(graph), 1.0
+    if plan.memory.nbytes > free_bytes - _spare_bytes(free_bytes):
+        plan = _layer_plan(graph, free_bytes)
+    with loaded(device, executor, lowered, store, plan) as program:
+        runs = [executor.run(program, examples) for _ in range(3 * _ROUNDS)][_ROUNDS:]
+        device_s = statistics.median(run.device_s or 0.0 for run in runs)
+        host_s = statistics.median(run.latency_s - (run.device_s or 0.0) for run in runs)
+        sizes = [program.schedule.copies[c.index].nbytes for c in program.schedule.inference if c.verb == "copy"]
+        if not sizes:
+            swap_slowdown = _swap_slowdown(executor, program, examples, bench, profile.swap_in, device_s)
+    factor = _correction(profile.compute_s, device_s, sum(map(profile.swap_in.seconds, sizes)))
+    return msgspec.structs.replace(
+        profile,
+        op_seconds=tuple(factor * seconds for seconds in profile.op_seconds),
+        swap_slowdown=swap_slowdown,
+        host_s=max(0.0, host_s),
+    )
 
 
-def _scaled(profile: Profile, factor: float) -> Profile:
-    return msgspec.structs.replace(profile, op_seconds=tuple(factor * s for s in profile.op_seconds))
+def _correction(ops_s: float, device_s: float, copies_s: float) -> float:
+    """Return the factor of op times by which ops and copies, one after the other, take as long as the device did.
 
-
-def _factor(graph: Graph, plan: Plan, profile: Profile, device_s: float) -> float:
-    """Return the factor of all op times by which the plan is predicted to take so long."""
-    low, high = _LEAST_FACTOR, _MOST_FACTOR
-    for _ in range(_HALVINGS):
-        middle = (low * high) ** 0.5
-        if simulate(graph, plan, _scaled(profile, middle)).latency_s < device_s:
-            low = middle
-        else:
-            high = middle
-    return float((low * high) ** 0.5)
+    Where copies take nearly all of it, their spread hides the ops: then the factor has its limits.
+    """
+    return min(max((device_s - copies_s) / (ops_s or 1.0), _LEAST_FACTOR), _MOST_FACTOR)
 
 
 def _swap_slowdown(
