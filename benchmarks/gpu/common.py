@@ -127,5 +127,5 @@ def replay_s(backend: CudaBackend, pool: AllocatorPool, issue: Callable[[], None
             driver.record(end)
             driver.synchronize(end)
             times.append(driver.seconds(start, end))
-    graph.close()
+    driver.release([graph])
     return statistics.median(times)

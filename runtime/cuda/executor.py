@@ -389,7 +389,7 @@ class CudaExecutor:
         self.settle()
         self._admitted = [p for p in self._admitted if p is not program]
         with self._shared.exclusive:
-            program.close()
+            program.close(self._driver)
             self._shared.note_memory(self._driver)
 
     @contextmanager

@@ -22,6 +22,7 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.offload.storage import OffloadedTensor
+from cohabit.runtime.options import Tf32
 from cohabit.runtime.shared_region.region import FetchPlan
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
@@ -65,7 +66,7 @@ class CudaProgram(Program):
     """Copies pass through host code, which no graph can contain."""
     compute_s: float | None
     """Time of the kernels alone, where there is a profile."""
-    tf32: bool
+    tf32: Tf32
     admission: AdmissionState
     borrows_buffers: bool = False
     """Its buffers belong to another program of its model."""
@@ -121,15 +122,13 @@ class CudaProgram(Program):
         for tensor in self.offloaded:
             tensor.forget()
 
-    def close(self) -> None:
+    def close(self, driver: Driver) -> None:
         """Release graph, pool, buffers and spill buffers. Nothing may be in progress."""
         for tensor in self.offloaded:
             tensor.reset()
             tensor.close()
         admission = self.admission
-        for graph in (admission.graph, admission.epilogue, admission.residents):
-            if graph is not None:
-                graph.close()
+        driver.release([g for g in (admission.graph, admission.epilogue, admission.residents) if g is not None])
         if admission.pool is not None:
             admission.pool.close()
         admission.graph = admission.epilogue = admission.residents = admission.pool = None
