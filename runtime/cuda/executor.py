@@ -215,6 +215,7 @@ class CudaExecutor:
 
         Residents that the last run could not restore are loaded again; this run fails only if that fails, too.
         """
+        program.buffers.check(inputs)
         with self._faults(program):
             self._adopt()
         start = time.perf_counter()

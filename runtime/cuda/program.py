@@ -18,6 +18,7 @@ from cohabit.runtime.cuda.joining import Copy
 from cohabit.runtime.cuda.schedule import Empty, IssueSchedule, Kernels, Refill, Return, Save, Work, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.errors import UnsupportedPlan
+from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import DeviceArena, HostStore
@@ -224,6 +225,7 @@ def prepare(
             lowered.shapes(program.bucket),
             pinned,
             is_dynamic=bool(program.bucket.sizes),
+            indexed=indexed_values(lowered, program.bucket),
         ),
         pool_memory=arena.bytes(bases.workspace, _pool_bytes(program.plan)),
         examples=lambda: lowered.examples(program.bucket),
