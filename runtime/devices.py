@@ -11,11 +11,13 @@ def open_device(
     *,
     verify_reads: bool = False,
     lost_on_change: bool = True,
+    host_memory_bytes: int | None = None,
 ) -> Backend:
     """Open a device. Raises DeviceError where there is none of that name.
 
     `link_bandwidth_bytes_per_s` is for the CPU. `verify_reads` compares reads from weights files with checksums.
     `lost_on_change`, for the CPU as well, says whether a changed weights file is the loss of the device.
+    `host_memory_bytes` is the RAM that this process may have, by default that of the machine: CUDA pins a part of it.
     """
     kind, _, index = name.partition(":")
     if name == "cpu":
@@ -24,7 +26,8 @@ def open_device(
         raise DeviceError(f"there is no device '{name}': devices are cpu, cuda, and cuda:N")
     if link_bandwidth_bytes_per_s is not None:
         raise DeviceError(f"the link of {name} is as fast as it is; --link-bandwidth is for the CPU")
-    from cohabit.runtime.cuda.backend import CudaBackend
+    from cohabit.runtime.cuda.backend import CudaBackend, default_limit_bytes
     from cohabit.runtime.cuda.driver import CudaDriver
 
-    return CudaBackend(CudaDriver.open(int(index or 0)), verify_reads=verify_reads)
+    limit_bytes = default_limit_bytes(host_memory_bytes)
+    return CudaBackend(CudaDriver.open(int(index or 0)), limit_bytes, verify_reads=verify_reads)

@@ -1,4 +1,4 @@
-"""A model's options for its kernels. They trade accuracy for time, so all of them are off by default.
+"""A model's options for its kernels, which trade accuracy for time.
 
 Tolerances are relative to the largest output, against eager float32 on the CPU; a test per option holds them.
 """
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["float32", "float16", "bfloat16"]
+Tf32 = Literal["none", "cudnn", "all"]
+"""Which float32 kernels of CUDA may round their operands to 10 bits of mantissa: none, cuDNN's convolutions and
+recurrent layers (torch's own default), or matrix products, too."""
 
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 TF32_TOLERANCE = 1e-2
@@ -20,8 +23,7 @@ class Options:
     """Type of parameters and activations that are float32 in the archive."""
     channels_last: bool = False
     """Store the weights of 2-d convolutions channels last; their kernels then use that layout for activations, too."""
-    tf32: bool = False
-    """Let CUDA round float32 operands of matrix products and convolutions to 10 bits of mantissa."""
+    tf32: Tf32 = "none"
     packed: bool = False
     """Pack the weights of convolutions and linear layers for oneDNN's fused kernels on this machine's CPU."""
     fused: bool = False
@@ -29,13 +31,16 @@ class Options:
 
     @property
     def label(self) -> str:
-        """Part of file names: empty for the defaults. `tf32` changes no file."""
+        """Part of file names: empty for `DEFAULTS`. `tf32` changes no file."""
         dtype = f"-{self.dtype}" if self.dtype != "float32" else ""
         return dtype + "-channels-last" * self.channels_last + "-packed" * self.packed + "-fused" * self.fused
 
     @property
     def tolerance(self) -> float:
-        return max(TOLERANCES[self.dtype], TF32_TOLERANCE if self.tf32 else 0.0)
+        return max(TOLERANCES[self.dtype], TF32_TOLERANCE if self.tf32 != "none" else 0.0)
 
 
 DEFAULTS = Options()
+"""Exact float32 in the exported layout."""
+CUDA_DEFAULTS = Options(channels_last=True, tf32="cudnn", fused=True)
+"""What a server computes with on CUDA unless a model's configuration says otherwise."""

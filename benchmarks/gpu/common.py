@@ -1,6 +1,7 @@
-"""What the GPU benchmarks share: the device, a lowered ResNet-152, a clock, and timing of programs."""
+"""What the GPU benchmarks share: the device, a lowered ResNet-152, timing of programs and of eager PyTorch."""
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.resnet import export_resnet152
+from benchmarks.gpu import resnet as net
+from benchmarks.gpu.resnet import export_resnet152, resnet152
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
@@ -24,7 +26,7 @@ from cohabit.runtime.cuda.profiling import measure
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.memory import HostStore
-from cohabit.runtime.options import DEFAULTS, Options
+from cohabit.runtime.options import CUDA_DEFAULTS, Options, Tf32
 
 FOLDER = Path(".gpu")
 BATCHES = (1, 16, 32, 64)
@@ -32,6 +34,7 @@ PLAN_S = 3.0
 RUNS, WARM_UP, REPLAYS = 30, 5, 7
 _QUEUE_S = 0.004
 """How long the stream is kept busy while a graph is launched."""
+_TF32: dict[Tf32, str] = {"none": "without TF32", "cudnn": "TF32 in cuDNN alone", "all": "TF32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,15 @@ def open_gpu() -> CudaBackend:
     return CudaBackend(CudaDriver.open())
 
 
+def described(options: Options) -> str:
+    """What stands beside a figure: what was computed with."""
+    tf32 = f" {_TF32[options.tf32]}" if options.dtype == "float32" else ""
+    layout, fused = "channels last" if options.channels_last else "NCHW", "fused" if options.fused else "not fused"
+    return f"{options.dtype}{tf32}, {layout}, convolutions {fused}"
+
+
 def resnet(
-    backend: CudaBackend, batch: int, options: Options = DEFAULTS, batches: Sequence[int] = BATCHES
+    backend: CudaBackend, batch: int, options: Options = CUDA_DEFAULTS, batches: Sequence[int] = BATCHES
 ) -> Measured:
     """ResNet-152, lowered at `batches` at once and measured at one of them; both are kept in the folder."""
     path = export_resnet152(FOLDER / "resnet152" / "1" / "model.pt2")
@@ -99,6 +109,26 @@ def latencies_s(backend: CudaBackend, program: CudaProgram) -> list[float]:
     return times[WARM_UP:]
 
 
+def eager_s(backend: CudaBackend, batch: int, options: Options, memory_format: torch.memory_format) -> float:
+    """Median latency of eager PyTorch in this layout, with an option's types and TF32."""
+    dtype = getattr(torch, options.dtype)
+    model = resnet152().to("cuda", dtype, memory_format=memory_format)
+    with backend.driver.tf32(options.tf32):
+        return seconds_of(lambda x: model(x.to(dtype)).float(), batch)
+
+
+def seconds_of(run: Callable[[torch.Tensor], torch.Tensor], batch: int, runs: int = RUNS) -> float:
+    """Median from inputs in pinned host memory to outputs in host memory."""
+    given, times = torch.rand(batch, *net.INPUT).pin_memory(), []
+    with torch.inference_mode():
+        for _ in range(WARM_UP + runs):
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            run(given.to("cuda", non_blocking=True)).cpu()
+            times.append(time.perf_counter() - start_s)
+    return statistics.median(times[WARM_UP:])
+
+
 def plain_sources(backend: CudaBackend, nbytes: int) -> Iterator[torch.Tensor]:
     """Yield pinned memory for a plain copy, of each kind that there is, for as long as the caller uses it.
 
@@ -127,5 +157,5 @@ def replay_s(backend: CudaBackend, pool: AllocatorPool, issue: Callable[[], None
             driver.record(end)
             driver.synchronize(end)
             times.append(driver.seconds(start, end))
-    graph.close()
+    driver.release([graph])
     return statistics.median(times)

@@ -19,7 +19,7 @@ from typing import get_args
 import torch
 
 from benchmarks.gpu import steps
-from benchmarks.gpu.common import Measured, open_gpu, resnet
+from benchmarks.gpu.common import Measured, described, open_gpu, resnet
 from benchmarks.record import markdown_table
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.library import Library
@@ -32,6 +32,7 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.memory import DeviceArena
+from cohabit.runtime.options import CUDA_DEFAULTS
 from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
 
 MODELS = 16
@@ -215,7 +216,7 @@ def _sections(points: Sequence[Point], notes: Sequence[str]) -> list[str]:
         for p in points
     ]
     return [
-        f"Float32, batch 1, {POINT_S:.0f} s per point. Memory is a share of the sixteen"
+        f"Batch 1, as served ({described(CUDA_DEFAULTS)}), {POINT_S:.0f} s per point. Memory is a share of the sixteen"
         " models' weights; *resident* has a workspace on top. What the layouts with one region do is said in"
         " docs/architecture.md; *on_demand* is issued kernel by kernel, because its parameters move.\n",
         markdown_table(header, cells),

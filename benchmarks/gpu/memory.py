@@ -8,11 +8,12 @@ from itertools import pairwise
 import torch
 
 from benchmarks.gpu import steps
-from benchmarks.gpu.common import open_gpu, planned, resnet
+from benchmarks.gpu.common import described, open_gpu, planned, resnet
 from benchmarks.record import markdown_table
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.options import CUDA_DEFAULTS
 
 SHARES = (0.25, 0.5)
 INFERENCES = 10_000
@@ -72,7 +73,7 @@ def _sections(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
         [f"{r.share:.0%}", *map(_mib, (r.arena, r.taken, r.graphs)), str(r.inferences), _mib(r.growth)]
         for r in rows
     ]
-    about = "Figures are differences of the device's free memory.\n"
+    about = f"As served ({described(CUDA_DEFAULTS)}). Figures are differences of the device's free memory.\n"
     return [about, markdown_table(header, table), *(f"{note}\n" for note in notes)]
 
 

@@ -5,7 +5,7 @@ no order but that of events. An event stands for the work that its stream had wh
 issued before that record waits for nothing.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from cohabit.runtime.options import Tf32
 
 Kernels = Callable[[], None]
 HostBytes = npt.NDArray[np.uint8]
@@ -56,10 +58,6 @@ class CapturedGraph(Protocol):
 
     def replay(self) -> None:
         """Issue all of it to the current stream: after the stream's earlier work, and before its later work."""
-        ...
-
-    def close(self) -> None:
-        """Release the graph and its reference to the pool."""
         ...
 
 
@@ -148,6 +146,10 @@ class Driver(Protocol):
 
     def unpin(self, host: HostBytes) -> None: ...
 
+    def near(self) -> AbstractContextManager[None]:
+        """Run the calling thread near the device inside of the block: pages that it touches first then lie there."""
+        ...
+
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
         """Pinned host memory as a device tensor: kernels read it through the link."""
         ...
@@ -172,6 +174,10 @@ class Driver(Protocol):
         """
         ...
 
+    def release(self, graphs: Sequence[Any]) -> None:
+        """Release graphs, and their references to the pool. No replay of theirs may be in progress."""
+        ...
+
     def peak_bytes(self, kernels: Kernels) -> int:
         """Run kernels and wait for them: the most bytes that torch's allocator gave them at once."""
         ...
@@ -182,8 +188,8 @@ class Driver(Protocol):
 
     def set_random_state(self, state: torch.Tensor) -> None: ...
 
-    def tf32(self, allowed: bool) -> AbstractContextManager[None]:
-        """Let matrix products and convolutions round their float32 operands to 10 bits of mantissa, or forbid it."""
+    def tf32(self, allowed: Tf32) -> AbstractContextManager[None]:
+        """Let these float32 kernels use TF32 inside of the block, and no others; for the whole process."""
         ...
 
     def memory(self) -> DeviceMemory: ...

@@ -27,7 +27,7 @@ from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
 
 _log = logging.getLogger("cohabit.cuda")
 PINNED_SHARE = 0.5
-"""Default share of the machine's memory that may be pinned."""
+"""Share of the host memory that a process may have, up to which it pins memory."""
 
 
 class CudaBackend:
@@ -42,7 +42,7 @@ class CudaBackend:
         self.driver = driver
         self._verify_reads = verify_reads
         self.name = driver.name
-        self.pinned_memory = PinnedMemory(driver, pinned_limit_bytes or _default_limit_bytes())
+        self.pinned_memory = PinnedMemory(driver, pinned_limit_bytes or default_limit_bytes())
         self.streams = Streams.of(driver)
         self._ring = Ring(driver, self.pinned_memory)
         self._shared = SharedDevice()
@@ -141,5 +141,8 @@ class CudaBackend:
             self.pinned_memory.close()
 
 
-def _default_limit_bytes() -> int:
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * PINNED_SHARE)
+def default_limit_bytes(host_memory_bytes: int | None = None) -> int:
+    """Return the cap on pinned memory of a process that may have so much RAM, or by default all of the machine's."""
+    if host_memory_bytes is None:
+        host_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(host_memory_bytes * PINNED_SHARE)

@@ -10,6 +10,7 @@ from cohabit.planner.graph import aligned
 from cohabit.runtime.cuda.api import HostBytes
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.lowering.indices import IndexedValues
 from cohabit.runtime.lowering.model import Port
 from cohabit.runtime.lowering.slots import Frame
 
@@ -29,9 +30,11 @@ class Buffers:
         pinned: PinnedMemory,
         *,
         is_dynamic: bool,
+        indexed: Sequence[IndexedValues] = (),
     ) -> None:
         """`shapes` are the largest of inputs and outputs; with `is_dynamic`, inferences may have smaller ones."""
         self._name = name
+        self._indexed = indexed
         self._ports = tuple(inputs)
         self._pinned = pinned
         self._is_dynamic = is_dynamic
@@ -47,6 +50,16 @@ class Buffers:
     def smaller(self) -> Shapes | None:
         """The shapes of the current inference's inputs; None where they are the largest."""
         return None if self.inputs is self._largest[0] else tuple(own.shape for own in self.inputs)
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise DeviceError from IndexError, as a CPU does, for an index out of range, before it is on the device."""
+        for values in self._indexed:
+            if (value := values.out_of_range(tensors[values.input])) is not None:
+                text = (
+                    f"{self._name}: input {self._ports[values.input].name} has the value {value}, an index that is out"
+                    f" of range: it must be from {values.least} to {values.most}"
+                )
+                raise DeviceError(text) from IndexError(text)
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take an inference's inputs. No work may be in progress. Raises DeviceError for another shape or dtype."""

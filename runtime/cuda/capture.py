@@ -69,7 +69,7 @@ def capture_sized(streams: Streams, program: CudaProgram, shapes: Shapes) -> Non
     sized = admission.sized
     sized[shapes] = SizedGraph(graph, tuple(program.buffers.outputs), nbytes)
     while len(sized) > MOST_SIZED or (len(sized) > 1 and sum(s.nbytes for s in sized.values()) > MOST_SIZED_BYTES):
-        sized.pop(next(iter(sized))).graph.close()
+        streams.driver.release([sized.pop(next(iter(sized))).graph])
 
 
 def _captured(streams: Streams, program: CudaProgram) -> CapturedGraph:

@@ -3,8 +3,9 @@
 import atexit
 import gc
 import os
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from cohabit.planner.errors import format_bytes
 from cohabit.runtime.cuda.api import DeviceMemory, HostBytes, Kernels
 from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
+from cohabit.runtime.cuda.numa import local_cpus, running_on
 from cohabit.runtime.cuda.pools import CarvedPool, close_open_pools
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
+from cohabit.runtime.options import Tf32
 
 _cuda: Any = torch.cuda  # in large part without types
 _backends: Any = torch.backends
@@ -24,6 +27,14 @@ _STREAMS = 32
 """Torch has so many streams per device, and gives the first one out again after the last."""
 _CYCLES_PER_S = 2e9
 _NOT_CAPTURED = "kernels could not be captured"
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ALLOCATOR_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^]]*\]|[^,\s]+)")
+_USABLE_SETTINGS = {"backend": "native", "expandable_segments": "False"}
+"""Of torch's allocator, those that pools of given memory need: other backends have no pools, and expandable segments
+take no memory of others."""
+_UNUSABLE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions")
+"""Settings with which a pool has no room for what was planned: its one large segment would not be split, or tensors
+would take more than their size."""
 _registered: dict[int, HostBytes] = {}
 """Pinned host memory by address. The system must not give the addresses out again before they are unpinned."""
 _graphs: "WeakSet[CudaGraph]" = WeakSet()
@@ -65,6 +76,7 @@ class CudaDriver:
             raise DeviceError(
                 f"there is no CUDA device {index}: torch {torch.__version__} sees {count}; use --device cpu"
             )
+        _refuse_allocator_settings(os.environ)
         torch.cuda.set_device(index)
         return CudaDriver(index)
 
@@ -86,7 +98,7 @@ class CudaDriver:
                 torch.nn.functional.linear(square, square, square[0])
                 torch.bmm(square[None], square[None])
                 torch.nn.functional.conv2d(square[None, None], square[None, None, :3, :3])
-        torch.cuda.synchronize(self._index)
+        compute.synchronize()
 
     def stream(self) -> torch.cuda.Stream:
         if self._streams == _STREAMS:
@@ -199,6 +211,14 @@ class CudaDriver:
         self._libcuda.unpin(host.ctypes.data)
         del _registered[host.ctypes.data]
 
+    def near(self) -> AbstractContextManager[None]:
+        return running_on(self._near_cpus)
+
+    @cached_property
+    def _near_cpus(self) -> frozenset[int]:
+        its = torch.cuda.get_device_properties(self._index)
+        return local_cpus(its.pci_domain_id, its.pci_bus_id, its.pci_device_id)
+
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
         raw = host.reshape(-1).view(torch.uint8)
         tensor = torch.as_tensor(_AtAddress(raw.data_ptr(), raw.numel(), raw), device=self.device)
@@ -269,22 +289,42 @@ class CudaDriver:
                 raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
             finally:
                 del error  # it and this frame would keep each other, and the tensors that were made in the pool
-        stream = self._current
-        has_kernels = any(stream.cuda_stream in adopted for adopted in self._adopted.values())
-        return CudaGraph(graph, pool, lambda: self._make_workspaces(stream) if has_kernels else None)
+        return CudaGraph(graph, pool, self._current)
+
+    def release(self, graphs: Sequence["CudaGraph"]) -> None:
+        for graph in graphs:
+            graph.reset()
+        with_kernels = set[int]().union(*self._adopted.values())
+        for number, stream in {graph.stream.cuda_stream: graph.stream for graph in graphs}.items():
+            if number in with_kernels:
+                self._make_workspaces(stream)
 
     @contextmanager
-    def tf32(self, allowed: bool) -> Iterator[None]:
+    def tf32(self, allowed: Tf32) -> Iterator[None]:
         # These switches also set the newer per-op ones; setting only the newer ones would leave the two contradictory.
-        modules = (_backends.cuda.matmul, _backends.cudnn)
-        before = [module.allow_tf32 for module in modules]
-        for module in modules:
-            module.allow_tf32 = allowed
+        wanted = {_backends.cuda.matmul: allowed == "all", _backends.cudnn: allowed != "none"}
+        before = {module: module.allow_tf32 for module in wanted}
+        _set_tf32(wanted)
         try:
             yield
         finally:
-            for module, allowed_before in zip(modules, before, strict=True):
-                module.allow_tf32 = allowed_before
+            _set_tf32(before)
+
+
+def _refuse_allocator_settings(environment: Mapping[str, str]) -> None:
+    """Raise DeviceError for settings of torch's allocator with which pools of our own memory do not work."""
+    for variable in _ALLOCATOR_VARIABLES:
+        for key, value in _ALLOCATOR_SETTING.findall(environment.get(variable, "")):
+            if value != _USABLE_SETTINGS.get(key, value) or key in _UNUSABLE_SETTINGS:
+                raise DeviceError(
+                    f"the environment variable {variable} has {key}:{value}, with which torch's allocator does not"
+                    f" serve memory of the plan's; unset {variable}, or leave {key} out"
+                )
+
+
+def _set_tf32(allowed: Mapping[Any, bool]) -> None:
+    for module, is_allowed in allowed.items():
+        module.allow_tf32 = is_allowed
 
 
 @contextmanager
@@ -302,10 +342,11 @@ def _without_garbage_collection() -> Iterator[None]:
 class CudaGraph:
     """A captured graph. It keeps its pool, whose bytes its kernels use."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CarvedPool, make_workspaces: Callable[[], None]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CarvedPool, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        """Where it was captured."""
         self._graph = graph
         self._pool = pool
-        self._make_workspaces = make_workspaces
         _graphs.add(self)
 
     def replay(self) -> None:
@@ -316,10 +357,6 @@ class CudaGraph:
         _graphs.discard(self)
         with suppress(RuntimeError):  # a lost device
             self._graph.reset()
-
-    def close(self) -> None:
-        self.reset()
-        self._make_workspaces()
 
 
 class _AtAddress:
@@ -347,8 +384,8 @@ class _Nvml:
             return
         with suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
-            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+            uuid = torch.cuda.get_device_properties(index).uuid
+            self._handle = _nvml_handle(pynvml, str(uuid))
 
     def process_bytes(self) -> int | None:
         """Device memory of this process; None if NVML is not there, or does not know the process."""
@@ -362,3 +399,11 @@ class _Nvml:
             return None
         own = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
         return int(own[0]) if own and own[0] is not None else None
+
+
+def _nvml_handle(pynvml: Any, uuid: str) -> Any:
+    """Return NVML's handle of a GPU, or of a part of one (MIG): torch leaves out what tells the two apart."""
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    except pynvml.NVMLError:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())

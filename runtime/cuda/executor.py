@@ -228,6 +228,7 @@ class CudaExecutor:
 
         Residents that the last run could not restore are loaded again; this run fails only if that fails, too.
         """
+        program.buffers.check(inputs)
         with self._faults(program):
             self._adopt()
         start = time.perf_counter()
@@ -429,7 +430,7 @@ class CudaExecutor:
         self.settle()
         self._admitted = [p for p in self._admitted if p is not program]
         with self._shared.exclusive:
-            program.close()
+            program.close(self._driver)
             self._shared.note_memory(self._driver)
 
     @contextmanager

@@ -17,10 +17,12 @@ from cohabit.runtime.cuda.buffers import Buffers, Shapes
 from cohabit.runtime.cuda.commands import Command, Forecast, IssueSchedule, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.errors import UnsupportedPlan
+from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.offload.storage import OffloadedTensor
+from cohabit.runtime.options import Tf32
 from cohabit.runtime.shared_region.region import FetchPlan
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
@@ -94,7 +96,7 @@ class CudaProgram(Program):
     """Time of the kernels alone, where there is a profile."""
     copying_s: float
     """When the last of an inference's copies that its ops wait for is expected to end; 0 without a profile."""
-    tf32: bool
+    tf32: Tf32
     admission: AdmissionState
     borrows_buffers: bool = False
     """Its buffers belong to another program of its model."""
@@ -150,14 +152,13 @@ class CudaProgram(Program):
         for tensor in self.offloaded:
             tensor.forget()
 
-    def close(self) -> None:
+    def close(self, driver: Driver) -> None:
         """Release graph, pool, buffers and spill buffers. Nothing may be in progress."""
         for tensor in self.offloaded:
             tensor.reset()
             tensor.close()
         admission = self.admission
-        for graph in admission.graphs:
-            graph.close()
+        driver.release(admission.graphs)
         if admission.pool is not None:
             admission.pool.close()
         admission.graph = admission.residents = admission.pool = None
@@ -266,6 +267,7 @@ def prepare(
             lowered.shapes(program.bucket),
             pinned,
             is_dynamic=bool(program.bucket.sizes),
+            indexed=indexed_values(lowered, program.bucket),
         ),
         pool_memory=arena.bytes(bases.workspace, _pool_bytes(program.plan)),
         examples=lambda: lowered.examples(program.bucket),

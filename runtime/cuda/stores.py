@@ -46,14 +46,16 @@ class PinnedMemory:
             )
 
     def take(self, nbytes: int, what: str) -> HostBytes:
-        """Zeroed pinned memory, page aligned. Raises MemoryExceeded over the cap."""
+        """Zeroed pinned memory near the device, page aligned. Raises MemoryExceeded over the cap."""
         self.require(nbytes, what)
         host = np.frombuffer(anonymous_memory(nbytes), np.uint8, count=nbytes)
-        if nbytes >= _HUGE_PAGE_BYTES:
-            host.fill(0)
-            use_huge_pages(host)  # pages that are pinned cannot be moved any more
+        with self._driver.near():  # what is not touched yet, pinning touches
+            if nbytes >= _HUGE_PAGE_BYTES:
+                host.fill(0)
+                use_huge_pages(host)  # pages that are pinned cannot be moved any more
+            if nbytes:
+                self._driver.pin(host)
         if nbytes:
-            self._driver.pin(host)
             with self._lock:
                 self._held[host.ctypes.data] = host
                 self.used_bytes += nbytes

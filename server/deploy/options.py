@@ -1,9 +1,11 @@
 """Reads a model's kernel options from its ModelConfig, and refuses options that the device does not support."""
 
+from dataclasses import replace
+
 import torch
 
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.options import Dtype, Options
+from cohabit.runtime.options import CUDA_DEFAULTS, Dtype, Options, Tf32
 from cohabit.server.errors import RepositoryError
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.triton.config_fields import parameter_of
@@ -12,47 +14,54 @@ from cohabit.server.triton.model_config import ModelConfig
 PRECISION, CHANNELS_LAST, FUSED = "precision", "channels_last", "fused"
 """Keys of `parameters` in a ModelConfig, for settings that have no field."""
 
-_DTYPES: dict[str, Dtype] = {
-    "float32": "float32",
-    "tf32": "float32",
-    "float16": "float16",
-    "half": "float16",
-    "bfloat16": "bfloat16",
+_PRECISIONS: dict[str, tuple[Dtype, Tf32]] = {
+    "float32": ("float32", "none"),
+    "tf32": ("float32", "all"),
+    "float16": ("float16", "cudnn"),
+    "half": ("float16", "cudnn"),
+    "bfloat16": ("bfloat16", "cudnn"),
 }
 _TRUTHS = {"true": True, "false": False}
 
 
 def options_of(source: ModelSource, device: str, *, pack_weights: bool = True) -> Options:
     """Return a model's options on a device. Raises RepositoryError naming the parameter."""
+    is_cuda = device.startswith("cuda")
     packed = pack_weights and device == "cpu" and packing.unavailable() is None
+    options = CUDA_DEFAULTS if is_cuda else Options(packed=packed)
     if source.config is None:
-        return Options(packed=packed)
-    precision = _choice(source.config, PRECISION, "float32", tuple(_DTYPES))
-    if precision == "tf32" and not device.startswith("cuda"):
+        return options
+    precision = _choice(source.config, PRECISION, tuple(_PRECISIONS))
+    if precision == "tf32" and not is_cuda:
         raise RepositoryError(
             f"config.pbtxt: parameter '{PRECISION}': tf32 is how CUDA rounds float32; on {device} it changes nothing"
         )
-    dtype = _DTYPES[precision]
-    if packed and not packing.supports(getattr(torch, dtype)):
-        raise RepositoryError(
-            f"config.pbtxt: parameter '{PRECISION}': this CPU ({packing.processor('model name')}) has no instructions"
-            f" for {dtype}, which would take longer than float32; leave it out, or use another CPU"
-        )
-    layout = _choice(source.config, CHANNELS_LAST, "false", tuple(_TRUTHS))
-    fused = _TRUTHS[_choice(source.config, FUSED, "false", tuple(_TRUTHS))]
-    if fused and not device.startswith("cuda"):
+    if precision is not None:
+        dtype, tf32 = _PRECISIONS[precision]
+        if packed and not packing.supports(getattr(torch, dtype)):
+            raise RepositoryError(
+                f"config.pbtxt: parameter '{PRECISION}': this CPU ({packing.processor('model name')}) has no"
+                f" instructions for {dtype}, which would take longer than float32; leave it out, or use another CPU"
+            )
+        options = replace(options, dtype=dtype, tf32=tf32 if is_cuda else "none")
+    layout, fused = (_choice(source.config, key, tuple(_TRUTHS)) for key in (CHANNELS_LAST, FUSED))
+    if fused == "true" and not is_cuda:
         raise RepositoryError(
             f"config.pbtxt: parameter '{FUSED}': fused kernels are cuDNN's; on {device} there are none"
         )
-    return Options(dtype, _TRUTHS[layout], tf32=precision == "tf32", packed=packed, fused=fused)
+    return replace(
+        options,
+        channels_last=options.channels_last if layout is None else _TRUTHS[layout],
+        fused=options.fused if fused is None else _TRUTHS[fused],
+    )
 
 
-def _choice(config: ModelConfig, key: str, default: str, choices: tuple[str, ...]) -> str:
-    """Return the parameter's value in lower case, or the default."""
+def _choice(config: ModelConfig, key: str, choices: tuple[str, ...]) -> str | None:
+    """Return the parameter's value in lower case; None if it is not given."""
 
     def parse(text: str) -> str:
         if text.lower() not in choices:
             raise ValueError(f"'{text[:40]}' is none of {', '.join(choices)}")
         return text.lower()
 
-    return parameter_of(config, key, parse) or default
+    return parameter_of(config, key, parse)

@@ -29,7 +29,7 @@ from cohabit.server.deploy.options import options_of
 from cohabit.server.deploy.worker import EXPECTED, WorkerProcesses, stage
 from cohabit.server.engine.servable import describe
 from cohabit.server.repository.sources import ModelSource
-from cohabit.server.resources import available_cpus
+from cohabit.server.resources import available_cpus, available_memory
 from cohabit.server.triton.config_fields import parameter_of
 from cohabit.server.triton.model_config import ModelConfig, config_mismatch, config_names
 
@@ -105,7 +105,14 @@ def open_backend(config: ServeConfig) -> Backend:
     # A new engine makes a changed file anew, unless there is no new engine, or no archive to make it from.
     remade = config.engine == "process" and config.bundle is None
     link = config.link_bandwidth_bytes_per_s
-    return open_device(config.device, link, verify_reads=config.verifies_reads, lost_on_change=remade)
+    memory_bytes, _ = available_memory()
+    return open_device(
+        config.device,
+        link,
+        verify_reads=config.verifies_reads,
+        lost_on_change=remade,
+        host_memory_bytes=memory_bytes,
+    )
 
 
 def set_up_torch(config: ServeConfig) -> None:

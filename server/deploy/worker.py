@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ _INTERPRETED = {"COHABIT_INTERPRET": "1"}
 """Keeps the planner from being compiled."""
 _KILLED_S = 1.0
 """A process that is killed leaves within this time, unless its device hangs."""
+_DEVICE_RELEASED_S = 10.0
+"""The same of a process with a CUDA device, whose driver releases memory first."""
 _NICENESS = 10
 """The kernel schedules the engine's threads first."""
 
@@ -207,13 +210,19 @@ class WorkerProcesses:
         return _WorkerProcess(self._log_format, later, modules)
 
     def _give_back(self, process: "_WorkerProcess", module: str) -> None:
-        """Keep one idle process of each priority for a module's functions, because starting one takes seconds."""
+        """Keep one idle process of each priority for a module's functions, because starting one takes seconds.
+
+        A process that has opened a CUDA device keeps half a GB of its memory until it ends: a new one takes its place.
+        """
         process.modules.add(module)
+        if process.holds_device:
+            process.end()
         with self._lock:
             self._busy.discard(process)
             others = [other for other in self._idle if other.later is process.later and module in other.modules]
             if not others and not self._closed:
-                self._idle.append(process)
+                modules = sorted(process.modules)
+                self._idle.append(self._started(process.later, modules) if process.holds_device else process)
                 return
         process.end()
 
@@ -230,6 +239,8 @@ class _WorkerProcess:
         self.later = later
         self.modules = set(modules)
         """What it has imported."""
+        self.holds_device = False
+        """Whether a call has opened a CUDA device, as far as is known."""
         context = multiprocessing.get_context("spawn")
         self._pipe, others = context.Pipe()
         arguments = others, log_format, {} if later else _INTERPRETED, modules
@@ -244,12 +255,12 @@ class _WorkerProcess:
         self._pipe.send((function, args, kwargs))
         if not self._pipe.poll(timeout_s):
             raise TimeoutError
-        answer: tuple[Any, _Failure | None] = self._pipe.recv()
-        return answer
+        result, failure, self.holds_device = self._pipe.recv()
+        return result, failure
 
     def end(self) -> None:
         self._process.kill()
-        self._process.join(_KILLED_S)
+        self._process.join(_DEVICE_RELEASED_S if self.holds_device else _KILLED_S)
 
 
 def worker_processes(config: ServeConfig) -> WorkerProcesses:
@@ -286,7 +297,13 @@ def _serve(
         import_module(module)
     with suppress(EOFError, ConnectionError):
         while True:
-            pipe.send(_guarded(*pipe.recv()))
+            pipe.send((*_guarded(*pipe.recv()), _holds_device()))
+
+
+def _holds_device() -> bool:
+    """Whether this process has a CUDA context."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def _end_with_parent() -> None:

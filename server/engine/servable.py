@@ -12,17 +12,14 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Runner
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import DeviceError, UnsupportedModel
+from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
-from cohabit.runtime.lowering.model import TABLE_OPS, Port
-from cohabit.runtime.lowering.slots import Slot
-from cohabit.runtime.lowering.trace import Instruction
+from cohabit.runtime.lowering.model import Port
 from cohabit.runtime.recording import Follow
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Answer, Timing
 from cohabit.server.protocol.datatypes import BF16, DTYPES
-
-aten = torch.ops.aten
 
 DATATYPES: Mapping[torch.dtype, str] = {
     torch.bfloat16 if name == BF16 else torch.from_numpy(np.empty(0, dtype)).dtype: name
@@ -62,49 +59,14 @@ def _spec(lowered: Lowered, port: Port, labels: tuple[str, ...] = (), rows: int 
     return TensorSpec(port.name, DATATYPES[port.dtype], fixed, labels, sizes if -1 in fixed else (), rows=rows)
 
 
-_SAME_VALUES = frozenset(
-    {
-        *(aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default),
-        *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints),
-        *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default),
-        *(aten.permute.default, aten.transpose.int, aten.t.default),
-    }
-)
-"""Operators whose result has all values of their first argument, and no other."""
-_CASTS = frozenset({aten._to_copy.default, aten.to.dtype})
-
-
 def _indexed_rows(lowered: Lowered) -> list[int | None]:
-    """Return for each input how many rows the smallest table has that its values index directly, if there is one.
-
-    Values of which the program indexes a part only, or after arithmetic, have no range that is known here.
-    """
-    trace = lowered.traces[min(lowered.traces)]
-    shapes = {piece.name: piece.shape for segment in lowered.manifest.segments for piece in segment.pieces}
-    shapes |= {table.name: table.shape for table in lowered.manifest.tables}
-    of_input = {slot: number for number, slot in enumerate(trace.input_slots)}
-    changed = {storage.index for op in trace.ops for storage in op.mutates if storage.kind == "input"}
+    """Return for each input how many rows the smallest table has that all its values index, if there is one."""
     found: list[int | None] = [None] * len(lowered.inputs)
-    for call in trace.instructions:
-        if not call.args:
-            continue
-        first, indices = call.args[0], call.args[1] if len(call.args) > 1 else None
-        if call.target in TABLE_OPS and isinstance(indices, Slot) and indices.index in of_input:
-            table = trace.weight_slots.get(first.index) if isinstance(first, Slot) else first
-            number = of_input[indices.index]
-            if table in shapes and number not in changed:
-                rows = shapes[table][0]
-                found[number] = min(found[number] or rows, rows)
-        elif isinstance(first, Slot) and first.index in of_input and _keeps_values(call):
-            of_input[call.out] = of_input[first.index]
+    for values in indexed_values(lowered, min(lowered.traces)):
+        if values.are_all and values.least == 0:
+            rows = values.most + 1
+            found[values.input] = min(found[values.input] or rows, rows)
     return found
-
-
-def _keeps_values(call: Instruction) -> bool:
-    """Whether an instruction's result has the integers that its first argument has."""
-    if call.target in _CASTS:
-        return torch.int64 in (*call.args, *call.kwargs.values())
-    return call.target in _SAME_VALUES
 
 
 @dataclass(slots=True)

@@ -70,6 +70,24 @@ def test_processes_are_started_before_they_are_needed_and_end_when_they_are_not(
     workers.close()
 
 
+def open_device() -> int:
+    """Let this process seem to have a CUDA context."""
+    torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
+    return os.getpid()
+
+
+def test_a_process_that_has_opened_a_cuda_device_ends_with_its_call_and_a_new_one_takes_its_place() -> None:
+    """A context takes half a GB of the device, for as long as its process lives."""
+    with closing(WorkerProcesses()) as workers:
+        first = workers.call(open_device)
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        (idle,) = workers._idle
+        assert not idle.holds_device
+        assert workers.call(is_imported, __name__), "ready for the same functions"
+        assert workers.call(os.getpid) == idle._process.pid
+
+
 def test_what_can_wait_is_called_alone_in_processes_that_compile_the_planner() -> None:
     with closing(WorkerProcesses(most=2)) as workers, ThreadPoolExecutor(3) as threads:
         endless = threads.submit(workers.call_later, signal.pause)

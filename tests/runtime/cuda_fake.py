@@ -19,8 +19,8 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from cohabit.runtime.cuda.api import DeviceMemory, HostBytes
 from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
+from cohabit.runtime.options import Tf32
 
 _POISON = 0xA5
 _POISONED_BYTES = 16 << 20
@@ -204,6 +205,8 @@ class FakeDriver:
         """Device memory that the process takes for nothing else."""
         self.names_processes = True
         """Whether it says what of its memory this process takes."""
+        self.tf32_allowed: list[Tf32] = []
+        """By what was issued or captured."""
         self.graphs = 0
         """That have been captured and not been closed."""
         self.skip_waits: set[int] = set()
@@ -478,6 +481,9 @@ class FakeDriver:
         assert not self._uses(host.ctypes.data, host.nbytes), "memory is unpinned that a queued copy uses"
         del self._pinned[host.ctypes.data]
 
+    def near(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
         assert self._is_pinned(host), "only pinned memory can be read by kernels"
         return host
@@ -528,7 +534,8 @@ class FakeDriver:
         torch.set_rng_state(state)
 
     @contextmanager
-    def tf32(self, allowed: bool) -> Iterator[None]:
+    def tf32(self, allowed: Tf32) -> Iterator[None]:
+        self.tf32_allowed.append(allowed)
         yield
 
     def memory(self) -> DeviceMemory:
@@ -559,6 +566,11 @@ class FakeDriver:
         _refuse_unjoined(capture)
         self.graphs += 1
         return FakeGraph(self, capture)
+
+    def release(self, graphs: Sequence["FakeGraph"]) -> None:
+        self.calls.append("release")
+        for graph in graphs:
+            graph.close()
 
     def _replay(self, capture: Capture) -> None:
         """Put a graph's items into queues of its own, between two gates on the current stream."""
@@ -599,6 +611,7 @@ class FakeGraph:
         self._driver._replay(self._capture)
 
     def close(self) -> None:
+        """The driver's `release` does."""
         assert not self.closed
         own = {id(item) for items in self._capture.items.values() for item in items}
         assert all(id(action) not in own for action in self._driver._queued()), (

@@ -20,7 +20,7 @@ from benchmarks.training_nets import TINY
 
 CELLS = {
     copies.STEP: copies.DIRECTIONS[0],
-    table2.STEP: "float32, batch 1",
+    table2.STEP: "as served, batch 1",
     figure8.STEP: "partitioned, memory 90%",
     memory.STEP: "90%",
     cold.STEP: cold.OURS,

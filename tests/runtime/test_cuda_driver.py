@@ -22,6 +22,7 @@ from cohabit.runtime.cuda.api import DeviceMemory
 from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
+from cohabit.runtime.options import Tf32
 
 
 class Library:
@@ -84,6 +85,17 @@ class Graph:
 graphs: list[Graph] = []
 
 
+class Stream:
+    """A `torch.cuda.Stream`."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+        self.synchronized = 0
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
 @pytest.fixture
 def library() -> Library:
     return Library()
@@ -103,15 +115,15 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
         "get_device_name": lambda index: "a stub",
         "MemPool": lambda *allocator: SimpleNamespace(id=(0, 1)),
         "use_mem_pool": use_mem_pool,
-        "Stream": lambda device: SimpleNamespace(cuda_stream=7),
+        "Stream": lambda device: Stream(7),
         "CUDAGraph": Graph,
-        "current_stream": lambda index: left.append(("current_stream",)) or SimpleNamespace(cuda_stream=7),
+        "current_stream": lambda index: left.append(("current_stream",)) or Stream(7),
         "set_stream": lambda stream: left.append(("set_stream", stream.cuda_stream)),
         "stream": lambda stream: nullcontext(),
         "set_device": lambda index: None,
         "mem_get_info": lambda index: (0, 0),
         "empty_cache": lambda: left.append(("empty_cache",)),
-        "synchronize": lambda index: None,
+        "synchronize": lambda index: left.append(("synchronize",)),
     }
     for name, stub in cuda.items():
         monkeypatch.setattr(torch.cuda, name, stub)
@@ -272,22 +284,30 @@ def test_pinned_memory_stays_while_it_is_registered(driver: CudaDriver) -> None:
     assert address not in driver_module._registered
 
 
-def test_workspaces_are_made_anew_after_a_graph_was_released(driver: CudaDriver) -> None:
-    """Torch 2.12 releases those of the graph's stream, although other graphs use them."""
+def captured(driver: CudaDriver, stream: Any) -> Any:
     pool: Any = SimpleNamespace(id=(0, 1), use_count=1)
-    driver._adopted[threading.current_thread()] = {7}
-    graph = driver.capture(pool, lambda: None)
+    with driver.on(stream):
+        return driver.capture(pool, lambda: None)
+
+
+def test_workspaces_are_made_again_once_per_stream_when_graphs_are_released(driver: CudaDriver) -> None:
+    """Torch 2.12 releases those of a graph's stream, although other graphs use them. Other streams go on meanwhile."""
+    first, second = Stream(7), Stream(8)
+    driver._adopted[threading.current_thread()] = {7, 8}
+    own = [captured(driver, stream) for stream in (first, first, second, first)]
     entries = driver.left  # type: ignore[attr-defined]
     assert not [entry for entry in entries if entry[0] == "pool"]
-    graph.close()
-    assert graphs[0].calls == ["begin", "end", "reset"]
-    assert ("pool", driver._libraries) in entries
+    entries.clear()
+    driver.release(own)
+    assert [graph.calls for graph in graphs] == [["begin", "end", "reset"]] * 4
+    assert [entry for entry in entries if entry[0] in ("pool", "synchronize")] == [("pool", driver._libraries)] * 2
+    assert (first.synchronized, second.synchronized) == (1, 1)
 
 
 def test_a_graph_of_copies_has_no_workspaces(driver: CudaDriver) -> None:
     """Its stream runs no kernels: 34 MiB would be taken for nothing."""
-    pool: Any = SimpleNamespace(id=(0, 1), use_count=1)
-    driver.capture(pool, lambda: None).close()
+    driver._adopted[threading.current_thread()] = {8}
+    driver.release([captured(driver, Stream(7))])
     assert ("pool", driver._libraries) not in driver.left  # type: ignore[attr-defined]
 
 
@@ -367,19 +387,110 @@ driver._graphs.add(graph)
     assert done.stdout == "closed\n"
 
 
-def test_nvml_is_opened_once(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("known", [b"GPU-1-2", b"MIG-1-2"])
+def test_nvml_is_opened_once_for_the_gpu_or_the_part_of_one(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, known: bytes
+) -> None:
     opened: list[str] = []
     own = SimpleNamespace(pid=os.getpid(), usedGpuMemory=5 << 20)
+
+    def handle(uuid: bytes) -> bytes:
+        if uuid != known:
+            raise RuntimeError("not found")
+        return uuid
+
     nvml = SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: opened.append("init"),
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: [own] if handle == b"GPU-1-2" else [],
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [own] if handle == known else [],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1-2"))
     assert [driver.memory().process_bytes for _ in range(3)] == [5 << 20] * 3
     assert opened == ["init"]
+
+
+def test_where_nvml_knows_no_device_of_that_id_the_process_s_memory_is_unknown(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handle(uuid: bytes) -> bytes:
+        raise RuntimeError("not found")
+
+    nvml = SimpleNamespace(NVMLError=RuntimeError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1-2"))
+    assert driver.memory().process_bytes is None
+
+
+def test_a_thread_runs_near_the_device_of_that_pci_address(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    before = os.sched_getaffinity(0)
+    near = frozenset({min(before)})
+    monkeypatch.setattr(driver_module, "local_cpus", lambda *address: asked.append(address) or near)
+    its = SimpleNamespace(pci_domain_id=0, pci_bus_id=23, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: its)
+    for _ in range(2):
+        with driver.near():
+            assert os.sched_getaffinity(0) == near
+    assert os.sched_getaffinity(0) == before
+    assert asked == [(0, 23, 1)]
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("backend:cudaMallocAsync", "backend:cudaMallocAsync"),
+        ("pinned_num_register_threads:8, expandable_segments : True", "expandable_segments:True"),
+        ("max_split_size_mb:128", "max_split_size_mb:128"),
+        ("roundup_power2_divisions:[256:1,512:2,>:4]", r"roundup_power2_divisions:\[256:1,512:2,>:4\]"),
+    ],
+)
+def test_settings_of_torch_s_allocator_that_exclude_pools_of_our_own_are_refused_at_open(
+    variable: str, given: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv(variable, given)
+    with pytest.raises(DeviceError, match=f"{variable} has {named}, with which .*; unset {variable}, or leave"):
+        CudaDriver.open()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "backend:native,expandable_segments:False",
+        "garbage_collection_threshold:0.8,pinned_use_cuda_host_register:True",
+    ],
+)
+def test_other_settings_of_torch_s_allocator_are_the_user_s(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver_module._refuse_allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": given})
+
+
+class Switch:
+    """A module of torch's with a switch."""
+
+    def __init__(self, allow_tf32: bool) -> None:
+        self.allow_tf32 = allow_tf32
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"), [("none", (False, False)), ("cudnn", (False, True)), ("all", (True, True))]
+)
+def test_tf32_is_allowed_inside_of_the_block_and_then_as_before(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, given: Tf32, allowed: tuple[bool, bool]
+) -> None:
+    matmul, cudnn = Switch(allow_tf32=True), Switch(allow_tf32=False)
+    monkeypatch.setattr(
+        driver_module, "_backends", SimpleNamespace(cuda=SimpleNamespace(matmul=matmul), cudnn=cudnn)
+    )
+    with driver.tf32(given):
+        assert (matmul.allow_tf32, cudnn.allow_tf32) == allowed
+    assert (matmul.allow_tf32, cudnn.allow_tf32) == (True, False)
 
 
 def test_a_pool_that_was_closed_dies_without_a_garbage_collection(

@@ -15,6 +15,7 @@ from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
 from cohabit.runtime.cuda.transfers import Transfers
 from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_streams, opened
@@ -129,8 +130,16 @@ def test_a_released_program_leaves_no_graph_of_its_copies(bench: Bench) -> None:
     driver = driver_of(bench)
     program = beside(bench, evicting_plan(bench.graph), 0, "a")
     assert driver.graphs == 2, "the inference, its residents"
+    driver.calls.clear()
     bench.executor.release(program)
     assert driver.graphs == 0
+    assert driver.calls.count("release") == 1, "workspaces are made again once"
+
+
+def test_a_program_is_issued_and_captured_with_its_own_tf32(bench: Bench) -> None:
+    own = replace(bench, lowered=replace(bench.lowered, options=Options(tf32="cudnn")))
+    program = beside(own, streaming_plan(bench.graph), 0, "a")
+    assert set(driver_of(bench).tf32_allowed) == {program.tf32} == {"cudnn"}
 
 
 def test_a_lost_device_is_said_to_every_request(bench: Bench) -> None:

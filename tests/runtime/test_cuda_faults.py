@@ -102,7 +102,7 @@ def test_a_graph_that_is_released_while_its_replay_is_queued(bench: Bench, monke
     monkeypatch.undo()
     driver_of(bench).drain()
     program.admission.graph = None  # the first that was released
-    program.close()
+    program.close(driver_of(bench))
 
 
 def test_a_store_that_is_closed_while_copies_from_it_are_queued(bench: Bench) -> None:
@@ -167,4 +167,4 @@ def test_a_lane_goes_on_while_another_one_captures(bench: Bench) -> None:
     assert compute is not own.compute
     assert torch.equal(ended[0], expected)  # type: ignore[arg-type]
     assert ended[1] == "another thread captures the stream"
-    graph.close()
+    driver.release([graph])

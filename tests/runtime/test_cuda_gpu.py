@@ -17,6 +17,7 @@ from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.host.pages import anonymous_memory
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.profiling.profile import resident_plan
@@ -152,8 +153,7 @@ def test_ten_thousand_inferences_allocate_nothing(backend: CudaBackend, wide: Lo
         for program, inputs in programs:
             backend.executor.run(program, inputs)
     after, later = backend.driver.memory(), torch.cuda.memory_stats()
-    assert after.free_bytes == before.free_bytes
-    assert after.process_bytes == before.process_bytes
+    assert after.process_bytes == before.process_bytes, "other processes change the device's free bytes"
     for name in ("num_device_alloc", "num_alloc_retries", "allocation.all.allocated"):
         assert later.get(name) == statistics.get(name), name
 
@@ -182,10 +182,19 @@ from tests.runtime import models
 from tests.runtime.backends import real_cuda
 from tests.runtime.plans import with_room
 
+class Computed(torch.nn.Module):
+    # Only the kernel that reads by an index that the program computes can tell that it is out of range.
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(48, 16))
+
+    def forward(self, tokens):
+        return self.table[tokens * (1 << 40)]
+
 folder = Path(sys.argv[1])
 torch.manual_seed(0)
-models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder / "model.pt2")
-lowered = lower(folder / "model.pt2", "tied", [2], folder / "cache")
+models.export(Computed(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder / "model.pt2")
+lowered = lower(folder / "model.pt2", "computed", [2], folder / "cache")
 backend = real_cuda()
 store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
 plan = resident_plan(lowered.graphs[Bucket(2)])
@@ -194,7 +203,7 @@ program = backend.build(lowered, plan, None, backend.arena(256 << 20), Bases(0, 
 backend.executor.load(program)
 for _ in range(2):
     try:
-        backend.executor.run(program, [torch.full((2, 5), 1 << 40)])
+        backend.executor.run(program, [torch.ones((2, 5), dtype=torch.int64)])
         raise SystemExit("an index outside of the table was read")
     except DeviceLost:
         assert backend.executor.lost
@@ -202,6 +211,26 @@ print("lost, and said so", flush=True)
 import os
 os._exit(0)
 """
+
+
+def test_an_input_s_index_out_of_range_is_refused_and_the_device_goes_on(
+    backend: CudaBackend, tmp_path: Path
+) -> None:
+    """Kernels lose the device, or compare an index's lower 32 bits: 1 << 40 is then the first row."""
+    torch.manual_seed(0)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    tied = models.lowered(models.Tied(), {"tokens": tokens}, tmp_path, "tied", [2])
+    store = backend.open_store("ram", tied.weights_path, tied.manifest)
+    plan = with_room(resident_plan(tied.graphs[Bucket(2)]), 64 * MIB)
+    arena = backend.arena(256 * MIB)
+    program = backend.build(tied, plan, None, arena, Bases(0, plan.memory.partition_bytes), store)
+    backend.executor.load(program)
+    expected = backend.executor.run(program, [tokens]).outputs
+    for index in (-1, 9000, 1 << 40):
+        with pytest.raises(DeviceError, match=f"input tokens has the value {index}, an index that is out of range"):
+            backend.executor.run(program, [torch.full_like(tokens, index)])
+    assert all(map(torch.equal, backend.executor.run(program, [tokens]).outputs, expected))
+    assert backend.executor.lost is None
 
 
 def test_a_fault_of_the_device_is_an_error_and_a_state_and_never_a_hang(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Memory on a CUDA device: the workspace is carved to the byte, host memory is pinned up to a cap."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -91,16 +93,27 @@ def test_copies_bring_the_file_s_bytes_whatever_the_store(
     assert backend.pinned_memory.used_bytes == driver.pinned_bytes == 0
 
 
-def test_pinned_memory_lies_in_huge_pages_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that are pinned cannot be moved. Small memory has no page of 2 MiB for itself."""
+def test_pinned_memory_lies_enterthe_device_and_in_huge_pages_before_it_is_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages that are pinned cannot be moved. Small memory has no page of 2 MiB for itself, and pinning touches it."""
     driver, events = FakeDriver(), list[tuple[str, int]]()
+
+    @contextmanager
+    def near() -> Iterator[None]:
+        events.append(("near", 0))
+        yield
+        events.append(("anywhere", 0))
+
+    monkeypatch.setattr(driver, "near", near)
     monkeypatch.setattr(stores, "use_huge_pages", lambda host: events.append(("huge", host.nbytes)))
     pin = driver.pin
     monkeypatch.setattr(driver, "pin", lambda host: (events.append(("pin", host.nbytes)), pin(host)))
     pinned = PinnedMemory(driver, 64 * MIB)
     pinned.take(4 * MIB, "a store")
     pinned.take(MIB, "a buffer")
-    assert events == [("huge", 4 * MIB), ("pin", 4 * MIB), ("pin", MIB)]
+    enter, leave = ("near", 0), ("anywhere", 0)
+    assert events == [enter, ("huge", 4 * MIB), ("pin", 4 * MIB), leave, enter, ("pin", MIB), leave]
     pinned.close()
 
 

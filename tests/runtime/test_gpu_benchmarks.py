@@ -1,5 +1,6 @@
 """The GPU benchmarks run from end to end on the fake device, so that a lent GPU's minutes go into measuring."""
 
+import inspect
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2, training
 from benchmarks.gpu.steps import Step
@@ -20,7 +22,7 @@ from cohabit.planner.sizing.deployment import LayoutName
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.lowering import lower as lower_module
-from cohabit.runtime.options import DEFAULTS
+from cohabit.runtime.options import CUDA_DEFAULTS, DEFAULTS, Options
 from cohabit.runtime.training import cuda
 from tests.runtime import gpu_dry_run
 from tests.runtime.cuda_fake import FakeDriver, pinned_array
@@ -44,6 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(common, "WARM_UP", 1)
     monkeypatch.setattr(cold, "RUNS", 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a fake")
+    monkeypatch.setattr(table2, "eager_s", lambda *_: 0.5)
     for module in (common, copies):
         monkeypatch.setattr(module, "pinned_by_torch", pinned_by_fake)
     for module in (table2, copies, memory, figure8, cold):
@@ -67,16 +70,61 @@ def measured(step: Step[Any], cell: str, output: Path) -> str:
 @slow
 def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(table2, "BUDGETS_MB", {1: (0, 8, 9)})
-    monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1,)),))
+    monkeypatch.setattr(table2, "SETTINGS", (("exact", DEFAULTS, (1,)),))
     (cell,) = table2.cells()
     written = measured(table2.STEP, cell, tmp_path)
-    assert "float32, batch 1, 8 MB |" in written
-    assert "float32, batch 1, 9 MB |" in written
-    assert "float32, batch 1, 0 MB: resnet152" in written, "a budget that is too small is a note"
+    assert "exact, batch 1, 8 MB |" in written
+    assert "exact, batch 1, 9 MB |" in written
+    assert "exact, batch 1, 0 MB: resnet152" in written, "a budget that is too small is a note"
+    assert "- *exact*: float32 without TF32, NCHW, convolutions not fused" in written
+    assert re.search(r"8 MB \| 500\.00 \| 500\.00 \| .* \| 0\.\d\dx \|", written), "beside eager PyTorch"
+
+
+def test_what_users_run_comes_first_and_every_setting_is_told() -> None:
+    (name, options, _), *_ = table2.SETTINGS
+    assert table2.cells()[0] == f"{name}, batch 1"
+    assert options == CUDA_DEFAULTS == inspect.signature(common.resnet).parameters["options"].default
+    told = [common.described(options) for _, options, _ in table2.SETTINGS]
+    assert told == [
+        "float32 TF32 in cuDNN alone, channels last, convolutions fused",
+        "float32 without TF32, NCHW, convolutions not fused",
+        "float32 TF32, channels last, convolutions fused",
+        "float16, channels last, convolutions fused",
+    ]
+    for step in (figure8.STEP, memory.STEP, cold.STEP):
+        assert told[0] in step.sections([], [])[0]
+
+
+def test_eager_pytorch_computes_with_the_setting_it_stands_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[object, ...]] = []
+    backend = CudaBackend(FakeDriver())
+
+    def run(run: Any, batch: int) -> float:
+        seen.append((run(torch.zeros(batch, *resnet.INPUT)).dtype, batch, backend.driver.tf32_allowed[-1:]))  # type: ignore[attr-defined]
+        return 0.25
+
+    monkeypatch.setattr(common, "seconds_of", run)
+    monkeypatch.setattr(nn.Module, "to", on_the_cpu)
+    assert common.eager_s(backend, 2, Options("float16", tf32="cudnn"), torch.channels_last) == 0.25
+    assert seen == [(torch.float32, 2, ["cudnn"])]
+
+
+_to = nn.Module.to
+
+
+def on_the_cpu(
+    module: nn.Module, device: str, dtype: torch.dtype, *, memory_format: torch.memory_format
+) -> nn.Module:
+    """Take the place of `to`, where there is no CUDA."""
+    assert device == "cuda"
+    moved: nn.Module = _to(module, dtype=dtype, memory_format=memory_format)
+    assert all(p.dtype is dtype for p in moved.parameters())
+    assert all(p.is_contiguous(memory_format=memory_format) for p in moved.parameters() if p.dim() == 4)
+    return moved
 
 
 @slow
-def test_a_precision_is_lowered_once_and_its_rows_are_not_compared(
+def test_a_setting_is_lowered_once_and_its_rows_are_not_compared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """To lower ResNet-152, and to run it on a CPU at the largest batch, would take the device's minutes."""
@@ -86,11 +134,11 @@ def test_a_precision_is_lowered_once_and_its_rows_are_not_compared(
 
     monkeypatch.setattr(lower_module, "find_interaction", compare)
     monkeypatch.setattr(table2, "BUDGETS_MB", {1: (9,), 2: (9,)})
-    monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1, 2)),))
+    monkeypatch.setattr(table2, "SETTINGS", (("exact", DEFAULTS, (1, 2)),))
     for cell in table2.cells():
         written = measured(table2.STEP, cell, tmp_path)
-    assert "float32, batch 1, 9 MB |" in written
-    assert "float32, batch 2, 9 MB |" in written
+    assert "exact, batch 1, 9 MB |" in written
+    assert "exact, batch 2, 9 MB |" in written
     assert len(list((tmp_path / "gpu" / "lowered").rglob("program-*.json"))) == 1
 
 
@@ -105,9 +153,9 @@ def test_table_2_has_rows_of_programs_that_could_not_be_captured(
 
     monkeypatch.setattr(table2, "open_gpu", uncapturable)
     monkeypatch.setattr(table2, "BUDGETS_MB", {1: (9,)})
-    monkeypatch.setattr(table2, "PRECISIONS", (("float32", DEFAULTS, (1,)),))
+    monkeypatch.setattr(table2, "SETTINGS", (("exact", DEFAULTS, (1,)),))
     (cell,) = table2.cells()
-    assert "float32, batch 1, 9 MB |" in measured(table2.STEP, cell, tmp_path)
+    assert "exact, batch 1, 9 MB |" in measured(table2.STEP, cell, tmp_path)
 
 
 @slow

@@ -7,22 +7,27 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from cohabit.planner.errors import format_bytes
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.driver import CudaDriver
+from cohabit.runtime.devices import open_device
 from cohabit.runtime.host.pages import release_code_pages
 from cohabit.server import resources
 from cohabit.server.cli import main
 from cohabit.server.config.config import ServeConfig, decode_config, encode_config
 from cohabit.server.config.sizes import FixedSize
-from cohabit.server.deploy import process_memory
-from cohabit.server.deploy.prepare import TimeLeft
+from cohabit.server.deploy import prepare, process_memory
+from cohabit.server.deploy.prepare import TimeLeft, open_backend
 from cohabit.server.errors import ConfigError
 from cohabit.server.file_state import FileState
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.resources import available_cpus, available_memory, memory_left, refuse_impossible
+from tests.runtime.cuda_fake import FakeDriver
 
 MACHINE = 64
 
@@ -74,6 +79,20 @@ def test_the_affinity_mask_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_without_cgroups_the_machine_counts(tmp_path: Path) -> None:
     assert available_cpus(tmp_path / "missing", tmp_path) == MACHINE
+
+
+def test_half_of_the_cgroup_s_memory_is_pinned_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory counts in the cgroup and cannot be reclaimed: half of the machine's would end a small container."""
+    monkeypatch.setattr(CudaDriver, "open", lambda index: FakeDriver())
+    monkeypatch.setattr(prepare, "available_memory", lambda: (3 << 30, "this process's cgroup"))
+    monkeypatch.setattr(prepare, "set_up_torch", lambda config: None)
+    with closing(open_backend(ServeConfig(Path("models"), FixedSize(1 << 30), device="cuda:0"))) as backend:
+        assert isinstance(backend, CudaBackend)
+        assert backend.pinned_memory.limit_bytes == 3 << 29
+    with closing(open_device("cuda")) as alone:
+        assert isinstance(alone, CudaBackend)
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        assert alone.pinned_memory.limit_bytes == machine_bytes // 2
 
 
 def test_resident_memory_grows_with_what_is_written() -> None:

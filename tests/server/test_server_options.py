@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from google.protobuf import text_format
 
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.options import Options
+from cohabit.runtime.options import CUDA_DEFAULTS, Options
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy.options import options_of
@@ -27,14 +28,35 @@ PACKED = Options(packed=True)
 DEFAULT = ServeConfig(Path("models"), FixedSize(1 << 30))
 
 
-def test_parameters_choose_the_options() -> None:
-    assert options_of(source(), "cuda") == Options()
-    assert options_of(ModelSource("m", 1, Path("model.pt2")), "cpu") == PACKED
-    assert options_of(source(precision="Half"), "cuda") == Options("float16")
-    given = options_of(source(precision="bfloat16", channels_last="true"), "cuda")
-    assert given == Options("bfloat16", channels_last=True)
-    assert options_of(source(precision="tf32"), "cuda:1") == Options(tf32=True)
-    assert options_of(source(fused="true"), "cuda") == Options(fused=True)
+def test_without_parameters_a_gpu_computes_as_torch_s_users_have_it() -> None:
+    """Channels last, cuDNN's fused kernels, and TF32 where torch's own defaults allow it."""
+    for given in (source(), ModelSource("m", 1, Path("model.pt2"))):
+        assert options_of(given, "cpu") == PACKED
+        assert options_of(given, "cuda:1") == CUDA_DEFAULTS == Options(channels_last=True, tf32="cudnn", fused=True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "changed"),
+    [
+        ({"precision": "float32"}, {"tf32": "none"}),
+        ({"precision": "tf32"}, {"tf32": "all"}),
+        ({"precision": "Half"}, {"dtype": "float16"}),
+        ({"precision": "bfloat16", "channels_last": "true"}, {"dtype": "bfloat16"}),
+        ({"channels_last": "false"}, {"channels_last": False}),
+        ({"fused": "false", "max_burst": "3"}, {"fused": False}),
+        (
+            {"precision": "float32", "channels_last": "false", "fused": "false"},
+            {"tf32": "none", "channels_last": False, "fused": False},
+        ),
+    ],
+)
+def test_parameters_change_a_gpu_s_defaults(parameters: dict[str, str], changed: dict[str, Any]) -> None:
+    assert options_of(source(**parameters), "cuda") == replace(CUDA_DEFAULTS, **changed)
+
+
+def test_parameters_choose_a_cpu_s_options() -> None:
+    assert options_of(source(precision="float32"), "cpu") == PACKED
+    assert options_of(source(channels_last="true"), "cpu") == replace(PACKED, channels_last=True)
     assert options_of(source(fused="false"), "cpu") == PACKED
     assert options_of(source(max_burst="3"), "cpu") == PACKED, "others' parameters are others' business"
 

@@ -10,6 +10,12 @@ from torch import fx
 from cohabit.runtime.lowering.model import FxModel
 from cohabit.runtime.options import Options
 
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_NEED_CONTIGUOUS = (aten.view.dtype, aten.view_as_complex.default, aten.as_strided.default)
+"""Operators that fail on other strides than those of the export, or read other elements."""
+
 
 def apply_options(model: FxModel, options: Options) -> None:
     """Change a model's parameters, and cast its inputs and outputs. Runs after batch norms are folded."""
@@ -17,6 +23,28 @@ def apply_options(model: FxModel, options: Options) -> None:
         _cast(model, getattr(torch, options.dtype))
     if options.channels_last:
         _channels_last(model)
+    if options.channels_last or options.packed:
+        _take_any_strides(model)
+
+
+def _take_any_strides(model: FxModel) -> None:
+    """Let what is computed from a convolution's result have other strides than the export's.
+
+    Runs where no op changes a view of its operand any more.
+    """
+    found: set[fx.Node] = set()
+    for node in list(model.graph.nodes):
+        is_convolution = getattr(node.target, "_opname", "").startswith("conv")
+        if node.op != "call_function" or not (is_convolution or not found.isdisjoint(node.all_input_nodes)):
+            continue
+        found.add(node)
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default
+        elif node.target in _NEED_CONTIGUOUS:
+            with model.graph.inserting_before(node):
+                contiguous = model.graph.call_function(aten.contiguous.default, (node.args[0],))
+            contiguous.meta = dict(node.args[0].meta)
+            node.args = (contiguous, *node.args[1:])
 
 
 def _cast(model: FxModel, dtype: torch.dtype) -> None:
@@ -25,7 +53,7 @@ def _cast(model: FxModel, dtype: torch.dtype) -> None:
     for node in model.graph.nodes:
         if node.op == "call_function":
             _compute_in(node, dtype)
-    to_copy = torch.ops.aten._to_copy.default
+    to_copy = aten._to_copy.default
     first_op = next(n for n in model.graph.nodes if n.op != "placeholder")
     for node, port in zip(model.input_nodes, model.inputs, strict=True):
         if port.dtype is torch.float32:
@@ -60,7 +88,7 @@ def _compute_in(node: fx.Node, dtype: torch.dtype) -> None:
 
 def _channels_last(model: FxModel) -> None:
     for node in model.graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.aten.conv2d.default:
+        if node.op == "call_function" and node.target is aten.conv2d.default:
             weight = model.weight_of(node.args[1])
             if weight is not None:
                 turned = weight.contiguous(memory_format=torch.channels_last)
