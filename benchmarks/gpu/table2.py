@@ -106,7 +106,7 @@ def _cell(
             eager_channels_last_s=eager[1],
             resident_s=resident_s,
             streamed_s=statistics.median(times),
-            predicted_s=plan.provenance.latency_s,
+            predicted_s=plan.provenance.latency_s + profiles[Bucket(batch)].host_s,
             bound_s=plan.provenance.bound_s,
             link_bytes=program.link_bytes,
             copy_bytes_per_s=_copy_rate(backend, program),
@@ -193,7 +193,8 @@ def _sections(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
     ]
     settings = "".join(f"- *{name}*: {described(options)}\n" for name, options, _ in SETTINGS)
     return [
-        "Medians; every inference starts on an idle device and ends with its outputs in host memory. *Resident* is the"
+        "Medians; every inference starts on an idle device and ends with its outputs in host memory. *Predicted* is the"
+        " plan's time and what the host adds. *Resident* is the"
         " same program with everything in memory, as one captured graph. *Eager* is PyTorch with the setting's type and"
         " TF32, in the exported layout and channels last. Settings, with which all of a row was measured:\n",
         settings,
