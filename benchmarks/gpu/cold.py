@@ -26,7 +26,7 @@ from benchmarks.gpu.common import (
     resnet,
     seconds_of,
 )
-from benchmarks.gpu.resnet import INPUT, ResNet152, resnet152
+from benchmarks.gpu.resnet import INPUT, resnet152
 from benchmarks.record import markdown_table
 from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.memory import Memory
@@ -97,17 +97,13 @@ def _ours(backend: CudaBackend, model: Measured) -> Iterator[tuple[str, float]]:
         yield "half of the weights resident", statistics.median(latencies_s(backend, program))
 
 
-def _channels_last() -> ResNet152:
-    return resnet152().to(memory_format=torch.channels_last)
-
-
 def _eager() -> float:
-    model = _channels_last().cuda()
+    model = resnet152(torch.channels_last).cuda()
     return seconds_of(lambda x: model(x), 1)
 
 
 def _graphed() -> float:
-    model, x = _channels_last().cuda(), torch.zeros(1, *INPUT, device="cuda")
+    model, x = resnet152(torch.channels_last).cuda(), torch.zeros(1, *INPUT, device="cuda")
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.stream(stream):
         for _ in range(3):
@@ -126,14 +122,14 @@ def _graphed() -> float:
 def _accelerate() -> float:
     from accelerate import cpu_offload
 
-    model = _channels_last()
+    model = resnet152(torch.channels_last)
     cpu_offload(model, execution_device=torch.device("cuda", torch.cuda.current_device()))
     return seconds_of(lambda x: model(x), 1, runs=5)
 
 
 def _two_buffers() -> float:
     """Layer n + 1 is copied to one buffer while layer n computes from the other."""
-    model = _channels_last()
+    model = resnet152(torch.channels_last)
     layers = [_Streamed(layer) for layer in model.layers]
     buffers = [torch.empty(max(s.nbytes for s in layers), dtype=torch.uint8, device="cuda") for _ in range(2)]
     link, arrived, free = torch.cuda.Stream(), *([torch.cuda.Event() for _ in range(2)] for _ in range(2))

@@ -109,10 +109,10 @@ def latencies_s(backend: CudaBackend, program: CudaProgram) -> list[float]:
     return times[WARM_UP:]
 
 
-def eager_s(backend: CudaBackend, batch: int, options: Options, memory_format: torch.memory_format) -> float:
+def eager_s(backend: CudaBackend, batch: int, options: Options, layout: torch.memory_format) -> float:
     """Median latency of eager PyTorch in this layout, with an option's types and TF32."""
     dtype = getattr(torch, options.dtype)
-    model = resnet152().to("cuda", dtype, memory_format=memory_format)
+    model = resnet152(layout).to("cuda", dtype)
     with backend.driver.tf32(options.tf32):
         return seconds_of(lambda x: model(x.to(dtype)).float(), batch)
 

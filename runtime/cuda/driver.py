@@ -216,7 +216,7 @@ class CudaDriver:
 
     @cached_property
     def _near_cpus(self) -> frozenset[int]:
-        its = torch.cuda.get_device_properties(self._index)
+        its: Any = torch.cuda.get_device_properties(self._index)
         return local_cpus(its.pci_domain_id, its.pci_bus_id, its.pci_device_id)
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:

@@ -164,7 +164,7 @@ def test_the_measurement_decides_and_is_kept(
     "options",
     [
         Options(fused=True),
-        Options(tf32=True, fused=True),
+        Options(tf32="all", fused=True),
         Options("float16", channels_last=True, fused=True),
         Options("bfloat16", channels_last=True, fused=True),
     ],

@@ -96,31 +96,23 @@ def test_what_users_run_comes_first_and_every_setting_is_told() -> None:
 
 
 def test_eager_pytorch_computes_with_the_setting_it_stands_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[object, ...]] = []
-    backend = CudaBackend(FakeDriver())
+    driver, to = FakeDriver(), nn.Module.to
+    models: list[nn.Module] = []
+    monkeypatch.setattr(
+        nn.Module, "to", lambda m, *args, **kwargs: to(m, *(a for a in args if a != "cuda"), **kwargs)
+    )
+    monkeypatch.setattr(common, "resnet152", lambda layout: models.append(resnet.resnet152(layout)) or models[-1])
 
     def run(run: Any, batch: int) -> float:
-        seen.append((run(torch.zeros(batch, *resnet.INPUT)).dtype, batch, backend.driver.tf32_allowed[-1:]))  # type: ignore[attr-defined]
+        assert run(torch.zeros(batch, *resnet.INPUT)).dtype is torch.float32
+        assert (batch, driver.tf32_allowed) == (2, ["cudnn"])
         return 0.25
 
     monkeypatch.setattr(common, "seconds_of", run)
-    monkeypatch.setattr(nn.Module, "to", on_the_cpu)
-    assert common.eager_s(backend, 2, Options("float16", tf32="cudnn"), torch.channels_last) == 0.25
-    assert seen == [(torch.float32, 2, ["cudnn"])]
-
-
-_to = nn.Module.to
-
-
-def on_the_cpu(
-    module: nn.Module, device: str, dtype: torch.dtype, *, memory_format: torch.memory_format
-) -> nn.Module:
-    """Take the place of `to`, where there is no CUDA."""
-    assert device == "cuda"
-    moved: nn.Module = _to(module, dtype=dtype, memory_format=memory_format)
-    assert all(p.dtype is dtype for p in moved.parameters())
-    assert all(p.is_contiguous(memory_format=memory_format) for p in moved.parameters() if p.dim() == 4)
-    return moved
+    given = CudaBackend(driver), 2, Options("float16", tf32="cudnn"), torch.channels_last
+    assert common.eager_s(*given) == 0.25
+    weights = [p for p in models[0].parameters() if p.dim() == 4]
+    assert all(w.dtype is torch.float16 and w.is_contiguous(memory_format=torch.channels_last) for w in weights)
 
 
 @slow
