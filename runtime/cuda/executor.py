@@ -267,7 +267,8 @@ class CudaExecutor:
         ready = program.admission
         if ready.pool is None:
             return None
-        return Capture(int(ready.graph is not None), ready.graph_bytes, ready.refused)
+        graph_bytes = ready.graph_bytes + sum(sized.nbytes for sized in ready.sized.values())
+        return Capture(int(ready.graph is not None), graph_bytes, ready.refused)
 
     def _issue(
         self,
