@@ -24,7 +24,10 @@ NO_GPU = 77
 TESTS = "tests"
 GPU_TESTS = tuple(
     f"tests/runtime/test_{name}.py"
-    for name in ("compute_lanes", "cuda_constructs", "cuda_gpu", "executor", "fusion_probe", "options", "sharing")
+    for name in (
+        *("compute_lanes", "cuda_constructs", "cuda_gpu", "dynamic_shapes", "executor", "fusion_probe", "options"),
+        "sharing",
+    )
 )
 """The files with tests marked `gpu`. Others import the server, whose packages the machine may lack."""
 STEPS = (TESTS, "table2", "copies", "figure8", "memory", "cold", "training")

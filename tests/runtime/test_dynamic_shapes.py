@@ -27,7 +27,7 @@ from cohabit.runtime.lowering.exported import from_program
 from cohabit.runtime.lowering.lower import MOST_BUCKETS, Lowered, _buckets, cached, lower
 from cohabit.runtime.options import DEFAULTS, Options
 from cohabit.runtime.profiling.profile import resident_plan
-from tests.runtime.backends import cpu, fake_cuda, fake_streams
+from tests.runtime.backends import cpu, fake_cuda, fake_streams, has_gpu, real_cuda
 from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.observing import addresses, note_held
 from tests.runtime.plans import offloading_plan, streaming_plan, with_room
@@ -244,8 +244,17 @@ def eager(name: str, inputs: Examples) -> list[torch.Tensor]:
 
 
 @pytest.fixture(
-    params=[(cpu, False), (cpu, True), (fake_cuda, False), (fake_streams, False)],
-    ids=["cpu", "cpu-packed", "fake-cuda", "fake-cuda-uncaptured"],
+    params=[
+        pytest.param((cpu, False), id="cpu"),
+        pytest.param((cpu, True), id="cpu-packed"),
+        pytest.param((fake_cuda, False), id="fake-cuda"),
+        pytest.param((fake_streams, False), id="fake-cuda-uncaptured"),
+        pytest.param(
+            (real_cuda, False),
+            id="cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no CUDA device")],
+        ),
+    ],
 )
 def backend_and_packed(request: pytest.FixtureRequest) -> Iterator[tuple[Backend, bool]]:
     make, packed = request.param
