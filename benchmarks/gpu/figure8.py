@@ -38,8 +38,10 @@ from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
 MODELS = 16
 SHARES = (0.25, 0.5, 1.0)
 LAYOUTS = get_args(LayoutName)
-RATES = (100, 200, 300, 400)
-SATURATION = 100_000
+LOADS = (0.2, 0.4, 0.6, 0.8)
+"""Request rates, as shares of what the device would serve if all models were resident."""
+SATURATION = 100.0
+"""The load at which the device is always busy."""
 POINT_S = 1.5
 WARM_UP_ROUNDS = 3
 """Every model in turn, in orders that differ: places in a shared region are prepared when they are first used."""
@@ -58,7 +60,8 @@ class Layout:
 class Point:
     layout: str
     share: float
-    rate_per_s: int
+    load: float
+    rate_per_s: float
     served_per_s: float
     p50_s: float
     p99_s: float
@@ -92,9 +95,11 @@ def _measure(
 ) -> Iterator[Point]:
     # Resident needs the activations beside the weights: it is what the others are compared with, in enough memory.
     room = memory_bytes if name != "resident" else memory_bytes + model.graph(1).parameter_bytes
+    profile = model.profiles[Bucket(1)]
+    resident_per_s = 1 / (profile.compute_s + profile.host_s)
     with _placed(backend, model, name, room) as layout:
-        for rate in (*RATES, SATURATION):
-            yield _serve(backend, layout, name, share, rate)
+        for load in (*LOADS, SATURATION):
+            yield _serve(backend, layout, name, share, load, load * resident_per_s)
 
 
 @contextmanager
@@ -171,8 +176,8 @@ def model_inputs(program: Program) -> list[torch.Tensor]:
     return program.examples()
 
 
-def _serve(backend: CudaBackend, layout: Layout, name: str, share: float, rate: int) -> Point:
-    arrivals = _arrivals(rate)
+def _serve(backend: CudaBackend, layout: Layout, name: str, share: float, load: float, rate_per_s: float) -> Point:
+    arrivals = _arrivals(load, rate_per_s)
     inputs = model_inputs(layout.programs[0])
     latencies: list[float] = []
     start_s = time.perf_counter()
@@ -188,37 +193,39 @@ def _serve(backend: CudaBackend, layout: Layout, name: str, share: float, rate: 
     backend.executor.settle()
     ordered = sorted(latencies)
     p99_s = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
-    return Point(name, share, rate, served_per_s, statistics.median(ordered), p99_s)
+    return Point(name, share, load, rate_per_s, served_per_s, statistics.median(ordered), p99_s)
 
 
-def _arrivals(rate: int) -> list[tuple[float, int]]:
+def _arrivals(load: float, rate_per_s: float) -> list[tuple[float, int]]:
     """Intended times and models, the same for every layout."""
-    rng = random.Random(rate)
+    rng = random.Random(load)
     now_s = 0.0
     arrivals: list[tuple[float, int]] = []
     while now_s < POINT_S and len(arrivals) < 20_000:
         arrivals.append((now_s, rng.randrange(MODELS)))
-        now_s += rng.expovariate(rate)
+        now_s += rng.expovariate(rate_per_s)
     return arrivals
 
 
 def _sections(points: Sequence[Point], notes: Sequence[str]) -> list[str]:
-    header = ("layout, memory, requests/s", "served/s", "p50 ms", "p99 ms", "p99 / resident's")
-    base = {p.rate_per_s: p.p99_s for p in points if p.layout == "resident"}
+    header = ("layout, memory, load", "requests/s", "served/s", "p50 ms", "p99 ms", "p99 / resident's")
+    base = {p.load: p.p99_s for p in points if p.layout == "resident"}
     cells = [
         [
-            f"{p.layout}, {p.share:.0%}, {'saturation' if p.rate_per_s == SATURATION else p.rate_per_s}",
+            f"{p.layout}, {p.share:.0%}, {'saturation' if p.load == SATURATION else format(p.load, '.0%')}",
+            "" if p.load == SATURATION else f"{p.rate_per_s:.0f}",
             f"{p.served_per_s:.0f}",
             f"{p.p50_s * 1e3:.1f}",
             f"{p.p99_s * 1e3:.1f}",
-            f"{p.p99_s / base[p.rate_per_s]:.2f}" if p.rate_per_s in base else "",
+            f"{p.p99_s / base[p.load]:.2f}" if p.load in base else "",
         ]
         for p in points
     ]
     return [
-        f"Batch 1, as served ({described(CUDA_DEFAULTS)}), {POINT_S:.0f} s per point. Memory is a share of the sixteen"
-        " models' weights; *resident* has a workspace on top. What the layouts with one region do is said in"
-        " docs/architecture.md; *on_demand* is issued kernel by kernel, because its parameters move.\n",
+        f"Batch 1, as served ({described(CUDA_DEFAULTS)}), {POINT_S:.0f} s per point. *Load* is a share of the rate at"
+        " which resident models would keep the device busy. Memory is a share of the sixteen models' weights; *resident*"
+        " has a workspace on top. What the layouts with one region do is said in docs/architecture.md; *on_demand* is"
+        " issued kernel by kernel, because its parameters move.\n",
         markdown_table(header, cells),
         *(f"{note}\n" for note in notes),
     ]

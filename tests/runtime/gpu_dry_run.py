@@ -75,7 +75,7 @@ def _one_cell(step: steps.Step) -> int:  # type: ignore[type-arg]
     """Measure a cell of a step, of a small network."""
     resnet.BLOCKS, resnet.WIDTH, resnet.INPUT = (1, 1, 1, 1), 32, (3, 32, 32)
     table2.BUDGETS_MB = {1: (8,)}
-    figure8.MODELS, figure8.RATES, figure8.POINT_S = 4, (20,), 0.2
+    figure8.MODELS, figure8.LOADS, figure8.POINT_S = 4, (0.2,), 0.2
     memory.INFERENCES, memory.SHARES = 100, (0.9,)
     common.PLAN_S = training.SEARCH_S = 0.2
     training.NETS_OF_A_GPU = TINY

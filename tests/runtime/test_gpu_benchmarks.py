@@ -163,14 +163,14 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_figure_8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(figure8, "MODELS", 2)
     monkeypatch.setattr(figure8, "SHARES", (0.9,))
-    monkeypatch.setattr(figure8, "RATES", (20,))
+    monkeypatch.setattr(figure8, "LOADS", (0.2,))
     monkeypatch.setattr(figure8, "POINT_S", 0.1)
     monkeypatch.setattr(figure8, "WARM_UP_ROUNDS", 1)
     for cell in figure8.cells():
         written = measured(figure8.STEP, cell, tmp_path)
     shown = (f"{layout}, {'100' if layout == 'resident' else '90'}%" for layout in get_args(LayoutName))
     for layout in shown:
-        assert f"| {layout}, 20 |" in written
+        assert f"| {layout}, 20% |" in written
         assert f"| {layout}, saturation |" in written
 
 
