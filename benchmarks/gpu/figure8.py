@@ -224,8 +224,8 @@ def _sections(points: Sequence[Point], notes: Sequence[str]) -> list[str]:
     return [
         f"Batch 1, as served ({described(CUDA_DEFAULTS)}), {POINT_S:.0f} s per point. *Load* is a share of the rate at"
         " which resident models would keep the device busy. Memory is a share of the sixteen models' weights;"
-        " *resident* has a workspace on top. What the layouts with one region do is said in docs/architecture.md; *on_demand* is"
-        " issued kernel by kernel, because its parameters move.\n",
+        " *resident* has a workspace on top. What the layouts with one region do is said in docs/architecture.md;"
+        " *on_demand* is issued kernel by kernel, because its parameters move.\n",
         markdown_table(header, cells),
         *(f"{note}\n" for note in notes),
     ]
