@@ -267,15 +267,13 @@ class DataPlane:
     ) -> Answer:
         """Return a request's answer, by the model that it asks for or the one that has replaced it.
 
-        If the version was replaced after the request had come, one without a version goes to the present one.
+        If that was replaced after the request had come, the request goes to its successor, if that takes the same
+        tensors: to the present load of the `version` that it names, or of any.
         """
         try:
             return await self._client.infer(request, info, lease, on_spans)
         except ModelNotFound:
-            entry = self._client.catalog.get(*info.key)
-            if version is not None or entry is None or entry.wanted:
-                raise
-            present = self.describe(info.name)
+            present = self.describe(info.name, version)
             if replace(present, version=info.version) != info:
                 raise
         return await self._client.infer(replace(request, model=present.key), present, lease, on_spans)
