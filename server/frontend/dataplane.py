@@ -47,8 +47,11 @@ ControlParameters = Mapping[str, bool | int | float | str | bytes]
 """Parameters of a client's load or unload call."""
 
 _MOST_CONTROL_PARAMETERS = 64
-MOST_JSON_BYTES = 16 << 20
-"""What describes a request and its tensors: its JSON, or its gRPC message without the raw contents."""
+MOST_JSON_BYTES = 8 << 20
+"""What describes a request and its tensors: its JSON, or its gRPC message without the raw contents.
+
+Parsers hold the GIL for the whole of it: 5 ms per MiB.
+"""
 _METRICS_S = 1.0
 """How long the text of the metrics is good."""
 _REPEATED_READING_S = 0.1
