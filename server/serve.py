@@ -22,6 +22,7 @@ from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.frontend.supervisor import COMMAND, Supervisor
 from cohabit.server.http.app import make_app, make_metrics_app
 from cohabit.server.http.server import HttpServer
+from cohabit.server.http.sites import Sites
 from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog
 from cohabit.server.observe.machine import Machine
@@ -122,7 +123,7 @@ class Server:
         is_first = self._engine_path is None
         unix = config.unix_folder if is_first else None
         limit, reuse_port = config.max_connections, config.frontends > 1
-        app = make_app(self.plane, config.max_body_bytes, access, self._feed)
+        app = make_app(self.plane, config.max_body_bytes, access, self._feed, Sites.of(config))
         http = HttpServer(app, max_connections=limit, tls=tls, reuse_port=reuse_port)
         self._ports.append(http)
         self.http_url = await http.start(

@@ -153,7 +153,9 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
         host, port = server.address.split(":")
         with under_load(server, {"a": 0, "b": 1}) as wrong:
             with socket.create_connection((host, int(port))) as impatient:
-                order = b"POST /v2/repository/models/c/load HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+                order = (
+                    b"POST /v2/repository/models/c/load HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+                )
                 impatient.sendall(order)
                 eventually(lambda: repository_index(server.address)["c"].get("state") in ("LOADING", "READY"))
             eventually(lambda: client.is_model_ready("c"))
