@@ -162,6 +162,7 @@ async def measure(
             attacker.start()
         await asyncio.sleep(2.0)  # they have imported what they need
         measured.append((name, await probe(addresses, seconds)))
+        print(f"{name}: {1e3 * max(measured[-1][1]):.1f} ms", file=sys.stderr, flush=True)
         stop.set()
         for attacker in attackers:
             await asyncio.to_thread(attacker.join)

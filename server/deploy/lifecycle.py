@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
+from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.warmup import warm_up
 from cohabit.server.deploy.worker import (
@@ -75,7 +76,7 @@ class Lifecycle:
         self._open_placement = open_placement
         self._placement: ModelPlacement | None = None
         self._elastic: Elastic | None = None
-        self._watches: list[asyncio.Task[None]] = []
+        self._background = Background()
         self._opened = asyncio.Event()
         self.serving: dict[ModelKey, Model] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -95,12 +96,12 @@ class Lifecycle:
         self._placement.workers.here = False  # from now on, there are requests to answer in this process
         self._opened.set()
         if self._config.plans_later and self._config.device == "cpu":
-            self._watches.append(asyncio.create_task(self._placement.improver.watch()))
+            self._background.keep("checking profiles", self._placement.improver.watch)
         if self._config.layout == "elastic":
             from cohabit.server.deploy.elastic import Elastic
 
             self._elastic = Elastic(self._placement, self._requests)
-            self._watches.append(asyncio.create_task(self._elastic.watch()))
+            self._background.keep("dividing memory by request rates", self._elastic.watch)
         return failures
 
     def _requests(self) -> dict[str, int]:
@@ -141,10 +142,11 @@ class Lifecycle:
 
     async def close(self) -> None:
         """Cancel pending operations, and end the processes that prepare and plan; models stay as they are."""
-        pending = [*self._watches, *self._operations]
+        pending = list(self._operations)
         if self._placement is not None:
             self._placement.workers.close()
             await self._placement.improver.close()
+        await self._background.close()
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)

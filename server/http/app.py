@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from aiohttp.typedefs import Handler, Middleware
 from cohabit.server.errors import RequestError, Unauthenticated
 from cohabit.server.frontend.access import OPEN, Access, Permission
 from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.sites import ANY_NAME, Sites
 from cohabit.server.http.answers import JSON
 from cohabit.server.http.endpoints import Endpoint, endpoints
 from cohabit.server.http.errors import error_response, response_of
 from cohabit.server.http.live_page import live_events, live_page_file
-from cohabit.server.http.sites import ANY_NAME, Sites
 from cohabit.server.log import log_internal_error
 from cohabit.server.observe.prometheus import CONTENT_TYPE
 from cohabit.server.observe.request_trace import HEADER
@@ -109,7 +110,8 @@ def _own(handler: Handler, sites: Sites) -> Handler:
     """Refuse calls of other sites' pages before a handler runs."""
 
     async def own(request: web.Request) -> web.StreamResponse:
-        sites.require_own(request)
+        peer = request.transport and request.transport.get_extra_info("socket")
+        sites.require_own(request.headers, by_name=not peer or peer.family != socket.AF_UNIX)
         return await handler(request)
 
     return own

@@ -14,6 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.runtime.errors import DeviceError
+from cohabit.server import background
 from cohabit.server.deploy import lifecycle, place
 from cohabit.server.deploy.model import Programs
 from cohabit.server.deploy.polling import Poller
@@ -228,3 +229,29 @@ def test_a_file_that_cannot_be_served_takes_nothing_from_what_is(
                 reload('{"max_batch_size": 9000}')
                 reload('{"input": [{"name": "y", "data_type": "TYPE_FP32", "dims": [3]}]}')
                 assert wrong == []
+
+
+def test_a_search_whose_process_cannot_start_is_made_again(
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.0)
+    for seed, name in enumerate("ab"):
+        stacks.put(tmp_path / "models", name, seed)
+    with controlled(tmp_path / "models", "6MiB", tmp_path / "cache") as (server, client):
+        planner = server.placement.planner
+        best, tries = planner.best_plans, list[str]()
+
+        def failing_first(demand: Any, memory: Any) -> Any:
+            tries.append(demand.name)
+            if len(tries) == 1:
+                raise OSError(12, "Cannot allocate memory")
+            return best(demand, memory)
+
+        monkeypatch.setattr(planner, "best_plans", failing_first)
+        client.load_model("a")
+        client.load_model("b")
+        server.until_planned()
+        assert all(model.searched for model in server.placement.memory.models.values())
+        assert tries.count(tries[0]) == 2
+    (record,) = (r for r in caplog.records if r.name == "cohabit.background")
+    assert vars(record)["fields"]["task"] == "searching better plans"

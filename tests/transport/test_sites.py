@@ -9,7 +9,7 @@ from transport_fakes import Ports, identity, running
 
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
-from cohabit.server.http.sites import ANY_NAME, Sites
+from cohabit.server.frontend.sites import ANY_NAME, Sites
 
 CHANGES = [
     "/v2/repository/models/one/load",

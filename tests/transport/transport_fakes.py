@@ -19,10 +19,10 @@ from cohabit.server.errors import ExecutionFailed, InvalidRequest, RequestError
 from cohabit.server.frontend.access import OPEN, Access
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.frontend.sites import ANY_NAME, Sites
 from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.app import make_app
 from cohabit.server.http.server import HttpServer
-from cohabit.server.http.sites import ANY_NAME, Sites
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
 from cohabit.server.ipc.request import Answer, Request, Timing

@@ -6,10 +6,9 @@ page of the server's own. Browsers say where a call comes from (Sec-Fetch-Site, 
 
 import ipaddress
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
-
-from aiohttp import hdrs, web
 
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.errors import Refused
@@ -37,10 +36,12 @@ class Sites:
             return Sites()
         return Sites(given, frozenset(name.lower() for name in (*config.addresses, socket.gethostname())))
 
-    def require_own(self, request: web.Request) -> None:
-        """Raise Refused for a call that a page of another site makes."""
-        site, origin = request.headers.get(_FETCH_SITE), request.headers.get(hdrs.ORIGIN)
-        host = request.headers.get(hdrs.HOST, "")
+    def require_own(self, headers: Mapping[str, str], *, by_name: bool = True) -> None:
+        """Raise Refused for a call that a page of another site makes.
+
+        Without `by_name`, it came over a Unix socket, to which no name leads.
+        """
+        site, origin, host = headers.get(_FETCH_SITE), headers.get("Origin"), headers.get("Host", "")
         if site is not None and site not in _OWN:
             raise _foreign(f"{_FETCH_SITE} is {site[:_MOST_SHOWN]}")
         if origin is not None:
@@ -48,7 +49,7 @@ class Sites:
             is_own = _place_of(page, scheme) == _place_of(host, scheme) or _host_of(page) in self.given
             if _host_of(page) is None or not is_own:
                 raise _foreign(f"Origin is {origin[:_MOST_SHOWN]}, Host {host[:_MOST_SHOWN]}")
-        if self.others is not None and not _is_unix(request) and not self._is_served(_host_of(host)):
+        if self.others is not None and by_name and not self._is_served(_host_of(host)):
             raise _foreign(f"Host is {host[:_MOST_SHOWN]}, which is no name of this server")
 
     def _is_served(self, host: str | None) -> bool:
@@ -80,12 +81,6 @@ def _place_of(authority: str, scheme: str) -> tuple[str | None, int | None]:
     except ValueError:
         port = None
     return _host_of(authority), port
-
-
-def _is_unix(request: web.Request) -> bool:
-    transport = request.transport
-    peer = None if transport is None else transport.get_extra_info("socket")
-    return peer is not None and peer.family == socket.AF_UNIX
 
 
 def _foreign(reason: str) -> Refused:
