@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -361,8 +362,9 @@ class DataPlane:
 
 
 def _folders(repository: Path) -> list[str]:
-    """Return the names of a repository's models; none if it cannot be read."""
+    """Return the names of a repository's models; none if it cannot be read. Bytes that are no text are escaped."""
     try:
-        return sorted(e.name for e in repository.iterdir() if e.is_dir() and not e.name.startswith("."))
+        found = [e.name for e in repository.iterdir() if e.is_dir() and not e.name.startswith(".")]
+        return sorted(os.fsencode(name).decode(errors="backslashreplace") for name in found)
     except OSError:
         return []
