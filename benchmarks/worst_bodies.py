@@ -2,15 +2,13 @@
 
 import argparse
 import asyncio
-import http.client
-import multiprocessing
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from multiprocessing.synchronize import Event
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -121,12 +119,32 @@ def bodies() -> dict[str, tuple[str, Callable[[], bytes]]]:
     }
 
 
-def attack(address: str, path: str, body: bytes, stop: Event) -> None:
-    """Post a body again and again. A process of its own."""
-    while not stop.is_set():
-        with closing(http.client.HTTPConnection(address, timeout=60)) as connection, suppress(OSError):
-            connection.request("POST", path, body)
-            connection.getresponse().read()
+_ATTACK = """
+import http.client, pathlib, sys
+from contextlib import closing, suppress
+address, path, body = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]).read_bytes()
+print("begun", flush=True)
+while True:
+    with closing(http.client.HTTPConnection(address, timeout=60)) as connection, suppress(OSError):
+        connection.request("POST", path, body)
+        connection.getresponse().read()
+"""
+"""Posts a body again and again, in a process of its own, which imports nothing that takes long."""
+
+
+@contextmanager
+def attacked(address: str, path: str, body: bytes, clients: int) -> Iterator[None]:
+    """Have clients post a body again and again until the context ends."""
+    with tempfile.NamedTemporaryFile() as file, ExitStack() as running:
+        file.write(body)
+        file.flush()
+        command = [sys.executable, "-c", _ATTACK, address, path, file.name]
+        for _ in range(clients):
+            attacker = running.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            running.callback(attacker.kill)
+            assert attacker.stdout is not None
+            attacker.stdout.readline()
+        yield
 
 
 async def probe(addresses: Sequence[str], seconds: float) -> list[float]:
@@ -152,20 +170,12 @@ async def measure(
     """Return the probes' seconds without an attack, and during each."""
     address, addresses = urlsplit(url).netloc, [urlsplit(u).netloc for u in (url, metrics_url)]
     measured = [("nothing", await probe(addresses, seconds))]
-    context = multiprocessing.get_context("spawn")
     for name, (path, make) in bodies().items():
         if only not in name:
             continue
-        stop = context.Event()
-        attackers = [context.Process(target=attack, args=(address, path, make(), stop)) for _ in range(clients)]
-        for attacker in attackers:
-            attacker.start()
-        await asyncio.sleep(2.0)  # they have imported what they need
-        measured.append((name, await probe(addresses, seconds)))
+        with attacked(address, path, make(), clients):
+            measured.append((name, await probe(addresses, seconds)))
         print(f"{name}: {1e3 * max(measured[-1][1]):.1f} ms", file=sys.stderr, flush=True)
-        stop.set()
-        for attacker in attackers:
-            await asyncio.to_thread(attacker.join)
     return measured
 
 
