@@ -193,9 +193,9 @@ class InferenceCalls:
         unsent.require_room()
         is_large = len(data) > UNCHECKED_BYTES
         if is_large:
-            model, version, request_id = names_of(data)
-            if model:
-                self._plane.require_ready(model, version or None, request_id)
+            named, of_version, request_id = names_of(data)
+            if named:
+                self._plane.require_ready(named, of_version or None, request_id)
         described = await self._plane.decode(is_large, described_bytes, data)
         if described > self._plane.max_json_bytes:
             what = f"the message of {described} bytes without its raw_input_contents"

@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
@@ -102,7 +101,7 @@ class OpenAiApi:
         decode = self._plane.decode
         as_text = lease.reserve(_TEXT_BYTES * len(memoryview(asked.input)))  # only counted
         given = await decode(slow, texts_of, asked.input, encoder)
-        texts = await tokens_in(lease, given, partial(decode, slow, loaded.tokens))
+        texts = await tokens_in(lease, given, lambda piece: decode(slow, loaded.tokens, piece))
         lease.free(as_text)
         return texts
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import eq
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -141,8 +142,8 @@ def texts_of(given: msgspec.Raw, encoder: TextEncoder) -> list[str] | list[Token
     if not quotes and commas >= MOST_TOKENS:
         raise InvalidRequest(f"input has over {MOST_TOKENS} token ids")
     try:
-        sent = _TEXTS.decode(raw) if quotes else _IDS.decode(raw)
-    except msgspec.DecodeError as error:
+        sent: Any = _TEXTS.decode(raw) if quotes else _IDS.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(
             f"input is no text, and no list of texts, token ids or lists of these: {error}"
         ) from error
@@ -160,7 +161,8 @@ def texts_of(given: msgspec.Raw, encoder: TextEncoder) -> list[str] | list[Token
                 f"input[{index}] has {len(item)} characters, of which model '{encoder.info.name}' takes"
                 f" {encoder.most_characters} at most; send shorter texts"
             )
-    return sent if quotes else [_ids(ids, index) for index, ids in enumerate(sent)]
+    texts: list[str] = sent
+    return texts if quotes else [_ids(ids, index) for index, ids in enumerate(sent)]
 
 
 def _ids(ids: list[int], index: int) -> Tokens:
