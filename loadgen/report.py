@@ -195,12 +195,7 @@ def spread(samples_s: Sequence[float]) -> Spread | None:
 
 def print_report(report: Report, console: Console) -> None:
     """Print a report's table, and what is wrong with the run if something is."""
-    table = Table(
-        title="Latency from the intended send time (ms)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("model", no_wrap=True)
     for heading in ("sent", "answered", "errors", *_HEADINGS):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -208,8 +203,12 @@ def print_report(report: Report, console: Console) -> None:
         table.add_row(row.model, *_cells(row))
     table.add_section()
     table.add_row("all", *_cells(report), style="bold")
+    # Titles are no part of a table, where they would wrap at its width.
+    console.print("Latency from the intended send time (ms)", style="italic", soft_wrap=True)
     console.print(table)
     if any(row.server is not None for row in report.models):
+        title = "Means as the server counts them (ms); rest: network, front end and client"
+        console.print(title, style="italic", soft_wrap=True)
         console.print(_server_table(report))
     offered = f"offered {report.rate_per_s:g}/s"
     if report.concurrency is not None:
@@ -240,12 +239,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _server_table(report: Report) -> Table:
-    table = Table(
-        title="Means as the server counts them (ms); rest: network, front end and client",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("model", no_wrap=True)
     for heading in ("requests", "queue", "compute", "of which stall", "input, output", "rest", "client's mean"):
         table.add_column(heading, justify="right", no_wrap=True)

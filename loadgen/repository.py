@@ -108,7 +108,7 @@ def weight_bytes(path: Path) -> int:
 
 
 def print_repository(repository: Path, prepared: Sequence[PreparedModel], console: Console) -> None:
-    table = Table(title=str(repository), title_justify="left")
+    table = Table()
     for heading in ("model", "built from", "seed", "weights", ""):
         table.add_column(heading, justify="right" if heading in ("seed", "weights") else "left")
     for model in prepared:
@@ -116,11 +116,12 @@ def print_repository(repository: Path, prepared: Sequence[PreparedModel], consol
         table.add_row(recipe.name, recipe.entry, str(recipe.seed), _in_mib(model.weight_bytes), state)
     table.add_section()
     table.add_row("all", "", "", _in_mib(sum(model.weight_bytes for model in prepared)), "", style="bold")
+    console.print(str(repository), style="italic", markup=False, soft_wrap=True)
     console.print(table)
 
 
 def print_zoo(console: Console) -> None:
-    table = Table(title="Models", title_justify="left")
+    table = Table()
     for heading in ("name", "parameters", "weights", "description"):
         table.add_column(heading, justify="right" if heading in ("parameters", "weights") else "left")
     for entry in ZOO.values():

@@ -2,15 +2,18 @@
 
 import hashlib
 import os
-import tempfile
+import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cohabit.planner.errors import FormatError
 
 _HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'","content":', b"}"
 _DIGEST_CHARACTERS = 64
+_STALE_S = 3600.0
+"""A temporary file that was not written to for this long is no writer's any more."""
 
 
 def write(path: Path, content: bytes) -> None:
@@ -38,28 +41,38 @@ def read(path: Path) -> bytes:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[int]:
+def replacing(path: Path, mode: int = 0o600) -> Iterator[int]:
     """Open a new file that replaces the path if the block succeeds. Raises OSError.
 
     The file has no name before that where the file system can do so, so that a killed process leaves nothing behind.
     """
-    folder = path.parent
+    folder, temporary = path.parent, None
     try:
-        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-        temporary = None
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, mode)
     except OSError:
-        fd, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
+        temporary = unfinished(path)
+        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
     try:
         yield fd
         os.fsync(fd)
         if temporary is None:
-            name = str(folder / f".{path.name}.{os.getpid()}")
+            name = unfinished(path)
             os.link(f"/proc/self/fd/{fd}", name, src_dir_fd=fd, follow_symlinks=True)
             temporary = name
         os.replace(temporary, path)
     except BaseException:
         if temporary is not None:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)
+
+
+def unfinished(path: Path) -> Path:
+    """Return a name beside a path that no other writer has, after removing files that killed writers have left."""
+    prefix, stale_s = f".{path.name}.", time.time() - _STALE_S
+    for other in os.scandir(path.parent):
+        with suppress(FileNotFoundError):  # another writer was faster
+            if other.name.startswith(prefix) and other.is_file() and other.stat().st_mtime < stale_s:
+                os.unlink(other)
+    return path.with_name(f"{prefix}{secrets.token_hex(8)}")

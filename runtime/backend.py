@@ -104,6 +104,10 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         """
         ...
 
+    def invalidate(self, program: P_contra) -> None:
+        """Note that a model's residents are not in place: its next run loads them first."""
+        ...
+
     def release(self, program: P_contra) -> None:
         """Release what a program holds; it will not run any more."""
         ...

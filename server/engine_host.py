@@ -4,9 +4,11 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
+from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.lifecycle import Lifecycle, OpenPlacement, open_placement
 from cohabit.server.deploy.polling import Poller
@@ -52,7 +54,7 @@ class Engine:
         self.lanes = make_lanes(config.compute_lanes, config.queue_limit, on_lost)
         self.lifecycle = Lifecycle(config, self.registry, self.lanes, open_placement)
         self._config = config
-        self._periodic: list[asyncio.Task[None]] = []
+        self._background = Background()
         self._deploying: asyncio.Task[dict[ModelKey, str]] | None = None
         self.started = False
         """Whether loading at the start has finished, perhaps with failures."""
@@ -97,7 +99,7 @@ class Engine:
             interrupted = {entry.name for entry in before or () if entry.state is ModelState.LOADING}
             seen = {name: versions for name, versions in (found | chosen).items() if name not in interrupted}
             poller = Poller(config.repository, self.lifecycle, self.registry, seen)
-            self._periodic.append(asyncio.create_task(poller.run(config.poll_interval_s)))
+            self._background.keep("polling the repository", partial(poller.run, config.poll_interval_s))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
         nothing = (
             bool(sources) and not any(entry.is_ready for entry in self.registry) and config.model_control == "none"
@@ -161,8 +163,7 @@ class Engine:
         started = self._deploying is None or self._deploying.done()
         if self._deploying is not None:
             self._deploying.cancel()
-        for task in self._periodic:
-            task.cancel()
+        await self._background.close()
         ended = all(await asyncio.gather(*(lane.stop(_THREADS_END_S) for lane in self.lanes)))
         await self.lifecycle.close()
         if ended and started:  # else a thread may still use the device

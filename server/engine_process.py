@@ -21,9 +21,10 @@ import uvloop
 
 from cohabit.planner.errors import CohabitError
 from cohabit.server import log
+from cohabit.server.background import Background
 from cohabit.server.config.config import decode_config
 from cohabit.server.engine_host import Engine, LoadCancelled
-from cohabit.server.errors import ExecutionFailed, StartFailed, to_wire
+from cohabit.server.errors import ExecutionFailed, LoadFailed, StartFailed, to_wire
 from cohabit.server.ipc import messages
 from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.channel import MessageChannel
@@ -124,6 +125,9 @@ class FrontendConnection:
             self.channel.send(messages.Done(operation.id, report))
         except CohabitError as error:
             self.channel.send(messages.Failed(operation.id, to_wire(error)))
+        except Exception:
+            failed = LoadFailed(getattr(operation, "model", ""), log.log_internal_error(_log))
+            self.channel.send(messages.Failed(operation.id, to_wire(failed)))
 
 
 class EngineService:
@@ -156,10 +160,11 @@ class EngineService:
     async def run(self) -> None:
         """Serve until the supervising front end sends Stop or disconnects."""
         self._supervisor = await self._adopt(self._connection)
-        tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._beat())]
+        background = Background()
+        background.keep("accepting front ends", self._accept)
+        background.keep("the heartbeat", self._beat)
         await self._ended.wait()
-        for task in tasks:
-            task.cancel()
+        await background.close()
         if self._engine is not None:
             await self._engine.stop()
         await asyncio.sleep(_LAST_MESSAGES_S)

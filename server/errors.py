@@ -54,6 +54,7 @@ class ImportFailed(CohabitError):
 
 RefusalKind = Literal[
     "PermissionMissing",  # the call's token does not permit it
+    "ForeignSite",  # a call that changes the server comes from a page of another site
     "ModelNotListed",  # statistics of a model that is not served; Triton has a status of its own for this
     "AlreadyRegistered",  # the name of a registered shared memory region
     "RegionNotFound",  # no such shared memory region
@@ -232,6 +233,7 @@ class Statuses(NamedTuple):
 ANSWERS: Mapping[str, Statuses] = {
     "Unauthenticated": Statuses(401, "UNAUTHENTICATED"),
     "PermissionMissing": Statuses(403, "PERMISSION_DENIED"),
+    "ForeignSite": Statuses(403, "PERMISSION_DENIED"),
     "InvalidRequest": Statuses(400, "INVALID_ARGUMENT"),
     "TensorMismatch": Statuses(400, "INVALID_ARGUMENT"),
     "ModelNotListed": Statuses(400, "INVALID_ARGUMENT"),

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def nice_ticks(end: float, most: int) -> list[float]:
     return [i * step for i in range(int(end / step + 1e-9) + 1)]
 
 
-def make_table(*columns: str, left: Collection[str] = (), **options: Any) -> Table:
+def make_table(*columns: str, left: Collection[str] = ()) -> Table:
     """Return a table of numbers; the columns named in `left` are text and may wrap, except for names of models."""
-    table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold", caption_justify="left", **options)
+    table = Table(box=SIMPLE_HEAD)
     for name in columns:
         is_text = name in left
         table.add_column(
@@ -57,6 +58,15 @@ def make_table(*columns: str, left: Collection[str] = (), **options: Any) -> Tab
             overflow="fold" if is_text else "ellipsis",
         )
     return table
+
+
+def print_table(out: Console, table: Table, *, title: str = "", total: str = "") -> None:
+    """Print a table between lines of their own: as its title and caption, they would wrap at the table's width."""
+    if title:
+        out.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    out.print(table)
+    if total:
+        out.print(total, markup=False, highlight=False, soft_wrap=True)
 
 
 def tensor_table(info: "ModelInfo") -> Table:

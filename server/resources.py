@@ -69,6 +69,15 @@ def available_memory(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -
     return min(limits)
 
 
+def memory_kills(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> int:
+    """Return how many processes of this process's cgroup the kernel has ended because its memory had run out."""
+    for group, version in _groups("memory", of_process, mounted):
+        with suppress(OSError, ValueError, KeyError):
+            events = (group / ("memory.oom_control" if version == 1 else "memory.events")).read_text()
+            return int(dict(line.split() for line in events.splitlines())["oom_kill"])
+    return 0
+
+
 def memory_left(
     of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED, machine: Path = _MACHINE
 ) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig, encode_config
 from cohabit.server.frontend.access import Access, TokenFiles, open_access
 from cohabit.server.frontend.dataplane import DataPlane
@@ -19,6 +20,7 @@ from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.engine_connection import EngineConnection
 from cohabit.server.frontend.listening import TlsFiles
 from cohabit.server.frontend.memory import RequestMemory
+from cohabit.server.frontend.sites import Sites
 from cohabit.server.frontend.supervisor import COMMAND, Supervisor
 from cohabit.server.http.app import make_app, make_metrics_app
 from cohabit.server.http.server import HttpServer
@@ -78,7 +80,7 @@ class Server:
         self._make_plane()
         self._ports: list[HttpServer] = []
         self._grpc: GrpcServer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = Background()
         self._frontends: set[asyncio.subprocess.Process] = set()
 
     def _make_client(self, open_placement: "OpenPlacement | None") -> EngineClient:
@@ -115,14 +117,14 @@ class Server:
         """Listen on every port. Raises ConfigError if a port or a file cannot be opened."""
         config, access = self._config, self._access
         self._warn_if_open(access)
-        self._tasks.append(asyncio.create_task(self.tokens.follow()))
+        self._background.keep("watching token files", self.tokens.follow)
         tls = None
         if config.tls_cert is not None and config.tls_key is not None:
             tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
         is_first = self._engine_path is None
         unix = config.unix_folder if is_first else None
         limit, reuse_port = config.max_connections, config.frontends > 1
-        app = make_app(self.plane, config.max_body_bytes, access, self._feed)
+        app = make_app(self.plane, config.max_body_bytes, access, self._feed, Sites.of(config))
         http = HttpServer(app, max_connections=limit, tls=tls, reuse_port=reuse_port)
         self._ports.append(http)
         self.http_url = await http.start(
@@ -157,14 +159,16 @@ class Server:
             return await self._local.start(on_progress)
         assert isinstance(self.client, EngineConnection)
         if self._engine_path is not None:
-            self._tasks.append(asyncio.create_task(self._follow_engine(self.client, self._engine_path)))
+            self._background.keep(
+                "reaching the engine", partial(self._follow_engine, self.client, self._engine_path)
+            )
             return ""
         # Later starts of an engine get the same figure: each must find room for the same models.
         encoded = encode_config(replace(self._config, frontend_bytes=resident_bytes()))
         self.supervisor = Supervisor(self.client, encoded, self._config.watchdog_s, self._engine_command)
         memory_map = await self.supervisor.start(on_progress)
         for _ in range(1, self._config.frontends):
-            self._tasks.append(asyncio.create_task(self._keep_frontend(self.supervisor.path)))
+            self._background.keep("keeping a front end", partial(self._keep_frontend, self.supervisor.path))
         return memory_map
 
     async def failed(self) -> None:
@@ -173,9 +177,7 @@ class Server:
 
     async def stop(self) -> bool:
         """Answer the requests in flight, refuse new ones, and close; False if anything was abandoned."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
         for process in self._frontends:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)

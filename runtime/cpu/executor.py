@@ -51,7 +51,7 @@ class CpuExecutor:
         self._restored: dict[str, _Restored] = {}
         self._lost: str | None = None
         self._stale: set[str] = set()
-        """Models whose residents may be wrong, because a copy failed."""
+        """Models whose residents may be wrong, because a copy failed or their bytes were another's."""
 
     def __enter__(self) -> "CpuExecutor":
         self.start()
@@ -118,6 +118,10 @@ class CpuExecutor:
             nbytes += step.nbytes
         if piece:
             self.load(replace(programs[0], name=name, residents=tuple(piece)))
+
+    def invalidate(self, program: Program) -> None:
+        """Note that a model's residents are not in place: its next run loads them first."""
+        self._stale.add(program.name)
 
     def release(self, program: Program) -> None:
         """Release a program's spill buffers."""

@@ -75,7 +75,7 @@ class CudaExecutor:
         self._transfers = Transfers(streams)
         self._began, self._answered = self._driver.event(timed=True), self._driver.event(timed=True)
         self._stale: set[str] = set()
-        """Models whose residents may be wrong, because a copy or a kernel failed."""
+        """Models whose residents may be wrong: a copy or a kernel failed, or their bytes were another's."""
         self._admitted: list[CudaProgram] = []
 
     @property
@@ -423,6 +423,10 @@ class CudaExecutor:
                 f"{program.graph.name}: {format_bytes(program.pool.held_bytes)} of its workspace stay taken by a"
                 " library after an inference; what a library keeps must not lie there"
             )
+
+    def invalidate(self, program: CudaProgram) -> None:
+        """Note that a model's residents are not in place: its next run loads them first."""
+        self._stale.add(program.name)
 
     def release(self, program: CudaProgram) -> None:
         """Release the graph, the pool and the buffers of a program that will not run any more."""

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cohabit.planner.cache_file import unfinished
 from cohabit.planner.errors import FormatError
 from cohabit.runtime.host.spill_buffers import bytes_of
 from cohabit.runtime.memory import SpillBuffer
@@ -45,7 +46,7 @@ def write_checkpoint(
     }.items():
         fields[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
         end += nbytes
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = unfinished(path)
     try:
         with beside.open("wb") as file:
             _write_header(file, fields, steps, _NO_CHECKSUM)

@@ -19,7 +19,7 @@ from cohabit.server.commands.planning.subject import MODEL_HELP
 from cohabit.server.config.config import BY_KEY, cache_of
 from cohabit.server.config.sources import add_flag, config_of, given
 from cohabit.server.errors import RepositoryError
-from cohabit.server.format import make_table
+from cohabit.server.format import make_table, print_table
 
 _EXAMPLES = """examples:
   cohabit cache ls
@@ -178,7 +178,6 @@ def _list(cache: Path, contents: _CacheContents, out: Console) -> int:
     table = make_table(
         *("model", "archive", "lowered", "profiles", "plans", "last use"),
         left=("model", "archive"),
-        caption=f"{cache}: {format_bytes(_bytes(_everything(contents)))} in all",
     )
     for archive, holding in sorted(contents.holdings.items(), key=lambda item: -_bytes(item[1].lowered)):
         table.add_row(
@@ -189,7 +188,7 @@ def _list(cache: Path, contents: _CacheContents, out: Console) -> int:
             str(len(holding.plans)),
             _last_use(holding.lowered),
         )
-    out.print(table)
+    print_table(out, table, total=f"{cache}: {format_bytes(_bytes(_everything(contents)))} in all")
     if contents.others:
         size = format_bytes(_bytes(contents.others))
         out.print(

@@ -23,7 +23,7 @@ from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import add_effort, add_subject, budget
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import LARGEST_BATCH, integer
-from cohabit.server.format import gap, make_table, milliseconds
+from cohabit.server.format import gap, make_table, milliseconds, print_table
 
 _log = logging.getLogger("cohabit.plans")
 
@@ -99,17 +99,17 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         write_profile(options.output, measured.graph, measured.profile)
         for name, plan, *_ in results:
             write_plan(options.output, measured.graph, plan, options.memory.text, name)
-    table = _table(measured, measured.bytes_of(options.memory), results)
+    title, table = _table(measured, measured.bytes_of(options.memory), results)
     for name in reasons:
         table.add_row(name, "no plan", *["-"] * 5, "")
-    out.print(table)
+    print_table(out, table, title=title)
     for name, reason in reasons.items():
         errors.print(f"cohabit: {name}: {reason}", markup=False, soft_wrap=True)
     return 0 if results and not broke else EXIT_FAILED
 
 
-def _table(measured: MeasuredGraph, memory_bytes: int, results: list[_Result]) -> Table:
-    """Return a table of the results, lowest latency first."""
+def _table(measured: MeasuredGraph, memory_bytes: int, results: list[_Result]) -> tuple[str, Table]:
+    """Return a title and a table of the results, lowest latency first."""
     from cohabit.planner.bounds.bound import latency_bound
     from cohabit.planner.schedule.simulate import simulate
 
@@ -119,8 +119,6 @@ def _table(measured: MeasuredGraph, memory_bytes: int, results: list[_Result]) -
         *("searcher", "latency", "over bound", "over resident"),
         *("over link", "planned in", "evaluations", "memory as"),
         left=("searcher", "memory as"),
-        title=f"{graph.name} at batch {graph.bucket} in {format_bytes(memory_bytes)}:"
-        f" {milliseconds(profile.compute_s)} resident, lower bound {milliseconds(bound_s)}",
     )
     for _, plan, made, seconds in sorted(results, key=lambda r: r[2].latency_s):
         split = f"{format_bytes(plan.memory.partition_bytes)} + {format_bytes(plan.memory.workspace_bytes)}"
@@ -134,7 +132,8 @@ def _table(measured: MeasuredGraph, memory_bytes: int, results: list[_Result]) -
             str(made.evaluations),
             "one budget" if plan.memory.counted else split,
         )
-    return table
+    title = f"{graph.name} at batch {graph.bucket} in {format_bytes(memory_bytes)}"
+    return f"{title}: {milliseconds(profile.compute_s)} resident, lower bound {milliseconds(bound_s)}", table
 
 
 def _searchers(text: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.config.bundle import Bundle
 from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sources import add_flag, config_of, given
-from cohabit.server.format import gap, make_table, milliseconds
+from cohabit.server.format import gap, make_table, milliseconds, print_table
 
 _EXAMPLES = """examples:
   cohabit export-bundle models --memory 64MiB -o bundle && cohabit serve bundle
@@ -86,9 +86,6 @@ def _show(bundle: Bundle, board: BoardProfile | None, options: argparse.Namespac
     table = make_table(
         *("model", "weights", "partition", "predicted", "over resident"),
         left=("model",),
-        title=f"{format_bytes(bundle.memory_bytes)}, a workspace of {format_bytes(bundle.workspace_bytes)} among them;"
-        f" predicted for {where}",
-        caption=f"serve it with: cohabit serve {options.output}",
     )
     for model in bundle.models:
         table.add_row(
@@ -98,7 +95,13 @@ def _show(bundle: Bundle, board: BoardProfile | None, options: argparse.Namespac
             milliseconds(model.latency_s),
             gap(model.latency_s, model.resident_s),
         )
-    out.print(table)
+    workspace = format_bytes(bundle.workspace_bytes)
+    print_table(
+        out,
+        table,
+        title=f"{format_bytes(bundle.memory_bytes)}, a workspace of {workspace} among them; predicted for {where}",
+        total=f"serve it with: cohabit serve {options.output}",
+    )
     if board is not None:
         out.print(f"estimates for {board.name}: {', '.join(board.estimates)}", soft_wrap=True)
     total = format_bytes(sum(file.nbytes for file in bundle.files.values()))

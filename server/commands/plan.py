@@ -15,7 +15,7 @@ from cohabit.server.commands.planning.subject import MemoryBudget, add_effort, a
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import batches, integer
 from cohabit.server.errors import ConfigError
-from cohabit.server.format import gap, make_table, milliseconds, percent
+from cohabit.server.format import gap, make_table, milliseconds, percent, print_table
 
 EXIT_INFEASIBLE = 2
 
@@ -111,16 +111,15 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                 " machine is quiet, have the model measured again with cohabit cache remeasure MODEL",
                 soft_wrap=True,
             )
-        table = make_table(
-            *_COLUMNS,
-            "file",
-            left=("file",),
-            title=f"{graph.name}, {format_bytes(weight_bytes)} of weights, on {device}",
-            caption=f"in {options.output}; draw one with: cohabit show {files[0]}",
-        )
+        table = make_table(*_COLUMNS, "file", left=("file",))
         for row in rows:
             table.add_row(*row)
-        out.print(table)
+        print_table(
+            out,
+            table,
+            title=f"{graph.name}, {format_bytes(weight_bytes)} of weights, on {device}",
+            total=f"in {options.output}; draw one with: cohabit show {files[0]}",
+        )
     return 0 if len(files) == len(rows) else EXIT_INFEASIBLE
 
 

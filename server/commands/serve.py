@@ -84,7 +84,7 @@ async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
     server = Server(config)
     is_failed = False

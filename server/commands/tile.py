@@ -19,7 +19,7 @@ from cohabit.server.config.sizes import parse_memory
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError
-from cohabit.server.format import make_table, milliseconds
+from cohabit.server.format import make_table, milliseconds, print_table
 
 if TYPE_CHECKING:  # the planner takes a while to import, and help needs none of it
     from cohabit.planner.tiling import TilingGraph, TilingPlan
@@ -125,7 +125,7 @@ def plan_devices(options: argparse.Namespace, out: Console) -> int:
     share = -(-model.weight_bytes // devices)
     columns = ("memory", "tiling", "bytes per request", "weights per device")
     title = f"{source.name} at batch {batch} on {devices} devices, {format_bytes(model.weight_bytes)} of weights"
-    table = make_table(*columns, left=("tiling",), title=title)
+    table = make_table(*columns, left=("tiling",))
     for memory in options.memory or (None,):
         limit = share // 10 if memory is None else memory.size.of(model.weight_bytes) - share
         if limit < 0:
@@ -134,7 +134,7 @@ def plan_devices(options: argparse.Namespace, out: Console) -> int:
         for name, plan in (("exact", plan_tiling(graph)), ("Megatron-LM's", by_hand(model, devices))):
             sizes = (format_bytes(share + limit), name, format_bytes(plan.moved.wire))
             table.add_row(*sizes, format_bytes(share + plan.extra_bytes))
-    out.print(table)
+    print_table(out, table, title=title)
     return 0
 
 
@@ -215,11 +215,11 @@ def _lines(plan: "TilingPlan") -> list[_Line]:
 def _draw(plan: "TilingPlan", out: Console) -> None:
     columns = ("array", "shape", "tiling", "moves")
     title = f"{len(plan.graph.expressions)} arrays, {plan.graph.workers} workers"
-    table = make_table(*columns, left=columns, title=title)
+    table = make_table(*columns, left=columns)
     for line in _lines(plan):
         tiling = line.tiling.name
         table.add_row(line.name, line.shape, f"{_GLYPHS[tiling]:<2} {tiling}", line.moves or "-")
-    out.print(table)
+    print_table(out, table, title=title)
 
 
 def drawing(plan: "TilingPlan") -> str:

@@ -22,7 +22,7 @@ from cohabit.server.commands.planning.subject import function_of_script
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import integer, seconds
 from cohabit.server.errors import ConfigError
-from cohabit.server.format import make_table, milliseconds
+from cohabit.server.format import make_table, milliseconds, print_table
 
 if TYPE_CHECKING:
     from cohabit.runtime.training.trainer import Trainer
@@ -345,11 +345,11 @@ def _describe(trainer: "Trainer", out: Console) -> None:
     """Print what the plan promises."""
     about = trainer.prediction
     columns = ("time per step", "bound", "time resident", "budget", "least to swap nothing", "swapped per step")
-    table = make_table(*columns, title=f"predicted for a step of {len(trainer.graph.ops)} ops")
+    table = make_table(*columns)
     times = (about.period_s, about.bound_s, about.resident_s)
     sizes = (trainer.memory_bytes, trainer.peak_bytes, trainer.swapped_bytes)
     table.add_row(*map(milliseconds, times), *map(format_bytes, sizes))
-    out.print(table)
+    print_table(out, table, title=f"predicted for a step of {len(trainer.graph.ops)} ops")
 
 
 def _memory(text: str) -> str:

@@ -40,7 +40,7 @@ Search = Literal["best", "genetic", "streaming"]
 
 MOST_WAITING = 8192
 """Above what the connections and gRPC calls of one front end can have under way: memory and timeouts bound queues."""
-_UNIX = "unix:"
+_UNIX, _NAME = "unix:", "name:"
 _TRACE_RATE = 1000
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _PARTITIONED: tuple[Layout, ...] = ("partitioned", "elastic", "resident")
@@ -202,7 +202,8 @@ class ServeConfig:
     hosts: tuple[str, ...] = setting(
         ("127.0.0.1",),
         "--host",
-        "address to listen on, or unix:DIR for the additional Unix sockets DIR/http.sock and DIR/grpc.sock",
+        "address to listen on, unix:DIR for the additional Unix sockets DIR/http.sock and DIR/grpc.sock, or name:NAME"
+        " for a name by which browsers may change the server",
         metavar="ADDRESS",
         repeatable=True,
         group="network",
@@ -314,7 +315,12 @@ class ServeConfig:
     @property
     def addresses(self) -> tuple[str, ...]:
         """The hosts that are TCP addresses; 127.0.0.1 if there are none."""
-        return tuple(host for host in self.hosts if not host.startswith(_UNIX)) or ("127.0.0.1",)
+        return tuple(host for host in self.hosts if not host.startswith((_UNIX, _NAME))) or ("127.0.0.1",)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names by which browsers reach the server, such as that of a proxy."""
+        return tuple(host.removeprefix(_NAME) for host in self.hosts if host.startswith(_NAME))
 
     @property
     def unix_folder(self) -> Path | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cohabit.planner.errors import CohabitError
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.shares import Curve, Point, latency_weights, share_out, weighted_latency_s
@@ -65,35 +64,52 @@ class Elastic:
         """By owner."""
         self._counted: deque[tuple[float, dict[str, int]]] = deque()
         """When requests were counted, and how many there were, over the window."""
+        self._first: dict[str, int] = {}
+        """The requests of each model when it was first seen."""
 
     async def watch(self) -> None:
         """Check the rates after each interval, until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            try:
-                await self.check()
-            except CohabitError as error:
-                _log.warning("memory is not divided anew", extra={"fields": {"reason": str(error)}})
+            await self.check()
 
     async def check(self) -> None:
-        """Divide memory anew if the rates of the window make it pay. Raises CohabitError."""
-        placement, models = self._placement, dict(self._placement.memory.models)
+        """Divide memory anew if the rates of the window make it pay. Raises CohabitError.
+
+        A model that has come since is planned after that: until then, it keeps its partition.
+        """
+        models = dict(self._placement.memory.models)
         rates_per_s = self._rates_per_s()
-        if rates_per_s is None or rates_per_s.keys() != models.keys() or not await self._are_planned(models):
+        if rates_per_s is None or rates_per_s.keys() != models.keys():
             return
+        unplanned = self._unplanned(models)
+        if len(unplanned) == len(models):
+            await self._plan(unplanned)
+            unplanned = {}
+        if self._sizes and self._placement.memory.models == models:
+            await self._divide(models, rates_per_s)
+        await self._plan(unplanned)
+
+    async def _divide(self, models: Mapping[str, Model], rates_per_s: Mapping[str, float]) -> None:
+        """Divide memory anew if that pays, among the models that are planned; the others keep their sizes."""
+        placement = self._placement
         partitions = placement.memory.partitions
         memory_bytes = partitions.arena_bytes - partitions.workspaces.nbytes
-        chosen, gain = await in_thread(self._share_out, models, rates_per_s, memory_bytes)
+        workspace_bytes = partitions.workspace_bytes
+        sizes = {
+            owner: self._sizes.get(owner) or _Sizes(workspace_bytes, model.profiles, {})
+            for owner, model in models.items()
+        }
+        chosen, gain = await in_thread(_share_out, models, sizes, rates_per_s, memory_bytes)
         if gain < LEAST_GAIN:
             return
         async with placement.changing:
-            workspaces = {self._sizes[owner].workspace_bytes for owner in models}
-            if placement.memory.models != models or workspaces != {partitions.workspace_bytes}:
+            if placement.memory.models != models or workspace_bytes != partitions.workspace_bytes:
                 return  # a model came or left meanwhile
             held = {owner: partitions.held[owner].nbytes for owner in models}
             changed = {owner: chosen[owner] for owner in models if chosen[owner] != held[owner]}
             start_s = self._clock()
-            await placement.redivide({owner: self._sizes[owner].plans[size] for owner, size in changed.items()})
+            await placement.redivide({owner: sizes[owner].plans[size] for owner, size in changed.items()})
         scale = sum(model.rate_per_s for model in models.values()) / sum(rates_per_s.values())
         for owner, model in models.items():  # models that are loaded later are compared with these rates
             model.rate_per_s = rates_per_s[owner] * scale
@@ -110,13 +126,16 @@ class Elastic:
     def _rates_per_s(self) -> dict[str, float] | None:
         """Return each model's requests per second in the shortest window that tells enough; None if none does yet."""
         counts = dict(self._requests())
-        if self._counted and self._counted[-1][1].keys() != counts.keys():
-            self._counted.clear()
+        self._first = {owner: self._first.get(owner, count) for owner, count in counts.items()}
         self._counted.append((self._clock(), counts))
-        now_s, total = self._counted[-1][0], sum(counts.values())
+
+        def before_of(counted: Mapping[str, int], owner: str) -> int:
+            return counted.get(owner, self._first[owner])
+
+        now_s = self._counted[-1][0]
 
         def is_enough(begin: tuple[float, dict[str, int]]) -> bool:
-            requests = total - sum(begin[1].values())
+            requests = sum(count - before_of(begin[1], owner) for owner, count in counts.items())
             return now_s - begin[0] >= LEAST_WINDOW_S and requests >= REQUESTS_PER_MODEL * len(counts)
 
         while len(self._counted) > 1 and is_enough(self._counted[1]):
@@ -125,34 +144,45 @@ class Elastic:
         if not counts or not is_enough(begin):
             return None
         # One more for each: a model that had none in this window may have some in the next.
-        return {owner: (count - before[owner] + 1) / (now_s - begin_s) for owner, count in counts.items()}
+        return {
+            owner: (count - before_of(before, owner) + 1) / (now_s - begin_s) for owner, count in counts.items()
+        }
 
-    async def _are_planned(self, models: Mapping[str, Model]) -> bool:
-        """Plan what has not been planned for several sizes. False if it has to wait, or a model has no choice."""
+    def _unplanned(self, models: Mapping[str, Model]) -> dict[str, Model]:
+        """Return the models that have not been planned for several sizes, and forget those that have left."""
         workspace_bytes = self._placement.memory.partitions.workspace_bytes
-        self._sizes = {owner: sizes for owner, sizes in self._sizes.items() if owner in models}
+        known = {owner: sizes for owner, sizes in self._sizes.items() if owner in models}
+        unplanned = {
+            owner: model
+            for owner, model in models.items()
+            if owner not in known
+            or (known[owner].workspace_bytes, known[owner].profiles) != (workspace_bytes, model.profiles)
+        }
+        self._sizes = {owner: sizes for owner, sizes in known.items() if owner not in unplanned}
+        return unplanned
+
+    async def _plan(self, models: Mapping[str, Model]) -> None:
+        """Plan models for several sizes, while none of them may be measured again: profiles are not final then."""
+        workspace_bytes = self._placement.memory.partitions.workspace_bytes
         for owner, model in models.items():
-            known = self._sizes.get(owner)
-            if known is not None and (known.workspace_bytes, known.profiles) == (workspace_bytes, model.profiles):
-                continue
             if self._placement.improver.is_busy:
-                return False  # it may be measured again: its profiles are not final
+                return
             found = await in_thread(self._placement.planner.plans_by_size, model.demand, workspace_bytes)
             plans = {_bytes_of(made): (made, False) for made in found}
             self._sizes[owner] = _Sizes(workspace_bytes, model.profiles, plans)
-        return True
 
-    def _share_out(
-        self, models: Mapping[str, Model], rates_per_s: Mapping[str, float], memory_bytes: int
-    ) -> tuple[dict[str, int], float]:
-        """Return the best sizes of the partitions, by owner, and the share of the predicted latency that they save."""
-        curves = [self._sizes[owner].curve(model) for owner, model in models.items()]
-        compute_s = [model.profiles[min(model.profiles)].compute_s for model in models.values()]
-        weights = latency_weights([rates_per_s[owner] for owner in models], compute_s)
-        now = [Point(_bytes_of(model.plans), _latency_s(model, model.plans)) for model in models.values()]
-        chosen = share_out(curves, weights, memory_bytes)
-        gain = 1 - weighted_latency_s(chosen, weights) / weighted_latency_s(now, weights)
-        return {owner: point.partition_bytes for owner, point in zip(models, chosen, strict=True)}, gain
+
+def _share_out(
+    models: Mapping[str, Model], sizes: Mapping[str, _Sizes], rates_per_s: Mapping[str, float], memory_bytes: int
+) -> tuple[dict[str, int], float]:
+    """Return the best sizes of the partitions, by owner, and the share of the predicted latency that they save."""
+    curves = [sizes[owner].curve(model) for owner, model in models.items()]
+    compute_s = [model.profiles[min(model.profiles)].compute_s for model in models.values()]
+    weights = latency_weights([rates_per_s[owner] for owner in models], compute_s)
+    now = [Point(_bytes_of(model.plans), _latency_s(model, model.plans)) for model in models.values()]
+    chosen = share_out(curves, weights, memory_bytes)
+    gain = 1 - weighted_latency_s(chosen, weights) / weighted_latency_s(now, weights)
+    return {owner: point.partition_bytes for owner, point in zip(models, chosen, strict=True)}, gain
 
 
 def _bytes_of(plans: Plans) -> int:

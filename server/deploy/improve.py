@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cohabit.planner.errors import CohabitError
@@ -11,6 +12,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import NOISY
 from cohabit.planner.shapes import Bucket
+from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.model import Model
 from cohabit.server.deploy.prepare import measured_profiles, warn_of_noise
@@ -36,13 +38,13 @@ class Improver:
         self._config = config
         self._placement = placement
         self._lanes = lanes
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self._measured_again: set[str] = set()
         """Owners of loads."""
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._tasks)
+        return self._background.is_busy
 
     def begin(self, models: Sequence[Model], *, plan_next_start: bool = False) -> None:
         """Improve models in the background, one after the other, where their plans are quick ones.
@@ -53,15 +55,11 @@ class Improver:
         if quick:
             if plan_next_start:
                 _log.info("quick plans are in use until better ones are found", extra={"fields": {"models": quick}})
-            task = asyncio.create_task(self._improve_all(models, plan_next_start))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._background.keep("searching better plans", partial(self._improve_all, models, plan_next_start))
 
     async def close(self) -> None:
         """Cancel pending searches; models stay as they are."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
 
     async def watch(self) -> None:
         """Check profiles after each interval in which little was computed, until cancelled."""
@@ -70,10 +68,7 @@ class Improver:
             await asyncio.sleep(INTERVAL_S)
             before_s, computed_s = computed_s, sum(lane.device.computed_s for lane in self._lanes)
             if computed_s - before_s <= IDLE_SHARE * INTERVAL_S:
-                try:
-                    await self.check()
-                except OSError as error:  # the cache cannot be written
-                    _log.warning("profiles are not measured again", extra={"fields": {"reason": str(error)}})
+                await self.check()
 
     async def check(self) -> None:
         """Measure and plan the models again whose profiles are noisy or disagree with their executions.
@@ -84,8 +79,8 @@ class Improver:
         self._measured_again &= models.keys()
         doubtful = [model for model in models.values() if self._is_doubtful(model)]
         for model in doubtful:
-            self._measured_again.add(model.owner)
             await self.improve(model, again=True)
+            self._measured_again.add(model.owner)
         if doubtful:
             await in_thread(self._placement.workers.release)
 
@@ -101,8 +96,15 @@ class Improver:
         return True
 
     async def _improve_all(self, models: Sequence[Model], plan_next_start: bool) -> None:
+        """Raises what kept models from being improved, after the others: the next try leaves out those that are."""
+        failed: OSError | None = None
         for model in models:
-            await self.improve(model)
+            try:
+                await self.improve(model)
+            except OSError as error:  # such as no process that can be started
+                failed = error
+        if failed is not None:
+            raise failed
         if not plan_next_start:
             return
         if not any(model.is_provisional for model in models):

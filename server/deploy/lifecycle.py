@@ -3,12 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
+from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.warmup import warm_up
 from cohabit.server.deploy.worker import (
@@ -76,7 +76,7 @@ class Lifecycle:
         self._open_placement = open_placement
         self._placement: ModelPlacement | None = None
         self._elastic: Elastic | None = None
-        self._watches: list[asyncio.Task[None]] = []
+        self._background = Background()
         self._opened = asyncio.Event()
         self.serving: dict[ModelKey, Model] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -96,12 +96,12 @@ class Lifecycle:
         self._placement.workers.here = False  # from now on, there are requests to answer in this process
         self._opened.set()
         if self._config.plans_later and self._config.device == "cpu":
-            self._watches.append(asyncio.create_task(self._placement.improver.watch()))
+            self._background.keep("checking profiles", self._placement.improver.watch)
         if self._config.layout == "elastic":
             from cohabit.server.deploy.elastic import Elastic
 
             self._elastic = Elastic(self._placement, self._requests)
-            self._watches.append(asyncio.create_task(self._elastic.watch()))
+            self._background.keep("dividing memory by request rates", self._elastic.watch)
         return failures
 
     def _requests(self) -> dict[str, int]:
@@ -117,29 +117,24 @@ class Lifecycle:
     ) -> dict[ModelKey, str]:
         """Prepare versions of models, divide memory, place and load them, warm them up, serve and improve them.
 
-        `old` is a load that one of them replaces: it ends once its requests are answered, or before if its memory is
-        needed. Returns why some are not served. Raises CohabitError if memory is too small.
+        `old` is a load that one of them replaces, whose memory may be needed; its requests then wait. Returns why some
+        are not served. Raises CohabitError if memory is too small.
         """
         placement = self._placement
         assert placement is not None
         models, failures = await placement.prepare(sources, on_progress)
-        failures |= await placement.place(models, old, partial(self._stop_old, sources), on_progress)
-        served = []
-        for model in models:
-            if model.key in failures:
-                continue
-            try:
-                await warm_up(self._lanes[model.lane], model.servable, model.source)
-            except RepositoryError as error:
-                failures[model.key] = str(error)
-                await placement.release(model)
-                continue
-            statistics = self._registry.served(model.source, model.servable.info, model.footprint)
-            self._lanes[model.lane].add(model.servable, statistics, model.source.policy)
-            self.serving[model.key] = model
-            served.append(model)
+        failures |= await placement.place(models, old, self._accept, on_progress)
+        served = [model for model in models if model.key not in failures]
         placement.improver.begin(served, plan_next_start=not self._opened.is_set())
         return failures
+
+    async def _accept(self, model: "Model") -> None:
+        """Warm a loaded model up, and serve it. Raises RepositoryError for a sample that fails."""
+        lane = self._lanes[model.lane]
+        await warm_up(lane, model.servable, model.source)
+        statistics = self._registry.served(model.source, model.servable.info, model.footprint)
+        lane.add(model.servable, statistics, model.source.policy)
+        self.serving[model.key] = model
 
     def is_serving(self, model: str) -> bool:
         """Whether any version of a model is served."""
@@ -147,10 +142,11 @@ class Lifecycle:
 
     async def close(self) -> None:
         """Cancel pending operations, and end the processes that prepare and plan; models stay as they are."""
-        pending = [*self._watches, *self._operations]
+        pending = list(self._operations)
         if self._placement is not None:
             self._placement.workers.close()
             await self._placement.improver.close()
+        await self._background.close()
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
@@ -212,8 +208,8 @@ class Lifecycle:
     async def serve(self, model: str, found: Sequence[ScannedVersion]) -> None:
         """Serve exactly these versions of a model, each of which has a number.
 
-        Raises LoadFailed, which names the versions that cannot be loaded; then no version is unloaded, unless its
-        memory was needed.
+        Raises LoadFailed, which names the versions that cannot be loaded; then no version is unloaded, unless another
+        one that was loaded has its memory.
         """
         task = asyncio.create_task(self._serve(model, found))
         # It ends even if the client disconnects: models would be left half moved.
@@ -270,15 +266,12 @@ class Lifecycle:
         except asyncio.CancelledError:
             self._failed(source, "loading was cancelled")
             raise
-        finally:
-            if old is not None and old.key != source.key and self.serving.get(old.key) is not old:
-                self._registry.unloaded(old.key)
         if failures:
             return failures[source.key]
         if present is not None:
-            lane = self._lanes[present.lane]
-            await lane.finish(source.key, self._config.exit_timeout_s, older_only=True)
-            await placement.release(present)
+            await placement.replaced(present, self._config.exit_timeout_s)
+        elif old is not None and placement.has_displaced(old):
+            await self._retire(old)
         _log.info("model loaded", extra={"fields": source.key.fields})
         return None
 
@@ -299,25 +292,10 @@ class Lifecycle:
             self._registry.failed(version.name, version.version, reason)
         return f"version {version.version} is at UNAVAILABLE state: {reason}"
 
-    async def _stop_old(self, sources: Sequence[ModelSource], old: "Model") -> None:
-        """Stop serving what a version replaces before it is loaded, because memory has no room for both."""
-        for source in sources:
-            if old.key == source.key:
-                self._registry.loading(source)
-            else:
-                self._registry.unloading(old.key)
-        self.serving.pop(old.key, None)
-        await self._lanes[old.lane].finish(old.key, self._config.exit_timeout_s)
-
-    def _changed(self, model: "Model", lost: str | None) -> None:
-        """Record that a model has another partition or other plans, or could not be moved and was removed."""
-        if self.serving.get(model.key) is not model:
-            return
-        if lost is None:
+    def _changed(self, model: "Model") -> None:
+        """Record that a model has another partition or other plans."""
+        if self.serving.get(model.key) is model:
             self._registry.moved(model.key, model.footprint)
-        else:
-            del self.serving[model.key]
-            self._registry.failed(*model.key, f"it could not be moved: {lost}")
 
     def _require_explicit(self) -> None:
         if self._config.model_control != "explicit":

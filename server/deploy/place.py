@@ -3,8 +3,9 @@
 import asyncio
 import copy
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from cohabit.planner.errors import CohabitError, InfeasibleBudget, format_bytes
@@ -22,7 +23,7 @@ from cohabit.server.deploy.improve import Improver
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.memory_map import draw
 from cohabit.server.deploy.model import Model, Plans, Programs
-from cohabit.server.deploy.partitions import Move, ReleaseForMove, moves, packed, vacate_all
+from cohabit.server.deploy.partitions import Extent, Move, ReleaseForMove, moves, packed, vacate_all
 from cohabit.server.deploy.prepare import (
     OnProgress,
     TimeLeft,
@@ -47,12 +48,42 @@ from cohabit.server.repository.sources import ModelSource
 
 _log = logging.getLogger("cohabit.placement")
 
-StopOld = Callable[[Model], Awaitable[None]]
-"""Stops serving a model whose memory is needed for the one that replaces it."""
+Accept = Callable[[Model], Awaitable[None]]
+"""Warms a loaded model up, and serves it. Raises what keeps it from being served."""
+MakeRoom = Callable[[], Awaitable[None]]
+"""Frees the memory that was found for models, by moving or displacing others."""
 
 
-async def _nothing_to_stop(model: Model) -> None:
+async def _accept(model: Model) -> None:
     return
+
+
+async def _no_room_needed() -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class _Deployed:
+    """How a model that is loaded runs."""
+
+    plans: Plans
+    searched: bool
+    programs: Programs
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryMap:
+    """Where models are, and how they run."""
+
+    workspace_bytes: int
+    held: Mapping[str, Extent]
+    models: Mapping[str, Model]
+    deployed: Mapping[str, _Deployed]
+    """All three by owner."""
+
+
+class _NotPlaced(Exception):
+    """A model could not be loaded into an arena that has others; the reason is kept elsewhere."""
 
 
 class ModelPlacement:
@@ -80,8 +111,8 @@ class ModelPlacement:
         self._preparing = asyncio.Semaphore(MOST_PREPARING)
         self._changing = asyncio.Lock()
         self.improver = Improver(config, self, lanes)
-        self.on_change: Callable[[Model, str | None], None] = lambda model, lost: None
-        """Called when a model has another partition or other plans, or is lost, with the reason."""
+        self.on_change: Callable[[Model], None] = lambda model: None
+        """Called when a model has another partition or other plans."""
 
     @property
     def models(self) -> dict[ModelKey, Model]:
@@ -100,6 +131,10 @@ class ModelPlacement:
     @property
     def is_open(self) -> bool:
         return self.memory.arena is not None
+
+    def has_displaced(self, model: Model) -> bool:
+        """Whether a model has no memory any more, because its successor has it."""
+        return model.owner not in self.memory.models
 
     def use(self) -> DeviceUse:
         return self.memory.use()
@@ -153,15 +188,20 @@ class ModelPlacement:
         self,
         models: Sequence[Model],
         old: Model | None = None,
-        stop_old: StopOld = _nothing_to_stop,
+        accept: Accept = _accept,
         on_progress: OnProgress = lambda name, stage: None,
     ) -> dict[ModelKey, str]:
-        """Divide memory, and load prepared models. Returns why some cannot be loaded; these are closed.
+        """Divide memory, load prepared models, and have each accepted. Returns why some are not; these are closed.
 
-        `old` is a model that one of them replaces, whose memory may be needed. Raises CohabitError; if memory is too
-        small, with the least sufficient size. Then all are closed.
+        The start places all of its models. Later, one at a time is placed; unless it is accepted, the others are where
+        they were. `old` is the model that it replaces: if there is no memory for both, its requests wait, and it leaves
+        the memory once the new one is accepted. Raises CohabitError; if memory is too small, with the least sufficient
+        size. Then all are closed.
         """
         failures: dict[ModelKey, str] = {}
+        if self.is_open and not models:
+            return failures
+        assert not self.is_open or len(models) == 1
         closed = models
 
         async def tried(model: Model, step: Coroutine[None, None, None]) -> None:
@@ -173,18 +213,25 @@ class ModelPlacement:
         try:
             async with self._changing:
                 first = not self.is_open
-                memories = await self._memories(models, old, stop_old, on_progress)
+                memories, make_room = await self._memories(models, old, on_progress)
                 for done, (model, memory) in enumerate(zip(models, memories, strict=True)):
                     stage = f"{done} of {len(models)}, {model.key.name}"
                     await tried(model, self._plan(model, memory, first, partial(on_progress, "planning", stage)))
                 planned = [model for model in models if model.key not in failures]
                 if first:
                     await in_thread(self._open, memories)
-                self.memory.assign_lanes(planned)
-                for model in planned:
-                    model.lane = model.lane if old is None else old.lane
-                    on_progress(model.key.name, "bringing residents in")
-                    await tried(model, self._load(model, yields=not first))
+                elif failures:
+                    return failures
+                with suppress(_NotPlaced):
+                    async with self._restoring_on_failure():
+                        await make_room()
+                        self.memory.assign_lanes(planned)
+                        for model in planned:
+                            model.lane = model.lane if old is None else old.lane
+                            on_progress(model.key.name, "bringing residents in")
+                            await tried(model, self._admit(model, accept, yields=not first))
+                        if failures and not first:
+                            raise _NotPlaced
                 outside_bytes = self.memory.backend.outside_bytes
                 if first and outside_bytes is not None:
                     fields = {"arena_bytes": self.memory.partitions.arena_bytes, "outside_bytes": outside_bytes}
@@ -219,19 +266,18 @@ class ModelPlacement:
         return reason
 
     async def _memories(
-        self, models: Sequence[Model], old: Model | None, stop_old: StopOld, on_progress: OnProgress
-    ) -> list[Memory]:
-        """Return memory that is free for each of these models, after making room if necessary."""
+        self, models: Sequence[Model], old: Model | None, on_progress: OnProgress
+    ) -> tuple[list[Memory], MakeRoom]:
+        """Return memory for each of these models, and what frees it."""
         if len(models) == 1 and self.memory.models:
             (model,) = models
             memory = await self._free_memory(model, None)
-            if memory is None and old is not None:
-                memory = await self._free_memory(model, old)
-                if memory is not None:
-                    await self._vacate_old(old, stop_old)
             if memory is not None:
-                return [memory]
-        return await self._divided(models, old, stop_old, on_progress)
+                return [memory], _no_room_needed
+            memory = None if old is None else await self._free_memory(model, old)
+            if old is not None and memory is not None:
+                return [memory], partial(self._displace, old)
+        return await self._divided(models, old, on_progress)
 
     async def _free_memory(self, model: Model, without: Model | None) -> Memory | None:
         """Return the free memory in which a model is fastest, if `without` had none; None if it fits nowhere."""
@@ -244,11 +290,11 @@ class ModelPlacement:
         return memory
 
     async def _divided(
-        self, models: Sequence[Model], old: Model | None, stop_old: StopOld, on_progress: OnProgress
-    ) -> list[Memory]:
-        """Divide memory among these models and those that are there, and move the latter if they get less.
+        self, models: Sequence[Model], old: Model | None, on_progress: OnProgress
+    ) -> tuple[list[Memory], MakeRoom]:
+        """Divide memory among these models and those that are there; the latter move if they get less.
 
-        Raises CohabitError if memory is too small.
+        Returns the memory of these models, and what frees it. Raises CohabitError if memory is too small.
         """
         memory, partitions = self.memory, self.memory.partitions
         others = [model for model in memory.models.values() if model is not old]
@@ -268,19 +314,20 @@ class ModelPlacement:
             for model in others
             if kept[model.owner] < held[model.owner].nbytes
         }
-        await self._resize({m.owner: m for m in others}, kept, workspace, plans, old, stop_old)
-        return [Memory(workspace, nbytes) for nbytes in own]
+        make_room = partial(self._resize, {m.owner: m for m in others}, kept, workspace, plans, old)
+        return [Memory(workspace, nbytes) for nbytes in own], make_room
 
     async def redivide(self, plans: Mapping[str, tuple[Plans, bool]]) -> None:
         """Give some models, by owner, the partitions that these plans are for, and move what is in the way.
 
         The second value is whether a full search has found them. The sizes must fit together. The caller holds
-        `changing`. Raises CohabitError before anything has moved.
+        `changing`. Raises CohabitError; then all models are where they were.
         """
         partitions = self.memory.partitions
         sizes = {owner: partitions.held[owner].nbytes for owner in self.memory.models}
         sizes |= {owner: made[min(made)].memory.partition_bytes for owner, (made, _) in plans.items()}
-        await self._resize(dict(self.memory.models), sizes, partitions.workspace_bytes, plans)
+        async with self._restoring_on_failure():
+            await self._resize(dict(self.memory.models), sizes, partitions.workspace_bytes, plans)
 
     async def _resize(
         self,
@@ -289,9 +336,8 @@ class ModelPlacement:
         workspace: int,
         plans: Mapping[str, tuple[Plans, bool]],
         old: Model | None = None,
-        stop_old: StopOld = _nothing_to_stop,
     ) -> None:
-        """Pack the partitions of models, by owner, in these sizes, with new plans for some; `old` leaves before."""
+        """Pack the partitions of models, by owner, in these sizes, with new plans for some; `old` is displaced."""
         memory, partitions = self.memory, self.memory.partitions
         held = {owner: partitions.held[owner] for owner in models}
         wanted = packed(sizes, held, partitions.arena_bytes)
@@ -300,15 +346,76 @@ class ModelPlacement:
         steps = vacate_all(wanted) if elsewhere else moves(held, wanted, workspace)
         moving = {step.owner for step in steps}
         programs: dict[str, Programs] = {}
-        for owner, model in models.items():  # all before any moves: an unsupported plan is refused first
-            if owner in moving:
-                made, _ = plans.get(owner, (model.plans, model.searched))
-                programs[owner] = await in_thread(
-                    memory.bind, model, made, wanted[owner], workspace_bytes=workspace, yields=True
-                )
-        if old is not None:
-            await self._vacate_old(old, stop_old)
-        await self._migrate(models, steps, workspace, plans, programs)
+        try:
+            for owner, model in models.items():  # all before any moves: an unsupported plan is refused first
+                if owner in moving:
+                    made, _ = plans.get(owner, (model.plans, model.searched))
+                    programs[owner] = await in_thread(
+                        memory.bind, model, made, wanted[owner], workspace_bytes=workspace, yields=True
+                    )
+            if old is not None:
+                await self._displace(old)
+            await self._migrate(models, steps, workspace, plans, programs)
+        except Exception:
+            for owner, bound in programs.items():
+                if models[owner].servable.programs is not bound:
+                    await self._release_programs(models[owner], bound)
+            raise
+
+    @asynccontextmanager
+    async def _restoring_on_failure(self) -> AsyncIterator[None]:
+        """Change the memory map in this block. If that fails, every model is again where it was, and runs as it did.
+
+        What the block replaces is kept until its end: programs, and models that it has displaced, which then end.
+        """
+        before = self._memory_map()
+        try:
+            yield
+        except Exception:
+            await self._restore(before)
+            raise
+        for owner, model in before.models.items():
+            programs = before.deployed[owner].programs
+            if owner not in self.memory.partitions.held:
+                await self._release_programs(model, programs)
+                await self._remove(model)
+            elif model.servable.programs is not programs:
+                await self._release_programs(model, programs)
+
+    def _memory_map(self) -> _MemoryMap:
+        memory = self.memory
+        models = dict(memory.models)
+        deployed = {owner: _Deployed(m.plans, m.searched, m.servable.programs) for owner, m in models.items()}
+        return _MemoryMap(memory.partitions.workspace_bytes, dict(memory.partitions.held), models, deployed)
+
+    async def _restore(self, before: _MemoryMap) -> None:
+        """Take the memory map back to what it was. The next run of each model that has moved loads its residents."""
+        memory, held = self.memory, self.memory.partitions.held
+        moved = {
+            owner: model
+            for owner, model in before.models.items()
+            if held.get(owner) != before.held.get(owner)
+            or model.servable.programs is not before.deployed[owner].programs
+        }
+        for model in moved.values():
+            self._lanes[model.lane].hold(model.key, True)
+        for lane, executor in zip(self._lanes, memory.executors, strict=True):
+            await lane.call_on_lane(executor.settle)
+        memory.partitions.workspace_bytes = before.workspace_bytes
+        memory.partitions.held = dict(before.held)
+        for owner, model in moved.items():
+            was, replaced = before.deployed[owner], model.servable.programs
+            await self._lanes[model.lane].call_on_lane(partial(self._revert, model, was.programs))
+            if replaced is not was.programs:
+                await self._release_programs(model, replaced)
+            self._switched(model, was.plans, searched=was.searched)
+            self._lanes[model.lane].hold(model.key, False)
+
+    def _revert(self, model: Model, programs: Programs) -> None:
+        """Run a model's earlier programs again. Compute lane's thread."""
+        model.servable.switch(programs)
+        for program in programs.values():
+            self.memory.executors[model.lane].invalidate(program)
 
     def _division(self, others: list[Model], models: Sequence[Model], on_divided: Callable[[], None]) -> Division:
         """Return how the memory is divided among models, those that are there first. Raises InfeasibleBudget."""
@@ -369,6 +476,16 @@ class ModelPlacement:
         known = self.planner.known_plans(model.demand, memory)
         return known or self.planner.quick_plans(model.demand, memory), known is not None
 
+    async def _admit(self, model: Model, accept: Accept, *, yields: bool) -> None:
+        """Load a model and have it accepted; otherwise its memory is free again, and its store open."""
+        await self._load(model, yields=yields)
+        try:
+            await accept(model)
+        except Exception:
+            await self._release_programs(model, model.servable.programs)
+            self.memory.remove(model)
+            raise
+
     async def _load(self, model: Model, *, yields: bool) -> None:
         """Allocate the memory of a model's plans, which is free, bind them, and load its residents."""
         memory, lane = self.memory, self._lanes[model.lane]
@@ -418,64 +535,66 @@ class ModelPlacement:
                 await self._move(model, made, searched, programs[step.owner])
 
     async def replan(self, model: Model, plans: Plans) -> None:
-        """Switch a model to a full search's plans for its present partition. The caller holds `changing`."""
+        """Switch a model to a full search's plans for its present partition. The caller holds `changing`.
+
+        Raises CohabitError; then it runs its present plans on.
+        """
         extent, before = self.memory.partitions.held[model.owner], model.plans
         programs = await in_thread(self.memory.bind, model, plans, extent, yields=True)
-        if plans[min(plans)].residents == before[min(before)].residents:
-            old = model.servable.programs
-            await self._lanes[model.lane].call_on_lane(lambda: model.servable.switch(programs))
-            await self._release_programs(model, old)
-            self._switched(model, plans, searched=True)
-        else:
-            await self._move(model, plans, True, programs)
+        async with self._restoring_on_failure():
+            if plans[min(plans)].residents == before[min(before)].residents:
+                await self._lanes[model.lane].call_on_lane(lambda: model.servable.switch(programs))
+                self._switched(model, plans, searched=True)
+            else:
+                await self._move(model, plans, True, programs)
 
     async def _move(self, model: Model, plans: Plans, searched: bool, programs: Programs) -> None:
         """Load a model's residents for new programs while its requests wait, then switch to these programs."""
-        lane, old = self._lanes[model.lane], model.servable.programs
+        lane = self._lanes[model.lane]
         lane.hold(model.key, True)
-        try:
-            await lane.perform(self.memory.resident_load(programs, model.lane))
-            await lane.call_on_lane(lambda: model.servable.switch(programs))
-        except CohabitError as error:
-            self._lanes[model.lane].remove(model.key)
-            await self._release_programs(model, programs)
-            await self._release_programs(model, old)
-            await self._remove(model)
-            self.on_change(model, str(error))
-            return
+        await lane.call_on_lane(lambda: model.servable.switch(programs))
+        await lane.perform(self.memory.resident_load(programs, model.lane))
         self._switched(model, plans, searched=searched)
         lane.hold(model.key, False)
-        await self._release_programs(model, old)
 
     def _switched(self, model: Model, plans: Plans, *, searched: bool) -> None:
         model.plans, model.searched = plans, searched
         self._lanes[model.lane].replan(model.servable)
-        self.on_change(model, None)
+        self.on_change(model)
 
     async def retire(self, model: Model, timeout_s: float) -> None:
-        """Wait for a model's requests, then release its memory. The caller refuses new requests."""
-        await self._lanes[model.lane].finish(model.key, timeout_s)
-        async with self._changing:
-            await self._vacate(model, forget=True)
+        """End a model: wait for its requests, then release its memory. The caller refuses new requests.
 
-    async def release(self, model: Model) -> None:
-        """Release the memory of a load that no request runs on."""
-        async with self._changing:
-            await self._vacate(model, forget=False)
+        The waiting requests of one that was displaced are refused; their front ends send them to its successor.
+        """
+        if not self.has_displaced(model):
+            await self._lanes[model.lane].finish(model.key, timeout_s)
+        await self._vacate(model, forget=True)
 
-    async def _vacate_old(self, old: Model, stop_old: StopOld) -> None:
-        await stop_old(old)
-        await self._vacate(old, forget=True)
+    async def replaced(self, model: Model, timeout_s: float) -> None:
+        """End a load of a version of which a newer one is served, as `retire` does."""
+        lane = self._lanes[model.lane]
+        if self.has_displaced(model):
+            lane.hand_back(model.key)
+        else:
+            await lane.finish(model.key, timeout_s, older_only=True)
+        await self._vacate(model, forget=False)
+
+    async def _displace(self, model: Model) -> None:
+        """Give up a model's bytes for its successor's. Its requests wait, its store and programs stay."""
+        lane = self._lanes[model.lane]
+        lane.hold(model.key, True)
+        await lane.call_on_lane(self.memory.executors[model.lane].settle)
+        self.memory.partitions.release(model.owner)
 
     async def _vacate(self, model: Model, forget: bool) -> None:
-        """Release a model's bytes once its copies have ended; with `forget`, its lane knows it no more."""
-        if model.owner not in self.memory.models:
-            return
-        if forget:
-            self._lanes[model.lane].remove(model.key)
-        programs = model.servable.programs
-        await self._lanes[model.lane].call_on_lane(lambda: self.memory.release_programs(programs, model.lane))
-        await self._remove(model)
+        """Release the bytes of a model that no request runs on; with `forget`, its lane knows it no more."""
+        async with self._changing:
+            if forget:
+                self._lanes[model.lane].remove(model.key)
+            if not self.has_displaced(model):
+                await self._release_programs(model, model.servable.programs)
+                await self._remove(model)
 
     async def _release_programs(self, model: Model, programs: Programs) -> None:
         """Release programs that no longer run, unless the lane has stopped."""

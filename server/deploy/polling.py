@@ -27,7 +27,7 @@ class Poller:
         self._repository = repository
         self._lifecycle = lifecycle
         self._registry = registry
-        self._seen = models
+        self._seen = dict(models)
 
     async def run(self, interval_s: float) -> None:
         """Poll until cancelled."""
@@ -44,12 +44,14 @@ class Poller:
         Raises RepositoryError if the repository cannot be read; then all models stay as they are.
         """
         found = by_name(await asyncio.to_thread(scan, self._repository, may_be_empty=True))
-        seen, self._seen = self._seen, found
+        seen = dict(self._seen)
         for name in seen.keys() - found.keys():
             await self._lifecycle.serve(name, ())
+            del self._seen[name]
         for name, versions in found.items():
             if seen.get(name) != versions:
                 await self._serve(name, versions)
+                self._seen[name] = versions
         if seen != found:
             await self._lifecycle.forget_removed()
 

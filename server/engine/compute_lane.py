@@ -94,6 +94,18 @@ class ComputeLane:
         for ticket in forgotten:
             self._settle(ticket, ModelNotFound(*model, reason="unloaded"))
 
+    def hand_back(self, model: ModelKey) -> None:
+        """Refuse the waiting requests for replaced servables, and resume dispatch.
+
+        Front ends send these requests to the servable that is there.
+        """
+        with self.device.changed:
+            older = self._scheduler.drop_older(model)
+        for ticket in older:
+            self._settle(ticket, ModelNotFound(*model, reason="replaced"))
+        self._forget_older(model)
+        self.hold(model, False)
+
     def hold(self, model: ModelKey, held: bool) -> None:
         """Pause a model's dispatch while its memory changes, or resume it."""
         with self.device.changed:
@@ -186,9 +198,12 @@ class ComputeLane:
             if newest is not None:
                 self._drop_older(model)
             return False
+        self._forget_older(model)
+        return True
+
+    def _forget_older(self, model: ModelKey) -> None:
         for key in [key for key in self.device.models if key[0] == model and key[1] != self._current.get(model)]:
             del self.device.models[key]
-        return True
 
     def _drop_older(self, model: ModelKey) -> None:
         with self.device.changed:

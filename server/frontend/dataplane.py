@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,8 +48,11 @@ ControlParameters = Mapping[str, bool | int | float | str | bytes]
 """Parameters of a client's load or unload call."""
 
 _MOST_CONTROL_PARAMETERS = 64
-MOST_JSON_BYTES = 16 << 20
-"""What describes a request and its tensors: its JSON, or its gRPC message without the raw contents."""
+MOST_JSON_BYTES = 8 << 20
+"""What describes a request and its tensors: its JSON, or its gRPC message without the raw contents.
+
+Parsers hold the GIL for the whole of it: 5 ms per MiB.
+"""
 _METRICS_S = 1.0
 """How long the text of the metrics is good."""
 _REPEATED_READING_S = 0.1
@@ -267,15 +271,13 @@ class DataPlane:
     ) -> Answer:
         """Return a request's answer, by the model that it asks for or the one that has replaced it.
 
-        If the version was replaced after the request had come, one without a version goes to the present one.
+        If that was replaced after the request had come, the request goes to its successor, if that takes the same
+        tensors: to the present load of the `version` that it names, or of any.
         """
         try:
             return await self._client.infer(request, info, lease, on_spans)
         except ModelNotFound:
-            entry = self._client.catalog.get(*info.key)
-            if version is not None or entry is None or entry.wanted:
-                raise
-            present = self.describe(info.name)
+            present = self.describe(info.name, version)
             if replace(present, version=info.version) != info:
                 raise
         return await self._client.infer(replace(request, model=present.key), present, lease, on_spans)
@@ -360,8 +362,9 @@ class DataPlane:
 
 
 def _folders(repository: Path) -> list[str]:
-    """Return the names of a repository's models; none if it cannot be read."""
+    """Return the names of a repository's models; none if it cannot be read. Bytes that are no text are escaped."""
     try:
-        return sorted(e.name for e in repository.iterdir() if e.is_dir() and not e.name.startswith("."))
+        found = [e.name for e in repository.iterdir() if e.is_dir() and not e.name.startswith(".")]
+        return sorted(os.fsencode(name).decode(errors="backslashreplace") for name in found)
     except OSError:
         return []

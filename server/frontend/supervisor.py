@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from cohabit.planner.errors import CohabitError
+from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.server.errors import EngineUnavailable
 from cohabit.server.frontend.engine_connection import EngineConnection
+from cohabit.server.resources import available_memory, memory_kills
 
 _log = logging.getLogger("cohabit.supervisor")
 
@@ -49,6 +50,8 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._death: asyncio.Task[str] | None = None
         self._killed_for: str | None = None
+        self._kills = memory_kills()
+        """Processes that the kernel had ended for lack of memory."""
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         """Set when supervision itself has ended by an error: an engine that dies would not be started again."""
@@ -182,7 +185,20 @@ class Supervisor:
                 await self._client.wait_closed()
         if self._killed_for is not None:
             return self._killed_for
-        return f"it ended with status {code}" if code >= 0 else f"it was ended by {signal.Signals(-code).name}"
+        if code >= 0:
+            return f"it ended with status {code}"
+        return f"it was ended by {signal.Signals(-code).name}{self._out_of_memory(code)}"
+
+    def _out_of_memory(self, code: int) -> str:
+        """Return what the kernel's counters tell of a SIGKILL: whether memory had run out, and which."""
+        kills, self._kills = self._kills, memory_kills()
+        if code != -signal.SIGKILL or self._kills <= kills:
+            return ""
+        nbytes, where = available_memory()
+        return (
+            f", because memory had run out: {where} has {format_bytes(nbytes)}; give it more, or lower --memory or"
+            " --process-memory"
+        )
 
     async def _watch_hangs(self) -> None:
         """Kill an engine that makes no progress, and refuse requests that are too late while there is none."""

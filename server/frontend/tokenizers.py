@@ -1,26 +1,71 @@
 """Tokenizers of text models: `tokenizer.json` in a model's folder, read when the model's first text comes."""
 
 import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cohabit.server.errors import InvalidRequest, Refused
 from cohabit.server.file_state import FileState
+from cohabit.server.frontend.memory import Lease
 from cohabit.server.frontend.threads import call
 from cohabit.server.ipc.model import TOKENIZER
+from cohabit.server.protocol.embedding import MOST_TOKENS, Tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _MOST_BYTES = 64 << 20
+_TOKEN = np.dtype(np.int32)
 _PADDING = ("[PAD]", "<pad>")
+_TOKENIZED_TOGETHER = 16 << 10
+"""Characters that are tokenized in one call: others have their turns in between, and memory is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
     tokenizer: "Tokenizer"
     padding_id: int
+
+    def tokens(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the token ids of each text. The interpreter is free meanwhile, which it is not in `encode`."""
+        return [np.array(encoded.ids, _TOKEN) for encoded in self.tokenizer.encode_batch_fast(texts)]
+
+
+async def tokens_in(
+    lease: Lease,
+    given: Sequence[str] | Sequence[Tokens],
+    tokenize: Callable[[Sequence[str]], Awaitable[list[Tokens]]],
+) -> list[Tokens]:
+    """Return the token ids of texts, or those that were given, in leased memory. Raises InvalidRequest, Overloaded."""
+    texts: list[Tokens] = []
+    count = 0
+    for piece in _pieces(given):
+        made = [item for item in piece if not isinstance(item, str)] or await tokenize(piece)
+        sizes = [tokens.size for tokens in made]
+        if 0 in sizes:
+            raise InvalidRequest(f"input[{len(texts) + sizes.index(0)}] has no tokens")
+        count += sum(sizes)
+        if count > MOST_TOKENS:
+            raise InvalidRequest(f"input has over {MOST_TOKENS} tokens; send fewer texts")
+        block = lease.memory.array(lease.take(_TOKEN.itemsize * sum(sizes)), _TOKEN, (sum(sizes),))
+        block[:] = np.concatenate(made)
+        texts += np.split(block, np.cumsum(sizes)[:-1])
+    return texts
+
+
+def _pieces(given: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Divide texts, in order, into pieces of at most _TOKENIZED_TOGETHER characters, or of one text."""
+    start = characters = 0
+    for end, text in enumerate(given):
+        if end > start and characters + len(text) > _TOKENIZED_TOGETHER:
+            yield given[start:end]
+            start, characters = end, 0
+        characters += len(text)
+    yield given[start:]
 
 
 class Tokenizers:

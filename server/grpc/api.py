@@ -17,7 +17,7 @@ from cohabit.server.grpc.codec import decode_request, encode_response, parameter
 from cohabit.server.grpc.errors import status_of
 from cohabit.server.grpc.handlers import metadata_of
 from cohabit.server.grpc.unsent_answers import CallAnswers, UnsentAnswers
-from cohabit.server.grpc.wire import described_bytes
+from cohabit.server.grpc.wire import UNCHECKED_BYTES, described_bytes, names_of
 from cohabit.server.observe.request_trace import HEADER, RequestTrace
 from cohabit.server.protocol.matching import errors_of
 from cohabit.server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
@@ -179,14 +179,9 @@ class InferenceCalls:
         answer = response.infer_response
         answer.parameters[_FINAL].bool_param = True
         with suppress(RequestError):
-            message = parse_request(request)
-            answer.id, answer.model_name, answer.model_version = (
-                message.id,
-                message.model_name,
-                message.model_version,
-            )
-            if not message.model_version:
-                answer.model_version = str(self._plane.describe(message.model_name).version)
+            answer.model_name, answer.model_version, answer.id = names_of(request)
+            if not answer.model_version:
+                answer.model_version = str(self._plane.describe(answer.model_name).version)
         return response
 
     def _tracing(self, traceparent: str | None) -> AbstractContextManager[RequestTrace | None]:
@@ -196,7 +191,12 @@ class InferenceCalls:
     async def _infer(self, data: bytes, left_s: float | None, unsent: CallAnswers) -> tuple[Any, Lease]:
         """Answer a request, and hold its memory; `left_s` is the time to the call's own deadline."""
         unsent.require_room()
-        described = described_bytes(data)
+        is_large = len(data) > UNCHECKED_BYTES
+        if is_large:
+            named, of_version, request_id = names_of(data)
+            if named:
+                self._plane.require_ready(named, of_version or None, request_id)
+        described = await self._plane.decode(is_large, described_bytes, data)
         if described > self._plane.max_json_bytes:
             what = f"the message of {described} bytes without its raw_input_contents"
             raise too_large(what, self._plane.max_json_bytes, SEND_LESS_JSON)

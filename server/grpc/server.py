@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from tritonclient.grpc import service_pb2
 
+from cohabit.server.background import Background
 from cohabit.server.errors import ConfigError
 from cohabit.server.frontend.access import OPEN, Access
 from cohabit.server.frontend.dataplane import DataPlane
@@ -54,7 +56,7 @@ class GrpcServer:
         self._access = access
         self._tls = tls
         self._unix: Path | None = None
-        self._follower: asyncio.Task[None] | None = None
+        self._background = Background()
         self._server: grpc.aio.Server | None = None
         self._options = [
             ("grpc.max_receive_message_length", max_body_bytes + _MESSAGE_ALLOWANCE_BYTES),
@@ -82,13 +84,12 @@ class GrpcServer:
         """
         self._unix = unix
         port = await self._serve(hosts, port)
-        self._follower = asyncio.create_task(self._serve_again(hosts, port))
+        self._background.keep("keeping the gRPC port open", partial(self._serve_again, hosts, port))
         return address_of(hosts[0], port)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give those under way this long, then cancel them."""
-        if self._follower is not None:
-            self._follower.cancel()
+        await self._background.close()
         if self._server is not None:
             await self._server.stop(grace_s)
         if self._unix is not None:

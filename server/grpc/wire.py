@@ -1,6 +1,9 @@
 """Bounds of a ModelInferRequest, counted on the wire before protobuf builds what they refuse."""
 
 from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
 
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.protocol.matching import MOST_DIMS
@@ -11,7 +14,13 @@ _MOST_FIELDS = 1 << 14
 """Of a message and its tensors: names, parameters, entries of contents."""
 _MOST_SHAPE_BYTES = 10 * MOST_DIMS
 """A dimension takes ten bytes at most."""
-_INPUTS, _OUTPUTS, _RAW, _SHAPE = 5, 6, 7, 3
+_MOST_TYPED = 1 << 20
+"""Typed contents of a request that are written as varints: each byte may become eight."""
+_NAMES_WITHIN = 64
+"""Fields of a message among which its names are: writers put them first."""
+_MODEL, _VERSION, _ID, _INPUTS, _OUTPUTS, _RAW, _SHAPE, _CONTENTS = 1, 2, 3, 5, 6, 7, 3, 5
+_VARINTS = frozenset(range(1, 6))
+"""Fields of contents."""
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
@@ -19,7 +28,7 @@ def described_bytes(data: bytes) -> int:
     """Return the size of a message without its raw tensors. Raises InvalidRequest for one that would grow too large."""
     if len(data) <= UNCHECKED_BYTES:
         return len(data)
-    described, fields = len(data), 0
+    described, fields, typed = len(data), 0, 0
     for number, start, end in _fields(data, 0, len(data)):
         fields += 1
         if number == _RAW:
@@ -30,6 +39,15 @@ def described_bytes(data: bytes) -> int:
                 fields += 1
                 if number == _INPUTS and inner == _SHAPE:
                     shape_bytes += max(inner_end - inner_start, 1)
+                if number == _INPUTS and inner == _CONTENTS:
+                    for kind, first, last in islice(_fields(data, inner_start, inner_end), _MOST_FIELDS):
+                        fields += 1
+                        if kind in _VARINTS:
+                            typed += _varints(data, first, last)
+                if typed > _MOST_TYPED:
+                    raise InvalidRequest(
+                        f"the request has over {_MOST_TYPED} typed values of integers; send raw_input_contents"
+                    )
                 if shape_bytes > _MOST_SHAPE_BYTES:
                     raise InvalidRequest(
                         f"the shape of an input has over {_MOST_SHAPE_BYTES} bytes: a tensor has no more than"
@@ -40,6 +58,20 @@ def described_bytes(data: bytes) -> int:
         if fields > _MOST_FIELDS:
             raise InvalidRequest(f"the request has over {_MOST_FIELDS} tensors, parameters and other fields")
     return described
+
+
+def names_of(data: bytes) -> tuple[str, str, str]:
+    """Return a message's model, version and id without parsing it, empty where they are not. Raises InvalidRequest."""
+    names = dict.fromkeys((_MODEL, _VERSION, _ID), b"")
+    for number, start, end in islice(_fields(data, 0, len(data)), _NAMES_WITHIN):
+        if number in names:
+            names[number] = data[start:end]
+    model, version, request_id = (name.decode(errors="replace") for name in names.values())
+    return model, version, request_id
+
+
+def _varints(data: bytes, start: int, end: int) -> int:
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8, end - start, start) < 0x80))
 
 
 def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:

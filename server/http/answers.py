@@ -7,17 +7,14 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from cohabit.server.errors import ONLY_INFERENCE, InvalidRequest
+from cohabit.server.errors import ONLY_INFERENCE
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.http.body import Heap, read_body
+from cohabit.server.protocol.json_body import parse_json
 
 JSON = "application/json"
 
 _T = TypeVar("_T")
-_UNCHECKED_BYTES = 64 << 10
-_MOST_KEYS = 1 << 14
-"""Keys of a body that is larger than that; a key takes memory many times its size."""
-_COUNTED_BYTES = 1 << 20
 _PIECE_BYTES = 256 << 10
 _UNCOUNTED_BYTES = 64 << 10
 """An answer of this size is not counted as request memory; a connection has one at a time."""
@@ -88,17 +85,3 @@ def model_of(request: web.Request) -> tuple[str, str | None]:
 async def read_json(request: web.Request, of_type: type[_T], limit_bytes: int = 64 << 10) -> _T:
     """Read a small body as JSON of this form; an empty one is `{}`. Raises as `read_body` does."""
     return parse_json(await read_body(request, Heap(), limit_bytes, ONLY_INFERENCE), of_type)
-
-
-def parse_json(body: memoryview, of_type: type[_T]) -> _T:
-    """Parse a body; an empty one is `{}`. Raises InvalidRequest, also for a body with too many keys."""
-    if len(body) > _UNCHECKED_BYTES:
-        starts = range(0, len(body), _COUNTED_BYTES)
-        if sum(bytes(body[start : start + _COUNTED_BYTES]).count(b":") for start in starts) > _MOST_KEYS:
-            raise InvalidRequest(f"the request JSON has over {_MOST_KEYS} keys (or colons); send fewer tensors")
-    try:
-        return msgspec.json.decode(body or b"{}", type=of_type)
-    except RecursionError as error:
-        raise InvalidRequest("failed to parse the request JSON: it is nested too deeply") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"failed to parse the request JSON: {error}") from error

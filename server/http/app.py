@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 from cohabit.server.errors import RequestError, Unauthenticated
 from cohabit.server.frontend.access import OPEN, Access, Permission
 from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.sites import ANY_NAME, Sites
 from cohabit.server.http.answers import JSON
 from cohabit.server.http.endpoints import Endpoint, endpoints
 from cohabit.server.http.errors import error_response, response_of
@@ -27,7 +29,11 @@ _log = logging.getLogger("cohabit.http")
 
 
 def make_app(
-    plane: DataPlane, max_body_bytes: int, access: Access = OPEN, feed: LiveFeed | None = None
+    plane: DataPlane,
+    max_body_bytes: int,
+    access: Access = OPEN,
+    feed: LiveFeed | None = None,
+    sites: Sites = ANY_NAME,
 ) -> web.Application:
     """Make the application of the HTTP port; a body may take `max_body_bytes`. With a feed, it has the live page."""
     described = _described()
@@ -45,6 +51,7 @@ def make_app(
             Endpoint("GET", ("/v2/openapi.json",), openapi),
             _metrics(plane, Permission.INFERENCE),
         ],
+        sites,
     )
     if feed is not None:
         _add(app, access, [live_events(feed)])
@@ -74,9 +81,11 @@ def _metrics(plane: DataPlane, permission: Permission) -> Endpoint:
     return Endpoint("GET", ("/metrics",), metrics, permission=permission)
 
 
-def _add(app: web.Application, access: Access, served: Iterable[Endpoint]) -> None:
+def _add(app: web.Application, access: Access, served: Iterable[Endpoint], sites: Sites = ANY_NAME) -> None:
     for endpoint in served:
         handler = _guarded(endpoint.handler, access, endpoint.permission)
+        if endpoint.changes_server:
+            handler = _own(handler, sites)
         for path in endpoint.paths:
             app.router.add_route(endpoint.method, path, handler, expect_handler=_read_body_continues)
 
@@ -95,6 +104,17 @@ def _guarded(handler: Handler, access: Access, permission: Permission) -> Handle
         return await handler(request)
 
     return guard
+
+
+def _own(handler: Handler, sites: Sites) -> Handler:
+    """Refuse calls of other sites' pages before a handler runs."""
+
+    async def own(request: web.Request) -> web.StreamResponse:
+        peer = request.transport and request.transport.get_extra_info("socket")
+        sites.require_own(request.headers, by_name=not peer or peer.family != socket.AF_UNIX)
+        return await handler(request)
+
+    return own
 
 
 @web.middleware

@@ -1,6 +1,5 @@
 """The codec of inference over HTTP: KServe v2's JSON with the binary tensor extension."""
 
-import json
 import math
 import re
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 import msgspec
 
 from cohabit.server.errors import InvalidRequest, TensorMismatch
-from cohabit.server.http.answers import parse_json
 from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.protocol.datatypes import DTYPES
+from cohabit.server.protocol.json_body import parse_with_constants
 from cohabit.server.protocol.matching import (
     MOST_DIMS,
     NO_DATA,
@@ -27,7 +26,6 @@ from cohabit.server.protocol.shared_memory import RegionUse
 from cohabit.server.protocol.tensors import answered, from_binary, from_json, from_window, to_binary, to_json
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
-_EXPLAINED_BYTES = 1 << 20
 _MOST_SHAPE_BYTES = 32 * MOST_DIMS
 """Of a shape in JSON: for each dimension a number of 64 bits, a comma and some spaces."""
 _shapes = msgspec.json.Decoder(list[Dim])
@@ -137,19 +135,12 @@ msgspec.json.Decoder(RequestBody[msgspec.Raw])  # msgspec looks at the type now,
 
 
 def _parse(header: memoryview) -> RequestBody[list[int]]:
-    try:
-        sent = parse_json(header, RequestBody[msgspec.Raw])
-        inputs = [
-            InputBody(i.name, i.datatype, _shape(i, n), i.data, i.parameters) for n, i in enumerate(sent.inputs)
-        ]
-        return RequestBody(inputs, sent.id, sent.outputs, sent.parameters)
-    except InvalidRequest as error:
-        culprit = _input_with_constant(header)
-        if culprit is None:
-            raise
-        raise InvalidRequest(
-            f"data of input '{culprit}' has NaN or Infinity, which JSON cannot express; send it as binary"
-        ) from error
+    sent, restore = parse_with_constants(header, RequestBody[msgspec.Raw])
+    inputs = [
+        InputBody(i.name, i.datatype, _shape(i, n), i.data if i.data is NO_DATA else restore(i.data), i.parameters)
+        for n, i in enumerate(sent.inputs)
+    ]
+    return RequestBody(inputs, sent.id, sent.outputs, sent.parameters)
 
 
 def _shape(sent: InputBody[msgspec.Raw], index: int) -> list[int]:
@@ -163,22 +154,6 @@ def _shape(sent: InputBody[msgspec.Raw], index: int) -> list[int]:
     except (msgspec.DecodeError, RecursionError) as error:
         where = str(error).replace("$", f"$.inputs[{index}].shape", 1)
         raise InvalidRequest(f"failed to parse the request JSON: {where}") from error
-
-
-def _input_with_constant(header: memoryview) -> str | None:
-    """Name the input whose data has a bare NaN or Infinity, which msgspec does not parse and `json` does."""
-    if len(header) > _EXPLAINED_BYTES:
-        return None
-    constant = object()
-    try:
-        message = json.loads(bytes(header), parse_constant=lambda _: constant)
-        return next((str(i["name"]) for i in message["inputs"] if _contains(i.get("data"), constant)), None)
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return None
-
-
-def _contains(data: Any, wanted: object) -> bool:
-    return data is wanted or (isinstance(data, list) and any(_contains(d, wanted) for d in data))
 
 
 def _raw_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Request:

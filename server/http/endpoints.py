@@ -23,6 +23,11 @@ class Endpoint:
     handler: Handler
     permission: Permission = Permission.INFERENCE
 
+    @property
+    def changes_server(self) -> bool:
+        """Whether a call may change models, shared memory or settings."""
+        return self.method != "GET" and self.permission is Permission.CONTROL
+
 
 def endpoints(plane: DataPlane, max_body_bytes: int) -> Iterator[Endpoint]:
     """Yield all endpoints, inference first: aiohttp tries the routes of a prefix in this order."""

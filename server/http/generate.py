@@ -1,23 +1,26 @@
 """Triton's generate extension: inputs and outputs are plain JSON values by name."""
 
-import re
 from typing import Any
 
 import msgspec
 
 from cohabit.server.errors import InvalidRequest, Refused
-from cohabit.server.http.answers import parse_json
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Answer, Parameters, Request
 from cohabit.server.protocol.datatypes import BINARY_ONLY
+from cohabit.server.protocol.json_body import parse_with_constants
 from cohabit.server.protocol.matching import InputBody, RequestBody, errors_of, fit
 from cohabit.server.protocol.shared_memory import RegionUse
-from cohabit.server.protocol.tensors import answered, from_json, nesting, to_json
+from cohabit.server.protocol.tensors import (
+    answered,
+    count_separated,
+    from_json,
+    nested_shape,
+    nesting,
+    to_json,
+)
 
-_EMPTY = re.compile(rb"[\s\[]*\]")
 _MOST_DIMENSIONS = 64
-_VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
-"""What a JSON array of numbers has besides its structure."""
 
 
 def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Request:
@@ -26,7 +29,8 @@ def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Req
     A value is a tensor of one element. An array is nested like the model's shape, with or without the batch. Other
     keys are parameters.
     """
-    given = parse_json(body, dict[str, msgspec.Raw])
+    sent, restore = parse_with_constants(body, dict[str, msgspec.Raw])
+    given = {key: restore(value) for key, value in sent.items()}
     request_id = _typed(given.pop("id", msgspec.Raw(b'""')), str, "id")
     parameters = _typed(given.pop("parameters", msgspec.Raw(b"{}")), Parameters, "parameters")
     with errors_of(request_id):
@@ -67,23 +71,11 @@ def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBo
         raise InvalidRequest(
             f"the value of '{tensor.name}' is nested {depth} deep, the limit is {_MOST_DIMENSIONS}"
         )
-    nested = _nested_shape(raw, depth)
+    count_separated(bytes(raw), tensor.name)
+    nested = nested_shape(bytes(raw), depth)
     if info.max_batch_size > 0 and depth == len(shape) - 1:
         nested, raw = [1, *nested], msgspec.Raw(b"[%b]" % bytes(raw))
     return InputBody(tensor.name, tensor.datatype, nested, raw)
-
-
-def _nested_shape(raw: msgspec.Raw, depth: int) -> list[int]:
-    """Return the length of each level's first array, counted without its values; the decoder checks the others."""
-    if _EMPTY.match(memoryview(raw)):
-        return [1] * (depth - 1) + [0]
-    structure = bytes(raw).translate(None, _VALUES)
-    shape = []
-    for inner in range(depth - 1, -1, -1):
-        end = structure.find(b"]" * (inner + 1))
-        between = b"]" * inner + b"," + b"[" * inner
-        shape.append(1 + structure.count(between, 0, end + inner))
-    return shape
 
 
 def _value(body: InputBody[list[int]]) -> Array:

@@ -10,18 +10,26 @@ from msgspec import Meta
 
 from cohabit.server.errors import InvalidRequest, ModelNotFound
 from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.memory import Lease
 from cohabit.server.frontend.threads import call
-from cohabit.server.frontend.tokenizers import LoadedTokenizer
-from cohabit.server.http.answers import JSON, LeasedResponse, json_response, parse_json
+from cohabit.server.frontend.tokenizers import LoadedTokenizer, tokens_in
+from cohabit.server.http.answers import JSON, LeasedResponse, json_response
 from cohabit.server.http.body import read_body
 from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.ipc.request import Parameters
-from cohabit.server.protocol.embedding import NEEDED, TextEncoder, Tokens, embedding_output
+from cohabit.server.protocol.embedding import (
+    NEEDED,
+    TextEncoder,
+    Tokens,
+    embedding_output,
+    texts_of,
+)
+from cohabit.server.protocol.json_body import parse_json
 from cohabit.server.protocol.tensors import to_json
 
-MOST_TEXTS = 2048
-"""Of one request, as OpenAI's."""
 _MOST_BODY_BYTES = 4 << 20
+_TEXT_BYTES = 4
+"""Of a character of texts in memory, at most."""
 _QUICK_BODY_BYTES = 2 << 10
 """The event loop tokenizes texts up to this size."""
 _QUICK_VALUES = 64 << 10
@@ -30,7 +38,7 @@ _QUICK_VALUES = 64 << 10
 
 class EmbeddingsBody(msgspec.Struct):
     model: str
-    input: str | list[str | int | list[int]]
+    input: msgspec.Raw
     """A text, texts, token ids, or lists of token ids."""
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -67,15 +75,15 @@ class OpenAiApi:
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, "send fewer texts")
-            asked = parse_json(body, EmbeddingsBody)
+            slow = len(body) > _QUICK_BODY_BYTES
+            asked = await plane.decode(slow, parse_json, body, EmbeddingsBody)
             info = plane.require_ready(asked.model)
             with plane.answering(info.key):
                 with plane.fitting(info.key):
                     loaded = await plane.tokenizers.of(info.name)
                     encoder = self._encoder(info, loaded)
                     _check_dimensions(asked, encoder)
-                    slow = len(body) > _QUICK_BODY_BYTES
-                    texts = await plane.decode(slow, _tokens, asked.input, loaded)
+                    texts = await self._tokens(asked, encoder, loaded, lease, slow=slow)
                 size = (len(texts), encoder.width)
                 vectors = plane.memory.array(lease.take(4 * size[0] * size[1]), "<f4", size)
                 done = 0
@@ -85,6 +93,17 @@ class OpenAiApi:
                 count = sum(map(len, texts))
                 written = await call(vectors.size > _QUICK_VALUES, _written, asked, vectors, count)
             return LeasedResponse(lease, (written,), {hdrs.CONTENT_TYPE: JSON})
+
+    async def _tokens(
+        self, asked: EmbeddingsBody, encoder: TextEncoder, loaded: LoadedTokenizer, lease: Lease, *, slow: bool
+    ) -> list[Tokens]:
+        """Return each text's token ids in leased memory. Raises InvalidRequest, and Overloaded."""
+        decode = self._plane.decode
+        as_text = lease.reserve(_TEXT_BYTES * len(memoryview(asked.input)))  # only counted
+        given = await decode(slow, texts_of, asked.input, encoder)
+        texts = await tokens_in(lease, given, lambda piece: decode(slow, loaded.tokens, piece))
+        lease.free(as_text)
+        return texts
 
     async def _infer(self, encoder: TextEncoder, texts: Sequence[Tokens], parameters: Parameters) -> Array:
         plane = self._plane
@@ -109,26 +128,6 @@ def _check_dimensions(asked: EmbeddingsBody, encoder: TextEncoder) -> None:
             f"dimensions is {asked.dimensions}, the embeddings of model '{asked.model}' have {encoder.width}; leave"
             " dimensions out"
         )
-
-
-def _tokens(given: str | list[str | int | list[int]], loaded: LoadedTokenizer) -> list[Tokens]:
-    """Return the token ids of each text. Raises InvalidRequest."""
-    if isinstance(given, str):
-        given = [given]
-    elif given and all(isinstance(item, int) for item in given):
-        given = [[item for item in given if isinstance(item, int)]]
-    if not 1 <= len(given) <= MOST_TEXTS:
-        raise InvalidRequest(f"input has {len(given)} texts, it can have 1 to {MOST_TEXTS}")
-    texts: list[Tokens] = []
-    for index, item in enumerate(given):
-        if isinstance(item, int):
-            raise InvalidRequest(f"input[{index}] is a number among texts; give texts, or token ids alone")
-        texts.append(loaded.tokenizer.encode(item).ids if isinstance(item, str) else item)
-        if not texts[-1]:
-            raise InvalidRequest(f"input[{index}] has no tokens")
-        if not 0 <= min(texts[-1]) <= max(texts[-1]) < 1 << 31:
-            raise InvalidRequest(f"input[{index}] has a number that is no token id")
-    return texts
 
 
 def _written(asked: EmbeddingsBody, vectors: Array, tokens: int) -> bytes:

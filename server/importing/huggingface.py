@@ -14,6 +14,7 @@ from torch import nn
 
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput, largest_size
+from cohabit.server.importing.folder_files import read_object, require_own_files, require_possible
 from cohabit.server.importing.huggingface_inputs import (
     ANY_LENGTH,
     DECLARE,
@@ -22,7 +23,6 @@ from cohabit.server.importing.huggingface_inputs import (
     TOKENS,
     Lengths,
     inputs_of,
-    read_object,
     tensors_of,
 )
 from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of, with_signature
@@ -100,7 +100,9 @@ def from_folder(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    require_own_files(folder)
     written = read_object(folder / _CONFIG)
+    require_possible(folder / _CONFIG, written)
     model = _load(transformers, folder, written, architecture)
     most, left, notes = 0, list[str](), list[str]()
     has_declared_sizes = bool(inputs)
@@ -271,7 +273,8 @@ def _classes(config: Any, written: dict[str, Any]) -> tuple[str, ...]:
     names = getattr(config, "id2label", None)
     if "id2label" not in written or not isinstance(names, dict):
         return ()
-    return tuple(" ".join(str(names.get(index, "")).split()) for index in range(max(names, default=-1) + 1))
+    count = max(names, default=-1) + 1  # at most what `require_possible` allows
+    return tuple(" ".join(str(names.get(index, "")).split()) for index in range(count))
 
 
 def _notes(folder: Path, written: dict[str, Any]) -> tuple[str, ...]:

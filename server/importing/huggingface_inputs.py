@@ -1,7 +1,6 @@
 """What a model of transformers takes: the names, types and sizes of its inputs, from its folder's configuration."""
 
 import inspect
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import nn
 
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput
+from cohabit.server.importing.folder_files import read_object
 
 IMAGES, TOKENS, MASK = "pixel_values", "input_ids", "attention_mask"
 DECLARE = "declare every input with --input NAME:TYPE:DIMS"
@@ -215,14 +215,3 @@ def _signal(name: str, folder: Path, config: Any, lengths: Lengths) -> tuple[tup
 def _preprocessor(folder: Path) -> dict[str, Any]:
     path = folder / "preprocessor_config.json"
     return read_object(path) if path.is_file() else {}
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ImportFailed."""
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ImportFailed(f"{path} cannot be read: {error}") from error
-    if not isinstance(read, dict):
-        raise ImportFailed(f"{path} is not a JSON object")
-    return read

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import eq
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from cohabit.server.errors import InvalidRequest
@@ -25,7 +27,15 @@ NEEDED = (
     f" {' or '.join(_VECTORS)}"
 )
 
-Tokens = Sequence[int]
+MOST_TEXTS = 2048
+MOST_TOKENS = 300_000
+"""Of one request, as OpenAI's."""
+_CHARACTERS_PER_TOKEN = 64
+"""Of a text, so that one that is too long is refused before it is tokenized. Tokens have four on average."""
+_TEXTS = msgspec.json.Decoder(str | list[str | int])
+_IDS = msgspec.json.Decoder(list[int | list[int]])
+
+Tokens = Array
 """A text's token ids."""
 
 
@@ -80,13 +90,23 @@ class TextEncoder:
         asked = [RequestedOutput(self.output.name, {"binary_data": True})]
         return fit(RequestBody(bodies, outputs=asked, parameters=parameters), self.info, regions, read)
 
-    def _length(self, tokens: int) -> int:
-        """Return the length to which texts are padded. Raises InvalidRequest where they cannot be."""
+    @property
+    def most_characters(self) -> int:
+        """Characters of the longest text that is tokenized."""
+        return _CHARACTERS_PER_TOKEN * self._lengths[-1]
+
+    @property
+    def _lengths(self) -> Sequence[int]:
+        """Numbers of tokens that the model takes, ascending."""
         spec = next(tensor for tensor in self.info.inputs if tensor.name == _TOKENS)
-        lengths: Sequence[int] = [spec.shape[-1]]
         for dimension in self.info.dynamic.dimensions:
             if spec.sizes and dimension.symbol == spec.sizes[-1]:
-                lengths = [n for n in range(dimension.least, dimension.buckets[-1] + 1) if dimension.allows(n)]
+                return [n for n in range(dimension.least, dimension.buckets[-1] + 1) if dimension.allows(n)]
+        return [spec.shape[-1]]
+
+    def _length(self, tokens: int) -> int:
+        """Return the length to which texts are padded. Raises InvalidRequest where they cannot be."""
+        lengths = self._lengths
         length = next((n for n in lengths if n >= tokens), None)
         if length is None:
             raise InvalidRequest(
@@ -108,6 +128,49 @@ class TextEncoder:
             states = np.stack([row[:n].mean(axis=0) for row, n in zip(states, lengths, strict=True)])
         norms = np.linalg.norm(states, axis=1, keepdims=True)
         return np.asarray(states / np.maximum(norms, np.finfo(np.float32).tiny))
+
+
+def texts_of(given: msgspec.Raw, encoder: TextEncoder) -> list[str] | list[Tokens]:
+    """Return the texts of a request's `input`, or their token ids. Raises InvalidRequest.
+
+    What it has is counted on its bytes before it becomes objects.
+    """
+    raw = bytes(given)
+    quotes, brackets, commas = raw.count(b'"') - raw.count(b'\\"'), raw.count(b"["), raw.count(b",")
+    if quotes > 4 * MOST_TEXTS or (not quotes and brackets > 2 * MOST_TEXTS):  # at least twice as many texts
+        raise InvalidRequest(f"input has over {MOST_TEXTS} texts")
+    if not quotes and commas >= MOST_TOKENS:
+        raise InvalidRequest(f"input has over {MOST_TOKENS} token ids")
+    try:
+        sent: Any = _TEXTS.decode(raw) if quotes else _IDS.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(
+            f"input is no text, and no list of texts, token ids or lists of these: {error}"
+        ) from error
+    if isinstance(sent, str):
+        sent = [sent]
+    if not quotes and sent and all(isinstance(item, int) for item in sent):
+        sent = [sent]
+    if not 1 <= len(sent) <= MOST_TEXTS:
+        raise InvalidRequest(f"input has {len(sent)} texts, it can have 1 to {MOST_TEXTS}")
+    for index, item in enumerate(sent):
+        if isinstance(item, int):
+            raise InvalidRequest(f"input[{index}] is a number among texts; give texts, or token ids alone")
+        if isinstance(item, str) and len(item) > encoder.most_characters:
+            raise InvalidRequest(
+                f"input[{index}] has {len(item)} characters, of which model '{encoder.info.name}' takes"
+                f" {encoder.most_characters} at most; send shorter texts"
+            )
+    texts: list[str] = sent
+    return texts if quotes else [_ids(ids, index) for index, ids in enumerate(sent)]
+
+
+def _ids(ids: list[int], index: int) -> Tokens:
+    if not ids:
+        raise InvalidRequest(f"input[{index}] has no tokens")
+    if not 0 <= min(ids) <= max(ids) < 1 << 31:
+        raise InvalidRequest(f"input[{index}] has a number that is no token id")
+    return np.array(ids, np.int32)
 
 
 def embedding_output(info: ModelInfo) -> TensorSpec | None:

@@ -5,7 +5,6 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -19,11 +18,22 @@ from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, BYTES, DTYPES, 
 from cohabit.server.protocol.shared_memory import Window
 
 MOST_JSON_VALUES = 1 << 18
-"""Of a tensor; 1 MiB of FP32. A JSON library holds the GIL for the whole of an array: 20 ms for this many."""
+"""Of a tensor; 1 MiB of FP32."""
+_READ_TOGETHER_BYTES = 64 << 10
+"""JSON that is read while the GIL is held: a JSON library does not release it, and builds an object of each value."""
 _WRITTEN_TOGETHER = 16 << 10
 """Values that are written as JSON while the GIL is held."""
 _LENGTH = struct.Struct("<I")
 _OPENING = re.compile(rb"[\s\[]*")
+_EMPTY = re.compile(rb"[\s\[]*\]")
+_VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
+"""What a JSON array of numbers has besides its structure."""
+_FLATTENED = bytes.maketrans(b"[]", b"  ")
+_SPACE = b" \t\r\n"
+_CONSTANTS = {b"NaN": math.nan, b"-NaN": math.nan} | {
+    sign + name: float(sign + b"inf") for sign in (b"", b"-") for name in (b"Infinity", b"Inf")
+}
+"""Bare constants, which JSON lacks and Triton takes."""
 
 
 def from_binary(body: memoryview, name: str, datatype: str, shape: Sequence[int]) -> Array:
@@ -49,7 +59,7 @@ def check_size(nbytes: int, name: str, datatype: str, shape: Sequence[int]) -> N
 
 
 def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """Read a flat array, or one nested like the shape.
+    """Read a flat array, or one nested like the shape, of valid JSON but for bare constants.
 
     Raises InvalidRequest for anything else, and for more than MOST_JSON_VALUES.
     """
@@ -64,20 +74,37 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
             f"data of input '{name}' is nested {depth} deep; it must be a flat array"
             + (f", or nested {len(shape)} deep like its shape" if len(shape) > 1 else "")
         )
-    if count > MOST_JSON_VALUES:
+    _require_few(count, name)
+    text = bytes(data)
+    separated = count_separated(text, name)
+    if separated > math.prod(max(size, 1) for size in shape):
+        raise InvalidRequest(f"input '{name}' has {separated} values, but its shape {list(shape)} takes {count}")
+    if depth > 1:
+        _require_nested(text, depth, name, shape)
+    array = np.empty(count, DTYPES[datatype])
+    read = 0
+    for values in _flat_values(text, name, datatype):
+        if read + values.size <= count:
+            array[read : read + values.size] = values
+        read += values.size
+    if read != count:
+        raise InvalidRequest(f"input '{name}' has {read} values, but its shape {list(shape)} takes {count}")
+    return array.reshape(shape)
+
+
+def count_separated(text: bytes, name: str) -> int:
+    """Count what commas separate, before any value becomes an object. Raises InvalidRequest for too many."""
+    separated = text.count(b",") + 1
+    _require_few(separated, name)
+    return separated
+
+
+def _require_few(values: int, name: str) -> None:
+    if values > MOST_JSON_VALUES:
         raise InvalidRequest(
-            f"input '{name}' has {count} values, and JSON takes {MOST_JSON_VALUES} at most, which are 1 MiB of FP32;"
+            f"input '{name}' has {values} values, and JSON takes {MOST_JSON_VALUES} at most, which are 1 MiB of FP32;"
             " send it as binary data"
         )
-    separated = bytes(data).count(b",") + 1  # counted before the values become objects
-    if separated > min(math.prod(max(size, 1) for size in shape), MOST_JSON_VALUES):
-        raise InvalidRequest(f"input '{name}' has {separated} values, but its shape {list(shape)} takes {count}")
-    array = _array(_decoded(data, name, datatype, depth), name, datatype)
-    if array.size != count:
-        raise InvalidRequest(f"input '{name}' has {array.size} values, but its shape {list(shape)} takes {count}")
-    if array.ndim > 1 and array.shape != tuple(shape):
-        raise InvalidRequest(f"data of input '{name}' is nested as {list(array.shape)}, its shape is {list(shape)}")
-    return array.reshape(shape)
 
 
 def nesting(data: msgspec.Raw) -> int:
@@ -86,38 +113,102 @@ def nesting(data: msgspec.Raw) -> int:
     return opening[0].count(b"[") if opening else 0
 
 
-def _decoded(data: msgspec.Raw, name: str, datatype: str, depth: int) -> list[Any]:
+def _structure_of(text: bytes) -> bytes:
+    """Return the brackets and commas of an array of numbers."""
+    return text.translate(None, _VALUES)
+
+
+def nested_shape(text: bytes, depth: int) -> list[int]:
+    """Return the length of each level's first array, counted without its values; `from_json` checks the others."""
+    if _EMPTY.match(text):
+        return [1] * (depth - 1) + [0]
+    structure = _structure_of(text)
+    shape = []
+    for inner in range(depth - 1, -1, -1):
+        end = structure.find(b"]" * (inner + 1))
+        between = b"]" * inner + b"," + b"[" * inner
+        shape.append(1 + structure.count(between, 0, end + inner))
+    return shape
+
+
+def _require_nested(text: bytes, depth: int, name: str, shape: Sequence[int]) -> None:
+    """Raise InvalidRequest unless the brackets of valid JSON are those of an array of this shape."""
+    structure = _structure_of(text)
+    if _has_structure(structure, shape):
+        return
+    found = nested_shape(text, depth)
+    if not _has_structure(structure, found):
+        raise InvalidRequest(f"data of input '{name}' is nested unevenly; rows must be of one length")
+    if (values := math.prod(found)) != (count := math.prod(shape)):
+        raise InvalidRequest(f"input '{name}' has {values} values, but its shape {list(shape)} takes {count}")
+    raise InvalidRequest(f"data of input '{name}' is nested as {found}, its shape is {list(shape)}")
+
+
+def _has_structure(structure: bytes, shape: Sequence[int]) -> bool:
+    length = 0
+    for size in reversed(shape):
+        length = 2 + max(size - 1, 0) + size * length
+    if len(structure) != length:
+        return False
+    built = b""
+    for size in reversed(shape):
+        built = b"[" + b",".join([built] * size) + b"]"
+    return built == structure
+
+
+def _flat_values(text: bytes, name: str, datatype: str) -> Iterator[Array]:
+    """Yield the values of an array of any nesting, a piece at a time."""
+    flat, start = text.translate(_FLATTENED), 0
+    if not flat.strip(b"," + _SPACE):
+        return
+    while start < len(flat):
+        end = flat.find(b",", start + _READ_TOGETHER_BYTES)
+        end = len(flat) if end < 0 else end
+        piece = flat[start:end]
+        start = end + 1
+        try:
+            yield _array(piece, datatype)
+        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"data of input '{name}' does not fit {datatype}: {error}") from error
+
+
+def _array(piece: bytes, datatype: str) -> Array:
+    """Read values that commas separate. Raises DecodeError, ValueError or OverflowError for those that do not fit."""
+    dtype, decoder = DTYPES[datatype], _decoders[datatype]
     try:
-        values: list[Any] = _decoder(datatype, depth).decode(data)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise InvalidRequest(f"data of input '{name}' does not fit {datatype}: {error}") from error
+        values = decoder.decode(b"[%b]" % piece)
+    except msgspec.DecodeError:
+        if dtype.kind != "f":
+            raise
+        values = _with_constants(piece, decoder)
+    if dtype.kind != "f":
+        return np.array(values, dtype)
+    doubles: Array = np.array(values, np.float64)
+    with np.errstate(over="ignore"):
+        array = doubles.astype(dtype)
+    beyond = doubles[np.isfinite(doubles) & ~np.isfinite(array)]
+    if beyond.size:
+        raise ValueError(f"{beyond[0]:g} is out of range")
+    return array
+
+
+def _with_constants(piece: bytes, decoder: msgspec.json.Decoder[list[Any]]) -> list[Any]:
+    fields = piece.split(b",")
+    constants = {
+        n: _CONSTANTS[bare] for n, field in enumerate(fields) if (bare := field.strip(_SPACE)) in _CONSTANTS
+    }
+    for n in constants:
+        fields[n] = b"0"
+    values = decoder.decode(b"[%b]" % b",".join(fields))
+    for n, constant in constants.items():
+        values[n] = constant
     return values
 
 
-@lru_cache(maxsize=64)
-def _decoder(datatype: str, depth: int) -> msgspec.json.Decoder[Any]:
-    nested: Any = {"b": bool, "f": float}.get(DTYPES[datatype].kind, int)
-    for _ in range(depth):
-        nested = list[nested]
-    return msgspec.json.Decoder(nested)
-
-
-def _array(values: list[Any], name: str, datatype: str) -> Array:
-    dtype = DTYPES[datatype]
-    try:
-        if dtype.kind != "f":
-            return np.array(values, dtype)
-        doubles: Array = np.array(values, np.float64)
-    except OverflowError as error:
-        raise InvalidRequest(f"data of input '{name}' does not fit {datatype}: {error}") from error
-    except ValueError as error:
-        raise InvalidRequest(f"data of input '{name}' is nested unevenly; rows must be of one length") from error
-    with np.errstate(over="ignore"):
-        array = doubles.astype(dtype)
-    if not np.isfinite(array).all():
-        beyond = doubles[~np.isfinite(array)][0]
-        raise InvalidRequest(f"data of input '{name}' does not fit {datatype}: {beyond:g} is out of range")
-    return array
+_TYPES: dict[str, Any] = {"b": list[bool], "f": list[float]}
+_decoders: dict[str, msgspec.json.Decoder[list[Any]]] = {
+    datatype: msgspec.json.Decoder(_TYPES.get(dtype.kind, list[int])) for datatype, dtype in DTYPES.items()
+}
 
 
 def filled(value: float, datatype: str, shape: Sequence[int]) -> Array:

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cohabit.planner.sizing.assignment import ModelTraffic
+from cohabit.server.background import Background
 from cohabit.server.config.config import decode_config, encode_config
 from cohabit.server.config.setting import parsed
 from cohabit.server.errors import RequestError, too_large
@@ -89,11 +90,11 @@ class EngineDeployment:
         self._name, self._app_name = context.replica_tag, context.app_name
         self._ingress = serve.get_deployment_handle("Ingress", context.app_name)
         self._requests = 0
-        self._beating: asyncio.Task[None] | None = None
+        self._background = Background()
         self._engine = ServedEngine(decode_config(config), ray.util.get_node_ip_address())
         await self._engine.start(await self._ingress.join.remote(self._name))
         await self._beat()
-        self._beating = asyncio.create_task(self._keep_beating())
+        self._background.keep("telling the ingress of the engine", self._keep_beating)
 
     def record_autoscaling_stats(self) -> dict[str, int]:
         return {"requests": self._requests}
@@ -102,8 +103,7 @@ class EngineDeployment:
         self._engine.check()
 
     async def __del__(self) -> None:  # Ray awaits it as well, once the replica is to stop
-        if self._beating is not None:
-            self._beating.cancel()
+        await self._background.close()
         with suppress(RayError, TimeoutError):
             if not await asyncio.to_thread(self._application_stops):
                 await asyncio.wait_for(self._ingress.leave.remote(self._name), _DRAIN_S / 2)
@@ -137,7 +137,8 @@ class Ingress:
         self._max_body_bytes = plan.config.max_body_bytes
         self._memory = RequestMemory(plan.config.queue_bytes)
         self._session = engine_session()
-        self._running = asyncio.create_task(self._assigner.run())
+        self._background = Background()
+        self._background.keep("assigning models to engines", self._assigner.run)
 
     async def __call__(self, request: Request) -> Response:
         with self._memory.lease() as lease:

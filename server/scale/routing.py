@@ -18,10 +18,11 @@ from cohabit.server.errors import (
     RequestTimedOut,
     model_not_ready,
 )
-from cohabit.server.http.answers import JSON, parse_json
+from cohabit.server.http.answers import JSON
 from cohabit.server.http.codec import parse_header_length
 from cohabit.server.http.errors import response_of
 from cohabit.server.ipc.request import Parameters
+from cohabit.server.protocol.json_body import parse_json
 from cohabit.server.protocol.matching import unsigned
 
 TRIES = 2

@@ -20,6 +20,7 @@ from cohabit.server.grpc.wire import described_bytes
 from cohabit.server.http import generate
 from cohabit.server.http.codec import decode_request
 from cohabit.server.protocol.shared_memory import Regions, RegionUse
+from cohabit.server.protocol.tensors import nested_shape
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFO = identity("one").info
@@ -89,7 +90,7 @@ def test_generate_does_not_explode(kind: str) -> None:
 def test_shapes_of_nested_values_are_counted_as_numpy_does(shape: tuple[int, ...]) -> None:
     text = json.dumps(np.zeros(shape).tolist(), indent=1).encode()
     depth = text.replace(b"\n", b"").replace(b" ", b"").index(b"0" if 0 not in shape else b"]")
-    found = generate._nested_shape(memoryview(text), depth)  # type: ignore[arg-type]
+    found = nested_shape(text, depth)
     seen = np.zeros(shape)
     expected = list(np.array(seen.tolist()).shape) if 0 not in shape else [*[1] * (depth - 1), 0]
     assert found == expected

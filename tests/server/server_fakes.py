@@ -194,12 +194,13 @@ class FakeLoaded:
         left_out = {s.key: "the loader left it out" for s in sources if s.key not in self.servables}
         return models, left_out | {key: why for key, why in self.failures.items() if key in left_out}
 
-    async def place(self, models: object, old: None, stop_old: object, on_progress: object) -> dict[ModelKey, str]:
+    async def place(
+        self, models: Sequence[PlacedFake], old: None, accept: Any, on_progress: object
+    ) -> dict[ModelKey, str]:
         assert old is None
+        for model in models:
+            await accept(model)
         return {}
-
-    async def release(self, model: PlacedFake) -> None:
-        pass
 
     def use(self) -> DeviceUse:
         return DeviceUse(workspace_bytes=100, partition_bytes=700, free_bytes=224, lane_busy_s={"swap_in": 1.5})

@@ -1,5 +1,8 @@
 """`cohabit cache` as a user meets it: what it lists, what it removes, and what a server then still does."""
 
+import ast
+import io
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -9,7 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from cohabit import loadgen, server
 from cohabit.planner import cache_file
 from cohabit.planner.plan import encode
 from cohabit.planner.profile import Link, Profile
@@ -21,6 +26,7 @@ from cohabit.runtime.lowering.weights import manifest_of
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import resident_plan
 from cohabit.server.cli import main
+from cohabit.server.format import make_table, print_table
 from tests.runtime import models
 
 
@@ -69,7 +75,22 @@ def test_the_list_has_each_model_its_bytes_and_the_total(
     assert set(listed) == {"wide", "narrow"}
     for row in listed.values():
         assert row[4:6] == ["1", "0"], "profiles and plans"
-    assert "in all" in shown
+    assert re.search(r"^\S+cache: [0-9.]+ \w+ in all$", shown, re.MULTILINE), (
+        "in one line, however narrow the table"
+    )
+
+
+def test_titles_and_totals_are_lines_beside_tables_not_parts_of_them() -> None:
+    """As parts of a table they wrap at its width, which depends on what it holds."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    title, total = "a title of several words " * 20, "a total of several words " * 20
+    print_table(console, make_table("a", "b"), title=title, total=total)
+    lines = [line.strip() for line in console.export_text().splitlines()]
+    assert {title.strip(), total.strip()} <= set(lines)
+    for path in (*Path(server.__path__[0]).rglob("*.py"), *Path(loadgen.__path__[0]).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("Table", "make_table")):
+                assert not {"title", "caption"} & {keyword.arg for keyword in call.keywords}, path
 
 
 def test_nothing_is_removed_without_a_confirmation(

@@ -10,6 +10,7 @@ import pytest
 
 from cohabit.planner.memory import Memory
 from cohabit.planner.shapes import Bucket
+from cohabit.server.deploy import elastic
 from cohabit.server.deploy.elastic import REQUESTS_PER_MODEL, Elastic
 
 NAMES = "abcdefgh"
@@ -122,17 +123,32 @@ def test_a_few_requests_say_nothing(rates: Rates) -> None:
     assert rates.elastic.divisions == 1
 
 
-def test_a_window_begins_anew_with_another_set_of_models(rates: Rates) -> None:
-    rates.pass_second({})
-    rates.pass_second({"a": 1000})
-    rates.placement.models["new"] = rates.placement.model("new", 0)
+def test_models_that_come_and_go_stop_no_division(rates: Rates) -> None:
+    """Every third second a model comes, and another leaves, with the counters of an earlier load of its version."""
+    for second in range(30):
+        if second % 3 == 0:
+            name = f"new {second}"
+            rates.placement.models[name] = rates.placement.model(name, 0)
+            rates.requests[name] = 100_000
+            rates.placement.models.pop(f"new {second - 3}", None)
+            rates.requests.pop(f"new {second - 3}", None)
+            rates.placement._hold()
+        rates.pass_second({"a": 100})
+    assert rates.elastic.divisions == 1
+    sizes = rates.placement.sizes[0]
+    assert max(sizes, key=lambda owner: sizes[owner]) == "a"
+
+
+def test_a_model_that_has_come_keeps_its_size_until_it_is_planned(rates: Rates) -> None:
+    asyncio.run(rates.elastic._plan(rates.placement.models))
+    rates.placement.models["new"] = rates.placement.model("new", 1)
     rates.requests["new"] = 0
     rates.placement._hold()
-    rates.pass_second({"a": 1000})
-    assert rates.elastic.divisions == 0
-    rates.pass_second({"a": 1000})
-    rates.pass_second({"a": 1000})
+    rates.placement.improver.is_busy = True  # it is measured
+    for _ in range(4):
+        rates.pass_second({"b": 1000, "new": 2000})
     assert rates.elastic.divisions == 1
+    assert rates.placement.sizes[0]["new"] == 1
 
 
 def test_models_that_are_being_measured_are_waited_for(rates: Rates) -> None:
@@ -145,17 +161,19 @@ def test_models_that_are_being_measured_are_waited_for(rates: Rates) -> None:
     assert rates.elastic.divisions == 1
 
 
-def test_a_model_that_leaves_while_sizes_are_compared_stops_the_division(rates: Rates) -> None:
+def test_a_model_that_leaves_while_sizes_are_compared_stops_the_division(
+    rates: Rates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates.pass_second({})
     rates.pass_second({"a": 1000})
-    share_out = rates.elastic._share_out
+    share_out = elastic._share_out
 
     def shared(*arguments: Any) -> Any:
         chosen = share_out(*arguments)
         rates.placement.models.pop("h")
         return chosen
 
-    rates.elastic._share_out = shared  # type: ignore[method-assign]
+    monkeypatch.setattr(elastic, "_share_out", shared)
     rates.pass_second({"a": 1000})
     assert rates.elastic.divisions == 0
     assert rates.placement.sizes == []

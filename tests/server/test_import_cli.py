@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from torch import nn
 
 from cohabit.server.cli import main
 from cohabit.server.commands.import_model import _default_name
+from cohabit.server.errors import ImportFailed
 from cohabit.server.importing import huggingface
 from cohabit.server.importing.declared_input import largest_size, parse_input
 from cohabit.server.importing.exporting import export
 from cohabit.server.importing.factory import _load
+from cohabit.server.importing.folder_files import require_own_files
 from cohabit.server.importing.huggingface import cached_folder
 from cohabit.server.importing.huggingface_inputs import Lengths
 from cohabit.server.importing.subject import declared
@@ -593,3 +597,96 @@ def test_text_models_are_exported_with_a_dynamic_length(tmp_path: Path, monkeypa
     assert len(shapes) == 1, "the inputs have one batch and one length"
     assert sorted((int(r.lower), int(r.upper)) for r in program.range_constraints.values()) == [(1, 8), (1, 16)]
     assert [answer.shape for answer in subject.answer(subject.examples(3, 1))] == [(3, 16, 8), (3, 8)]
+
+
+def _replaced(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
+def _linked(path: Path, target: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weights elsewhere": (
+        lambda f: _replaced(f / "model.safetensors.index.json", b'{"weight_map": {"w": "../secret.safetensors"}}'),
+        "weight_map names '../secret.safetensors'",
+    ),
+    "weights at an absolute path": (
+        lambda f: _replaced(f / "model.safetensors.index.json", b'{"weight_map": {"w": "/etc/passwd"}}'),
+        "weight_map names '/etc/passwd'",
+    ),
+    "weights that are missing": (
+        lambda f: _replaced(f / "model.safetensors.index.json", b'{"weight_map": {"w": "none.safetensors"}}'),
+        "weight_map names 'none.safetensors'",
+    ),
+    "a linked tokenizer": (
+        lambda f: _linked(f / "tokenizer.json", Path("/etc/passwd")),
+        "leads out of the directory",
+    ),
+    "linked weights": (
+        lambda f: _linked(f / "model.safetensors", f.parent.absolute() / "secret.safetensors"),
+        "leads out of the directory",
+    ),
+    "a device": (lambda f: _linked(f / "tokenizer_config.json", Path("/dev/zero")), "is no regular file"),
+    "a pipe": (lambda f: os.mkfifo(f / "preprocessor_config.json"), "is no regular file"),
+    "a pipe for weights": (
+        lambda f: ((f / "model.safetensors").unlink(), os.mkfifo(f / "model.safetensors"))[1],
+        "is no regular file",
+    ),
+    "a pipe in a folder": (
+        lambda f: ((f / "1_Pooling").mkdir(), os.mkfifo(f / "1_Pooling" / "config.json"))[1],
+        "is no regular file",
+    ),
+    "deep JSON": (lambda f: _replaced(f / "config.json", b"[" * 100_000), "nested too deeply"),
+    "a deep index": (
+        lambda f: _replaced(f / "model.safetensors.index.json", b'{"a":' * 100_000),
+        "nested too deeply",
+    ),
+    "layers without end": (_config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000, the limit is 65536"),
+    "layers of a part without end": (_config(text_config={"n_layers": 10**9}), "n_layers is 1000000000"),
+    "depths without end": (_config(depths=[2, 10**9]), "depths is 1000000000"),
+    "a label far away": (_config(id2label={"100000000": "x"}), "num_labels is 100000001, the limit is 1048576"),
+    "labels without end": (_config(num_labels=10**8), "num_labels is 100000000, the limit is 1048576"),
+}
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_a_directory_from_elsewhere_is_data(refused: Any, kind: str) -> None:
+    tiny("bert")
+    Path("secret.safetensors").write_bytes((Path("bert") / "model.safetensors").read_bytes())
+    spoil, reason = DIRECTORIES[kind]
+    spoil(Path("bert"))
+    assert reason in refused("bert")
+
+
+def test_hugging_faces_cache_links_to_its_own_blobs(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "1", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "hash").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/hash")
+    require_own_files(snapshot)
+    (snapshot / "tokenizer.json").symlink_to("../../../models--x/refs")
+    (tmp_path / "models--x" / "refs").write_text("{}")
+    with pytest.raises(ImportFailed, match="leads out of the directory"):
+        require_own_files(snapshot)
+
+
+@pytest.mark.parametrize("name", ["pipe.pt", "pipe.safetensors", "zero.pt", "zero.safetensors"])
+def test_a_checkpoint_is_a_regular_file(refused: Any, name: str) -> None:
+    if name.startswith("pipe"):
+        os.mkfifo(name)
+    else:
+        Path(name).symlink_to("/dev/zero")
+    assert "is no checkpoint file" in refused(name, *LINEAR, status=2)

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from itertools import pairwise
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_fakes import FakeLoaded, Running, adder, config, identity, running, serving
+from server_fakes import FakeLoaded, Running, adder, config, eventually, identity, running, serving
 from server_http import ask, infer, x
 
 from cohabit.planner.shapes import Bucket
@@ -394,3 +395,16 @@ def test_a_client_that_leaves_makes_room_for_another(own: Running) -> None:
                 await asyncio.sleep(0.01)
 
     asyncio.run_coroutine_threadsafe(left(), own.loop).result(30)
+
+
+def test_a_client_that_reads_nothing_keeps_no_place(own: Running) -> None:
+    feed = own.server._feed
+    assert feed is not None
+    with socket.create_connection(("127.0.0.1", own.port)) as deaf, events(own) as response:
+        deaf.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        next_event(response)
+        eventually(lambda: feed._watchers == 2)
+        while feed._watchers == 2:
+            next_event(response)  # one that reads is kept
+        assert feed._watchers == 1
+        next_event(response)

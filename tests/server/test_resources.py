@@ -26,7 +26,7 @@ from cohabit.server.deploy.prepare import TimeLeft, open_backend
 from cohabit.server.errors import ConfigError
 from cohabit.server.file_state import FileState
 from cohabit.server.repository.sources import ModelSource
-from cohabit.server.resources import available_cpus, available_memory, memory_left, refuse_impossible
+from cohabit.server.resources import available_cpus, available_memory, memory_kills, memory_left, refuse_impossible
 from tests.runtime.cuda_fake import FakeDriver
 
 MACHINE = 64
@@ -270,3 +270,23 @@ def test_memory_that_is_left_is_what_the_machine_or_the_cgroup_leaves_but_a_sixt
     first = own | {"memory/a/memory.usage_in_bytes": str(128 * mib)}
     assert left(tmp_path, "4:memory:/a\n", plenty, first) == (480 * mib, cgroup)
     assert left(tmp_path, "0::/\n", 0, {}) == (112 * mib, machine)
+
+
+@pytest.mark.parametrize(
+    ("of_process", "files", "kills"),
+    [
+        ("0::/a/b\n", {"a/b/memory.events": "low 0\noom 3\noom_kill 2\n", "a/memory.events": "oom_kill 9\n"}, 2),
+        ("4:memory:/a\n", {"memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"}, 5),
+        ("4:memory:/a\n", {"memory/a/memory.oom_control": "under_oom 0\n"}, 0),
+        ("0::/a\n", {}, 0),
+    ],
+)
+def test_what_the_kernel_has_ended_for_lack_of_memory_is_counted(
+    of_process: str, files: dict[str, str], kills: int, tmp_path: Path
+) -> None:
+    mounted = tmp_path / "mounted"
+    for name, text in files.items():
+        (mounted / name).parent.mkdir(parents=True, exist_ok=True)
+        (mounted / name).write_text(text)
+    (tmp_path / "cgroup").write_text(of_process)
+    assert memory_kills(tmp_path / "cgroup", mounted) == kills

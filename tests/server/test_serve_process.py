@@ -101,6 +101,18 @@ def test_sighup_exchanges_the_tokens_and_sigint_ends_the_server(tmp_path: Path) 
         assert server.ends_with(signal.SIGINT) == 0
 
 
+def test_sighup_without_token_files_answers_what_is_in_flight_and_ends_the_server(tmp_path: Path) -> None:
+    with process(tmp_path, "model") as server, ThreadPoolExecutor(1) as clients:
+        eventually(server.is_ready)
+        in_flight = clients.submit(infer, server, "gated", {"inputs": [x()]})
+        eventually((tmp_path / "executing").exists)
+        server.popen.send_signal(signal.SIGHUP)
+        eventually(lambda: not server.is_ready())
+        (tmp_path / "go").touch()
+        assert in_flight.result().status == 200
+        assert server.popen.wait(60) == 0
+
+
 def test_the_server_listens_while_it_loads_and_can_be_stopped_then(tmp_path: Path) -> None:
     with process(tmp_path, "loading") as server:
         assert ask(server, "GET", "/v2/health/live").status == 200

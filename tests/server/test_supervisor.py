@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from cohabit.server.errors import EngineUnavailable, ModelNotFound, Refused, RequestTimedOut
+from cohabit.server.frontend import supervisor
 from cohabit.server.frontend.engine_connection import EngineConnection
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
@@ -374,3 +375,21 @@ assert ours == words, ours
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("kills", "said"), [([0, 1], True), ([3, 3], False)], ids=["by the kernel", "by someone"])
+async def test_a_kill_for_lack_of_memory_names_the_memory(
+    kills: list[int], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = iter([*kills, *kills[1:] * 9])
+    monkeypatch.setattr(supervisor, "memory_kills", lambda: next(counted))
+    monkeypatch.setattr(supervisor, "available_memory", lambda: (96 << 20, "this process's cgroup"))
+    client = EngineConnection(RequestMemory(1 << 20), strict_readiness=True)
+    watching = supervisor.Supervisor(client, b"", 0.0)
+    process = await asyncio.create_subprocess_exec("sleep", "600")
+    process.kill()
+    reason = await watching._died(process)
+    assert reason.startswith("it was ended by SIGKILL")
+    assert ("memory had run out: this process's cgroup has 96.0 MiB" in reason) == said
+    assert ("--memory" in reason) == said
+    await watching.close()

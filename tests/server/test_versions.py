@@ -1,9 +1,12 @@
 """Versions of a model side by side, seen through tritonclient over both protocols."""
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from clients import PROTOCOLS, Client, connect
@@ -248,5 +251,18 @@ async def test_a_request_without_a_version_is_answered_by_the_next_one_if_that_t
             assert response.model == ("m", 2)
             (sent,) = engine.models["m", 2].requests
             assert sent.arrived_s is not None, "its timeout counts from when it came first"
+    finally:
+        memory.close()
+
+
+async def test_folders_whose_names_are_no_text_are_in_the_index_escaped(tmp_path: Path) -> None:
+    os.mkdir(os.fsencode(tmp_path) + b"/caf\xe9")
+    (tmp_path / "later").mkdir()
+    engine, memory = FakeEngine(FakeModel(identity("one", "FP32").info, lambda x: {"x": x})), RequestMemory(1 << 20)
+    config = ServeConfig(tmp_path, FixedSize(1 << 20), model_control="explicit")
+    try:
+        index = await DataPlane(config, engine, memory, Regions()).index(only_ready=False)
+        assert [entry["name"] for entry in index][-2:] == ["caf\\xe9", "later"]
+        assert json.loads(msgspec.json.encode(index)) == index
     finally:
         memory.close()

@@ -1,6 +1,7 @@
 """The codec without HTTP: whatever is encoded comes back, and garbage is always the client's error."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -245,6 +246,78 @@ def test_numbers_are_exact(datatype: str, values: list[float]) -> None:
     array = read(json.dumps(values).encode(), datatype, (len(values),))
     np.testing.assert_array_equal(array, np.array(values, DTYPES[datatype]))
     np.testing.assert_array_equal(read(bytes(to_json(array)), datatype, array.shape), array)
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP64"])
+@pytest.mark.parametrize("shape", [(7,), (7, 1), (1, 7)])
+def test_bare_constants_are_values_as_triton_takes_them(datatype: str, shape: tuple[int, ...]) -> None:
+    text = b'{"id":"NaN","inputs":[{"name":"x","datatype":"%b","shape":%b,"data":%b}],"parameters":{"own":"-Infinity"}}'
+    data = b"[ NaN,1.5,-Infinity, Infinity ,-Inf,Inf,-NaN]"
+    if len(shape) > 1:
+        data = b"[%b]" % (data if shape[0] == 1 else data[1:-1].replace(b",", b"],["))
+        data = data if shape[0] == 1 else b"[%b]" % data
+    body = text % (datatype.encode(), str(list(shape)).encode(), data)
+    spec = TensorSpec("x", datatype, shape)
+    found = decode(memoryview(body), None, ModelInfo("m", 1, (spec,), (), 0))
+    expected = [np.nan, 1.5, -np.inf, np.inf, -np.inf, np.inf, np.nan]
+    np.testing.assert_array_equal(found.inputs["x"].ravel(), np.array(expected, DTYPES[datatype]))
+    assert found.id == "NaN"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[NaN],"data":[1]}]}',
+        b'{"inputs":[{"name":NaN,"datatype":"FP32","shape":[1],"data":[1]}]}',
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":[1]}],"parameters":{"timeout":NaN}}',
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":["   "]}],"parameters":{"a":NaN}}',
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":[nan]}]}',
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":["NaN"]}]}',
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":[NaN NaN]}]}',
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[2],"data":[NaN,1e999]}]}',
+        b"NaN",
+        b"[NaN",
+    ],
+)
+def test_constants_are_taken_as_values_of_tensors_only(body: bytes) -> None:
+    info = ModelInfo("m", 1, (TensorSpec("x", "FP32", (-1,), sizes=(None,)),), (), 0)
+    with pytest.raises(InvalidRequest):
+        decode_request(memoryview(body), None, info, RegionUse(Regions()))
+
+
+NESTED = st.recursive(
+    st.sampled_from([0, 1, -2.5, 1e300, True, None, "1", math.nan, math.inf]),
+    lambda c: st.lists(c, max_size=3),
+    max_leaves=8,
+)
+
+
+@QUICK
+@given(NESTED, st.lists(st.integers(0, 3), min_size=1, max_size=3), st.sampled_from(["FP64", "INT32", "BOOL"]))
+def test_nested_values_are_read_where_numpy_has_an_array_of_them(
+    value: Any, shape: list[int], datatype: str
+) -> None:
+    """Compared with an array that json and numpy make, of the type's values alone."""
+    kinds = {"FP64": (int, float), "INT32": (int,), "BOOL": (bool,)}[datatype]
+
+    def leaves(part: Any) -> list[Any]:
+        return [leaf for inner in part for leaf in leaves(inner)] if isinstance(part, list) else [part]
+
+    fits = isinstance(value, list) and all(type(leaf) in kinds for leaf in leaves(value))
+    try:
+        array = np.array(value, DTYPES[datatype]) if fits else None
+    except ValueError:  # ragged
+        array = None
+    if array is not None and array.size != math.prod(shape):
+        array = None
+    if array is not None and array.ndim > 1 and array.shape != tuple(shape):
+        array = None
+    text = json.dumps(value).encode()
+    if array is None:
+        with pytest.raises(InvalidRequest):
+            read(text, datatype, tuple(shape))
+    else:
+        np.testing.assert_array_equal(read(text, datatype, tuple(shape)), array.reshape(shape))
 
 
 def test_infinities_of_long_outputs() -> None:

@@ -19,6 +19,7 @@ from cohabit.server.errors import ExecutionFailed, InvalidRequest, RequestError
 from cohabit.server.frontend.access import OPEN, Access
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.memory import Lease, RequestMemory
+from cohabit.server.frontend.sites import ANY_NAME, Sites
 from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.app import make_app
 from cohabit.server.http.server import HttpServer
@@ -201,6 +202,7 @@ def running(
     grpc_options: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
     repository: Path = Path("fakes"),
+    sites: Sites = ANY_NAME,
     **options: Any,
 ) -> Iterator[Ports]:
     """Serve models on free ports; `unix` has a socket for HTTP and one for gRPC, `options` are both servers'."""
@@ -214,7 +216,7 @@ def running(
         memory = RequestMemory(queue_bytes)
         plane = DataPlane(config, engine, memory, Regions(open_region if client_shm else no_system), clock=clock)
         both = {"max_connections": max_connections, **options}
-        http = HttpServer(make_app(plane, max_body_bytes, access), **both)
+        http = HttpServer(make_app(plane, max_body_bytes, access, sites=sites), **both)
         grpc = GrpcServer(plane, access, max_body_bytes=max_body_bytes, **both, **(grpc_options or {}))
         ports = Ports(plane, engine, http, grpc, loop)
         http_path, grpc_path = unix or (None, None)

@@ -10,6 +10,7 @@ from typing import TypeVar
 import cohabit.planner.graph
 import cohabit.planner.plan
 import cohabit.planner.profile
+from cohabit.planner.cache_file import replacing
 from cohabit.planner.errors import CohabitError, FingerprintMismatch, FormatError
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Plan
@@ -79,14 +80,11 @@ def write_plan(folder: Path, graph: Graph, plan: Plan, memory: str, searcher: st
 
 def write_file(path: Path, raw: bytes) -> Path:
     """Write a file whole or not at all. Raises ConfigError if that is impossible."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(raw)
-        unfinished.replace(path)
+        with replacing(path, 0o666) as fd, os.fdopen(os.dup(fd), "wb") as file:
+            file.write(raw)
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
     return path
 
