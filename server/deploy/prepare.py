@@ -156,7 +156,9 @@ def prepare(
 
     def fill(anew: bool) -> str:
         if workers.here:
-            return lowered_and_measured(source, config, on_progress, anew=anew).lowered.archive
+            return lowered_and_measured(
+                source, config, on_progress, quick=config.plans_later, anew=anew
+            ).lowered.archive
         return _filled_by_worker(workers.call, source, config, quick=True, anew=anew)[0]
 
     try:

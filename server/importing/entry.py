@@ -84,7 +84,7 @@ def write_entry(
     """Write an entry, whole or not at all. `config` has the cache and the number of threads. Raises CohabitError.
 
     Outputs may differ from eager PyTorch's by `tolerance`; by default, as the types of the model's parameters round.
-    The entry is loaded as `cohabit serve` loads it, so that its first start finds everything in the cache.
+    The entry is loaded as `cohabit serve` loads it at a first start: the server measures and plans it in the background.
     """
     try:
         repository.mkdir(parents=True, exist_ok=True)
@@ -120,6 +120,7 @@ def _loading(config: ServeConfig, repository: Path, max_batch: int) -> ServeConf
         memory=_UNLIMITED,
         layout="resident",
         engine="in-process",
+        is_trial=True,
         batch_sizes=planned if max_batch > 1 else config.batch_sizes,
     )
 
@@ -142,7 +143,8 @@ async def _compared(
     placement = open_placement(sources, config, lanes)
     try:
         models, failures = await placement.prepare(sources, progress)
-        failures |= await placement.place(models, on_progress=progress)
+        on_progress("loading all of it")
+        failures |= await placement.place(models)
         for reason in failures.values():
             raise ImportFailed(reason)
         (model,) = models

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from huggingface_hub import constants
 from safetensors.torch import save_file, save_model
 from torch import nn
 
+from cohabit.planner import cache_file
+from cohabit.planner import profile as profile_format
 from cohabit.server.cli import main
 from cohabit.server.commands.import_model import _default_name
 from cohabit.server.importing import huggingface
@@ -593,3 +596,24 @@ def test_text_models_are_exported_with_a_dynamic_length(tmp_path: Path, monkeypa
     assert len(shapes) == 1, "the inputs have one batch and one length"
     assert sorted((int(r.lower), int(r.upper)) for r in program.range_constraints.values()) == [(1, 8), (1, 16)]
     assert [answer.shape for answer in subject.answer(subject.examples(3, 1))] == [(3, 16, 8), (3, 8)]
+
+
+def test_an_import_measures_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The server does, in the background: from what the cache has of the import, its first start serves at once."""
+    cache = tmp_path / "cache"
+    flags = ("--repository", str(tmp_path / "models"), "--cache", str(cache), "--max-batch", "4")
+    assert main(["import", f"{HERE}:linear", *X, *flags]) == 0
+    progress = capfd.readouterr().err
+    assert "comparing with eager PyTorch" in progress
+    assert "measuring" not in progress
+    profiles = [profile_format.decode(cache_file.read(path)) for path in (cache / "profiles").iterdir()]
+    assert len(profiles) == 3, "of batches 1, 2 and 4"
+    assert all(profile.provisional for profile in profiles)
+    assert not [path for path in cache.glob("plans/*") if "division" not in path.name], "nothing was searched for"
+
+
+def test_an_import_prints_nothing_of_its_libraries(tmp_path: Path) -> None:
+    flags = ("--repository", str(tmp_path / "models"), "--cache", str(tmp_path / "cache"), "--max-batch", "2")
+    command = [sys.executable, "-m", "cohabit.server.cli", "import", f"{HERE}:linear", *X, *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    assert all(line.startswith("linear: ") for line in ended.stderr.splitlines()), ended.stderr
