@@ -84,7 +84,7 @@ def write_entry(
     """Write an entry, whole or not at all. `config` has the cache and the number of threads. Raises CohabitError.
 
     Outputs may differ from eager PyTorch's by `tolerance`; by default, as the types of the model's parameters round.
-    The entry is loaded as `cohabit serve` loads it at a first start: the server measures and plans it in the background.
+    The entry is loaded as at a first start of `cohabit serve`, which then measures and plans it in the background.
     """
     try:
         repository.mkdir(parents=True, exist_ok=True)
