@@ -44,6 +44,11 @@ class Improver:
     def is_busy(self) -> bool:
         return bool(self._tasks)
 
+    @property
+    def measures_again(self) -> bool:
+        """Whether models whose profiles are in doubt are measured again while the server is quiet."""
+        return self._config.plans_later and self._config.device == "cpu"
+
     def begin(self, models: Sequence[Model], *, plan_next_start: bool = False) -> None:
         """Improve models in the background, one after the other, where their plans are quick ones.
 
@@ -56,6 +61,8 @@ class Improver:
             task = asyncio.create_task(self._improve_all(models, plan_next_start))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        else:
+            warn_of_noise(models, measured_again=self.measures_again)
 
     async def close(self) -> None:
         """Cancel pending searches; models stay as they are."""
@@ -83,6 +90,9 @@ class Improver:
         models = self._placement.memory.models
         self._measured_again &= models.keys()
         doubtful = [model for model in models.values() if self._is_doubtful(model)]
+        if doubtful:
+            fields = {"models": [model.key.name for model in doubtful]}
+            _log.info("profiles are in doubt, and are measured again", extra={"fields": fields})
         for model in doubtful:
             self._measured_again.add(model.owner)
             await self.improve(model, again=True)
@@ -94,15 +104,12 @@ class Improver:
             return False
         correction = self._lanes[model.lane].correction(model.key)
         noise = max(profile.noise for profile in model.profiles.values())
-        if 1 / DISAGREEING <= correction <= DISAGREEING and noise <= NOISY:
-            return False
-        fields = {**model.key.fields, "measured_over_predicted": f"{correction:.2f}", "noise": f"{noise:.0%}"}
-        _log.info("the model's profile is in doubt, it is measured again", extra={"fields": fields})
-        return True
+        return noise > NOISY or not 1 / DISAGREEING <= correction <= DISAGREEING
 
     async def _improve_all(self, models: Sequence[Model], plan_next_start: bool) -> None:
         for model in models:
             await self.improve(model)
+        warn_of_noise(models, measured_again=self.measures_again)
         if not plan_next_start:
             return
         if not any(model.is_provisional for model in models):
@@ -137,7 +144,6 @@ class Improver:
         placement, profiles = self._placement, model.profiles
         if again or model.is_provisional:
             profiles = await in_thread(measured_profiles, model, self._config, placement.workers, again=again)
-            warn_of_noise(model.key.name, profiles)
         elif model.searched:
             return
         begun, demand = model.plans, replace(model.demand, profiles=profiles)
