@@ -18,11 +18,11 @@ from cohabit.planner.memory import parse_share, parse_size
 from cohabit.planner.search.registry import BASELINES, COUNTED
 from cohabit.server.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
-from cohabit.server.commands.planning.subject import function_of_script
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import integer, seconds
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import make_table, milliseconds
+from cohabit.server.importing.script import function_of_script
 
 if TYPE_CHECKING:
     from cohabit.runtime.training.trainer import Trainer

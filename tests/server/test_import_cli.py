@@ -47,6 +47,27 @@ class Branching(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
+class Text(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"y": x * 2, "label": "cat"}
+
+
+class InAList(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * 2, ["cat", x]
+
+
+class Floats(nn.Module):
+    def forward(self, x: torch.Tensor) -> list[list[float]]:
+        return x.tolist()  # type: ignore[no-any-return]
+
+
+class Selected(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return y[y > 0]
+
+
 class Noisy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout(x, 0.5, training=True)
@@ -117,6 +138,14 @@ def linear() -> nn.Module:
     return nn.Linear(4, 2)
 
 
+def scripted() -> nn.Module:
+    return torch.jit.script(linear())
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(linear(), torch.zeros(1, 4))
+
+
 def number() -> int:
     return 4
 
@@ -146,6 +175,17 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 @pytest.fixture
+def refused_here(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A function that runs an import which must fail, in the folder of another; returns what it says."""
+
+    def run(*arguments: str) -> str:
+        assert main(["import", *arguments, "--cache", "cache", "--max-batch", "2"]) in (1, 2)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return run
+
+
+@pytest.fixture
 def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that runs an import in a folder of its own, which must succeed; returns what it says."""
     monkeypatch.chdir(tmp_path)
@@ -160,7 +200,11 @@ def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nowhere"], "nowhere does not exist; give a folder, a hub's name, a checkpoint, or"),
+        (["nowhere/at/all"], "nowhere/at/all does not exist; give a folder, a hub's name, a checkpoint, MODULE:F"),
+        (["nowhere.safetensors"], "nowhere.safetensors does not exist; give a folder, a hub's name, a checkpoint"),
+        (["nowhere.py:make"], "nowhere.py:make: there is no file 'nowhere.py'; write SCRIPT.py:FUNCTION"),
+        (["script.py:make"], "script.py:make: script.py defines no function 'make'"),
+        (["script.py:four"], "script.py:four: four of script.py is a int, not a function"),
         (["empty"], "empty is no Hugging Face model directory: it has no config.json"),
         (["file.pt"], "file.pt is a checkpoint; name the function that makes its module with --factory"),
         (["file.pt", "--factory", "linear"], "--factory: 'linear' is not MODULE:FUNCTION"),
@@ -175,6 +219,7 @@ def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_a_path_that_is_nothing_to_import_is_named(refused: Any, arguments: list[str], reason: str) -> None:
     Path("empty").mkdir()
     Path("file.pt").touch()
+    Path("script.py").write_text("four = 4")
     assert refused(*arguments, status=2).startswith(reason)
 
 
@@ -185,6 +230,7 @@ def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of TorchScript
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -196,6 +242,12 @@ def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
         ([f"{HERE}:Adding", "--input", "z:FP32:-1,4"], "missing 1 required positional argument: 'y'"),
         ([f"{HERE}:linear", "--input", "input:FP32:-1,5"], "mat1 and mat2 shapes cannot be multiplied"),
         ([f"{HERE}:Doubling", "--input", "x:FP31:-1,4"], "no datatype is called FP31; there are BOOL"),
+        ([f"{HERE}:Text", *X], "output['label'] is a str, 'cat'; let forward return tensors"),
+        ([f"{HERE}:InAList", *X], "output[1][0] is a str, 'cat'; let forward return tensors"),
+        ([f"{HERE}:Floats", *X], "the module returns no tensor, but float; let forward return tensors"),
+        ([f"{HERE}:Selected", *X], "output has as many elements in dimension 0 as values decide, as y[y > 0] has"),
+        ([f"{HERE}:scripted", *X], "scripted returns a TorchScript module, which is not supported; let it return"),
+        ([f"{HERE}:traced", *X], "traced returns a TorchScript module, which is not supported; let it return"),
         ([f"{HERE}:number"], "returns a int; let it return a torch.nn.Module"),
         ([f"{HERE}:failing"], "RuntimeError: no weights today and a second line"),
         (["no_such_package:linear"], "No module named 'no_such_package'"),
@@ -400,6 +452,55 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tiny("bert")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert refused("bert").endswith("need the package transformers; pip install 'transformers>=5'")
+
+
+def test_what_is_exported_already_is_told_from_a_checkpoint(imported: Any, refused_here: Any) -> None:
+    imported(f"{HERE}:linear", *X)
+    said = refused_here("models/linear/1/model.pt2")
+    assert "is exported already; serve it as it is, as NAME/1/model.pt2 of a repository" in said
+    assert "cohabit check models/linear/1/model.pt2" in said
+
+
+def test_a_name_without_an_owner_is_a_hubs_name_too(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "hub")
+    said = refused("bert-base-uncased")
+    assert "download it with `hf download bert-base-uncased`, or give its folder" in said
+
+
+def test_a_function_of_a_file_is_named_by_its_path(imported: Any) -> None:
+    Path("package").mkdir()
+    Path("package/sizes.py").write_text("INPUTS = 4")
+    Path("package/nets.py").write_text(
+        "from torch import nn\nfrom sizes import INPUTS\n\ndef make():\n    return nn.Linear(INPUTS, 2)"
+    )
+    imported("package/nets.py:make", "--input", "input:FP32:-1,4")
+    assert Path("models/make/1/model.pt2").is_file()
+
+
+def test_a_version_is_added_or_replaced_and_others_stay(imported: Any, refused_here: Any) -> None:
+    imported(f"{HERE}:linear", *X)
+    entry = Path("models/linear")
+    (entry / "config.pbtxt").write_text((entry / "config.pbtxt").read_text() + "# mine\n")
+    first = (entry / "1" / "model.pt2").read_bytes()
+    said = refused_here(f"{HERE}:linear", *X)
+    assert "models/linear/1 exists; --replace it, add --version 2, or give another --name" in said
+    imported(f"{HERE}:linear", *X, "--version", "2")
+    second = (entry / "2" / "model.pt2").read_bytes()
+    assert (entry / "1" / "model.pt2").read_bytes() == first
+    imported(f"{HERE}:linear", *X, "--replace")
+    assert (entry / "1" / "model.pt2").read_bytes() != first, "other random weights"
+    assert (entry / "2" / "model.pt2").read_bytes() == second
+    assert (entry / "config.pbtxt").read_text().endswith("# mine\n")
+    said = refused_here(f"{HERE}:Adding", *X, "--input", "y:FP32:-1,4", "--name", "linear", "--version", "3")
+    assert "config.pbtxt" in said, "which has one input"
+    assert not (entry / "3").exists()
+
+
+def test_the_hint_to_serve_does_not_take_one_model_for_all(imported: Any) -> None:
+    said = " ".join(imported(f"{HERE}:linear", *X).split())
+    assert "serve it with: cohabit serve models" in said
+    assert "--memory" not in said
+    assert "all of it takes 1MiB of device memory, beside what other models take" in said
 
 
 def test_an_entry_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
