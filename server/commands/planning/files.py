@@ -124,7 +124,8 @@ def _refuse_other_kind(path: Path) -> None:
     if not kinds:
         return
     raise ConfigError(
-        f"{path} is a {kinds[0]}; `cohabit show` draws NAME{_PLAN}, --graph takes NAME{_GRAPH}, --profile NAME{_PROFILE}"
+        f"{path} is a {kinds[0]}; `cohabit show` draws NAME{_PLAN}, --graph takes NAME{_GRAPH}, --profile"
+        f" NAME{_PROFILE}"
     )
 
 
