@@ -11,8 +11,9 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import NOISY
 from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.shares import latency_weights
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.model import Model, Plans
 from cohabit.server.deploy.prepare import measured_profiles, warn_of_noise
 from cohabit.server.deploy.worker import in_thread
 from cohabit.server.engine.compute_lane import ComputeLane
@@ -27,6 +28,8 @@ IDLE_SHARE = 0.1
 """Of the time: where lanes have computed for less, the server is quiet enough to measure."""
 DISAGREEING = 1.25
 """Measured over predicted time, or its reciprocal, from which a profile is measured again."""
+LEAST_GAIN = 0.1
+"""Share of the predicted latency that another division must save to be moved to: the next start has it in any case."""
 
 
 class Improver:
@@ -55,8 +58,8 @@ class Improver:
         With `plan_next_start`, what the next start of these models begins with is planned after that.
         """
         quick = [model.key.name for model in models if not model.searched]
-        if quick:
-            if plan_next_start:
+        if quick or (plan_next_start and self._placement.is_divided_roughly):
+            if quick and plan_next_start:
                 _log.info("quick plans are in use until better ones are found", extra={"fields": {"models": quick}})
             task = asyncio.create_task(self._improve_all(models, plan_next_start))
             self._tasks.add(task)
@@ -121,12 +124,35 @@ class Improver:
         await in_thread(self._placement.workers.release)
 
     async def _plan_next_start(self, models: Sequence[Model]) -> None:
-        """Store how memory is divided among these models at the next start, and their plans. Raises CohabitError."""
-        planner, demands = self._placement.planner, [model.demand for model in models]
+        """Store how memory is divided among these models at the next start, and their plans. Raises CohabitError.
+
+        These are used from now on, too, if that is predicted to save LEAST_GAIN of the latency.
+        """
+        planner, demands = self._placement.planner, [model.whole_demand for model in models]
         memory_bytes = self._placement.memory_limit.of(sum(model.weight_bytes for model in models))
         division = await in_thread(planner.division, demands, memory_bytes, later=True)
-        for demand, partition_bytes in zip(demands, division.partition_bytes, strict=True):
-            await in_thread(planner.best_plans, demand, Memory(division.workspace_bytes, partition_bytes))
+        found: dict[str, Plans] = {}
+        for model, demand, partition_bytes, most in zip(
+            models, demands, division.partition_bytes, division.most_batches, strict=True
+        ):
+            memory = Memory(division.workspace_bytes, partition_bytes)
+            found[model.owner] = await in_thread(planner.best_plans, demand.up_to(most), memory)
+        await self._adopt(found)
+
+    async def _adopt(self, found: Mapping[str, Plans]) -> None:
+        """Divide the memory as these plans, by owner, are for, if that pays and no model came or left meanwhile."""
+        placement = self._placement
+        async with placement.changing:
+            models, partitions = dict(placement.memory.models), placement.memory.partitions
+            if models.keys() != found.keys() or not models:
+                return
+            memories = [plans[min(plans)].memory for plans in found.values()]
+            needed = partitions.lanes * memories[0].workspace_bytes + sum(m.partition_bytes for m in memories)
+            gain = _gain(list(models.values()), [found[owner] for owner in models])
+            if needed > partitions.arena_bytes or gain < LEAST_GAIN:
+                return
+            await placement.redivide({owner: (plans, True) for owner, plans in found.items()})
+        _log.info("memory is divided better", extra={"fields": {"predicted_gain": round(gain, 2)}})
 
     async def improve(self, model: Model, *, again: bool = False) -> None:
         """Measure and plan a model better, if it is not yet; `again` in any case. It is served meanwhile."""
@@ -157,6 +183,17 @@ class Improver:
             model.profiles = profiles
             await placement.replan(model, plans)
         _log.info("better plans are in use", extra={"fields": model.key.fields})
+
+
+def _gain(models: Sequence[Model], plans: Sequence[Plans]) -> float:
+    """Return the share of the weighted latency that other plans are predicted to save."""
+    compute_s = [model.profiles[min(model.profiles)].compute_s for model in models]
+    weights = latency_weights([model.rate_per_s for model in models], compute_s)
+    now, then = (
+        sum(weight * model.latency_s(made) for weight, model, made in zip(weights, models, used, strict=True))
+        for used in ([model.plans for model in models], plans)
+    )
+    return 1 - then / now if now else 0.0
 
 
 def _is_better(plans: Mapping[Bucket, Plan], than: Mapping[Bucket, Plan]) -> bool:

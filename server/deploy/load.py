@@ -106,7 +106,7 @@ class PartitionedMemory:
         lowered, config = model.lowered, model.source.config
         warn_of_interaction(lowered)
         warn_of_random_ops(lowered)
-        most = max(programs).batch
+        most = max(lowered.batches)
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
         info = with_defaults(describe(lowered, model.key.version, most, model.source.labels), config)
