@@ -47,7 +47,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory, stacks: Stacks) -> Path
     path = folder / HUNGRY / "1" / "model.pt2"
     path.parent.mkdir(parents=True)
     dims = {"x": {0: Dim("batch", min=1, max=8)}}
-    save_model(torch.export.export(Hungry().eval(), (), {"x": torch.zeros(2, WIDTH)}, dynamic_shapes=dims), path, {})
+    save_model(
+        torch.export.export(Hungry().eval(), (), {"x": torch.zeros(2, WIDTH)}, dynamic_shapes=dims), path, {}
+    )
     return folder
 
 
@@ -142,7 +144,7 @@ def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
         assert not server.placement.is_divided_roughly
         assert not server.placement.improver.is_busy, "the start before has planned this one"
         partitions = server.placement.memory.partitions
-        assert (partitions.workspace_bytes, memories(server)) == found, "what was moved to is what the next start begins with"
+        assert (partitions.workspace_bytes, memories(server)) == found, "the next start begins there"
 
 
 def memories(server: Running) -> dict[str, dict[Bucket, Memory]]:

@@ -355,7 +355,9 @@ def test_all_batches_stay_where_memory_is_enough_or_batching_gains_more() -> Non
     others = [replace(m, splits_batches=True) for m in MODELS]
     assert divide([hungry(), *others], 400 * PAGE).most_batches == (8, 4, 4, 4)
     graphs = hungry().graphs
-    flat = {b: profile_of(g, 1000.0, bandwidth=PAGE / 2) for b, g in graphs.items()}  # a batch takes what a row takes
+    flat = {
+        b: profile_of(g, 1000.0, bandwidth=PAGE / 2) for b, g in graphs.items()
+    }  # a batch takes what a row takes
     gaining = replace(hungry(), profiles=flat, rate_per_s=1e6)
     assert divide([gaining, *others], 140 * PAGE).most_batches[0] == 8
 
