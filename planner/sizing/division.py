@@ -191,8 +191,7 @@ def _partition_for(demands: Sequence[Demand], room: _Room) -> _Shares:
     memory, lanes = room.memory_bytes, room.lanes
     largest_demand = max(demands, key=lambda d: d.least_bytes)
     if lanes == 1 and memory < largest_demand.least_bytes:
-        op, least_bytes = largest_demand.largest_demand.neediest_op, largest_demand.least_bytes
-        raise InfeasibleBudget(largest_demand.model.name, op, memory, least_bytes, len(demands))
+        raise _refusal(largest_demand, memory, largest_demand.least_bytes, len(demands))
     known: Estimates = {}
     best: _Shares | None = None
     needed: list[int] = []
@@ -214,9 +213,14 @@ def _partition_for(demands: Sequence[Demand], room: _Room) -> _Shares:
         if best is None or shares.cost < best.cost * (1 - 1e-6):
             best = shares
     if best is None:  # partitions of nothing next to one largest workspace are feasible, unless it must be larger
-        op = largest_demand.largest_demand.neediest_op
-        raise InfeasibleBudget(largest_demand.model.name, op, memory, min(needed), len(demands))
+        raise _refusal(largest_demand, memory, min(needed), len(demands))
     return best
+
+
+def _refusal(demand: Demand, memory_bytes: int, least_bytes: int, models: int) -> InfeasibleBudget:
+    largest = demand.largest_demand
+    name, op, bucket = demand.model.name, largest.neediest_op, largest.graph.bucket
+    return InfeasibleBudget(name, op, memory_bytes, least_bytes, models, bucket)
 
 
 def _share_out(

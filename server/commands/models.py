@@ -5,6 +5,7 @@ import argparse
 import msgspec
 from rich.console import Console
 
+from cohabit.server.activations import workspace_words
 from cohabit.server.commands.remote import tables
 from cohabit.server.commands.remote.client import add_server_flags, server_of
 
@@ -20,5 +21,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     if options.json:
         print(msgspec.json.encode(index).decode())
     else:
-        out.print(tables.models(index, server.metrics()))
+        metrics = server.metrics()
+        out.print(tables.models(index, metrics.versions))
+        if words := workspace_words(metrics.activations):
+            out.print(f"of a workspace, {words}", soft_wrap=True, highlight=False)
     return 0

@@ -106,4 +106,5 @@ class Model:
             predicted_s={b: p.provenance.latency_s for b, p in self.plans.items() if p.provenance is not None},
             bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
             lane=self.lane,
+            activation_bytes={bucket: plan.pool_bytes or 0 for bucket, plan in self.plans.items()},
         )

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from cohabit.planner.shapes import STATIC, Bucket, DynamicShape, evaluate
+from cohabit.server.activations import Activations
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Inputs = Mapping[str, Array]
@@ -92,6 +93,11 @@ class ModelFootprint(msgspec.Struct, frozen=True):
     """Lower bounds of these seconds for any plan in this memory."""
     lane: int = 0
     """The compute lane that executes the model."""
+    activation_bytes: dict[Bucket, int] = {}
+    """What activations and scratch take of the workspace, by bucket."""
+
+    def activations(self, model: str) -> list[Activations]:
+        return [Activations(model, b.batch, str(b), nbytes) for b, nbytes in self.activation_bytes.items()]
 
 
 class GraphCapture(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.activations import workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
@@ -212,6 +213,7 @@ def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterato
 def _arena(extents: Sequence[ArenaExtent], entries: Sequence[ModelEntry]) -> Iterator[ArenaPart]:
     """Yield the parts of the device's memory from its first byte on."""
     footprints = {entry.key: entry.footprint for entry in entries if entry.version is not None}
+    activations = workspace_words(one for key, own in footprints.items() for one in own.activations(key.name))
     versions = Counter(extent.model.name for extent in extents if extent.model is not None)
     for extent in sorted((e for e in extents if e.nbytes), key=lambda extent: extent.offset):
         if extent.use == "partition" and extent.model is not None:
@@ -229,17 +231,20 @@ def _arena(extents: Sequence[ArenaExtent], entries: Sequence[ModelEntry]) -> Ite
             label = name if versions[name] == 1 else f"{name} version {version}"
             yield ArenaPart("partition", label, extent.offset, extent.nbytes, resident_bytes, words)
         else:
-            yield ArenaPart(extent.use, _NAMES[extent.use], extent.offset, extent.nbytes, 0, _words(extent))
+            yield ArenaPart(
+                extent.use, _NAMES[extent.use], extent.offset, extent.nbytes, 0, _words(extent, activations)
+            )
 
 
 _NAMES = {"workspace": "workspace", "shared": "shared by all models", "partition": "partition", "free": "free"}
 
 
-def _words(extent: ArenaExtent) -> tuple[str, ...]:
+def _words(extent: ArenaExtent, activations: str) -> tuple[str, ...]:
     nbytes = format_bytes(extent.nbytes)
     match extent.use:
         case "workspace":
-            return (f"{nbytes} for activations, scratch and parameters in flight, one inference at a time",)
+            of_it = f": {activations}" if activations else ""
+            return (f"{nbytes} for one inference at a time, and parameters in flight{of_it}",)
         case "free":
             return (f"{nbytes} for models that are loaded later",)
         case "shared":

@@ -544,7 +544,7 @@
     ["Refused / failed per s", "Refused requests met a full queue, a deadline that could not be met, or a limit, or did not fit the model."],
     ["Predicted run", "the plan's time for one inference of the smallest batch."],
     ["Measured / predicted", "how long executions take in comparison. Amber is above 1.5: the device is shared, or slower than when it was measured. Below 1 ms it is normal, since each execution takes a fixed time besides its ops."],
-    ["Parameters resident", "the part that stays in device memory; the rest is streamed in for every execution. Bars are scaled to the largest model."],
+    ["Parameters resident", "the part that stays in device memory; the rest is streamed in for every execution. A bar is all of the model."],
     ["Copied in", "parameters streamed per second, and per execution (run)."],
   ];
   const STATES = { ready: "ready", loading: "loading", unloading: "unloading", unavailable: "not served", "not loaded": "not loaded" };
@@ -600,7 +600,6 @@
     const update = (now) => {
       const versions = new Map();
       now.models.forEach(({ name }) => versions.set(name, (versions.get(name) || 0) + 1));
-      const most = Math.max(1, ...now.models.map((model) => model.parameters[0] || 0));
       say(how, `Rates, latencies and copies are those of the last ${now.window_s} s.${now.control ? "" : " To load and unload models here, start the server with --model-control-mode explicit."}`);
       const seen = now.models.map((model) => {
         const key = JSON.stringify([model.name, model.version]);
@@ -621,7 +620,7 @@
         say(cells.predicted, write(model.predicted));
         say(cells.measured, write(model.measured));
         cells.measured.classList.toggle("alarm", (model.measured[0] || 0) > 1.5);
-        const share = (n) => `${((n || 0) / most) * 100}%`;
+        const share = (n) => `${((n || 0) / Math.max(1, model.parameters[0] || 0)) * 100}%`;
         bar.hidden = !isReady;
         bar.children[0].style.width = share(model.resident[0]);
         bar.children[1].style.width = share((model.parameters[0] || 0) - (model.resident[0] || 0));

@@ -39,7 +39,9 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loaded: FakeLoaded = serving(adder(), identity("id", "FP32"))
     loaded.failures = {ModelKey("damaged", 1): "model.pt2 is [truncated]"}
     loaded.footprints = {
-        ModelKey("adder", 3): ModelFootprint(3 << 20, 400, 100, {Bucket(1): 0.5}, {Bucket(1): 0.4})
+        ModelKey("adder", 3): ModelFootprint(
+            3 << 20, 400, 100, {Bucket(1): 0.5}, {Bucket(1): 0.4}, 0, {Bucket(1): 2 << 20, Bucket(8): 9 << 20}
+        )
     }
     with running(loaded, strict_readiness=False) as handle:
         assert infer(handle, "id", {"inputs": [x()]}).status == 200
@@ -55,6 +57,9 @@ def test_models_are_listed_with_their_memory_and_reasons(own: Running, capsys: p
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert all(part in lines["adder"] for part in ("3", "READY", "3.0 MiB", "25.0%"))
     assert all(part in lines["damaged"] for part in ("UNAVAILABLE", "model.pt2 is [truncated]"))
+    assert " ".join(lines["of"].split()) == (
+        "of a workspace, 9.0 MiB for activations of adder at batch 8; 2.0 MiB with --batch-sizes 1"
+    )
 
 
 def test_models_as_json_are_the_repository_index(own: Running, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,18 +4,35 @@ import argparse
 import http.client
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from cohabit.server.activations import Activations
 from cohabit.server.errors import ConfigError, RemoteError
 
 VersionSamples = Mapping[tuple[str, str, str], float]
 """Samples by metric, model and version."""
+
+
+class Metrics(NamedTuple):
+    """What `/metrics` has of models that are served."""
+
+    versions: VersionSamples
+    """Samples that have no other label."""
+    memory_bytes: Mapping[str, float]
+    """The arena's, by use."""
+    activations: Sequence[Activations]
+
+
+def _activations(labels: Mapping[str, str], nbytes: float) -> Activations:
+    bucket = "x".join(filter(None, (labels["batch"], labels.get("sizes", ""))))
+    return Activations(labels["model"], int(labels["batch"]), bucket, round(nbytes))
+
 
 _MOST_BYTES = 64 << 20
 _TIMEOUT_S = 10.0
@@ -45,16 +62,21 @@ class RemoteServer:
     def unload(self, model: str) -> None:
         self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/unload", b"", None)
 
-    def metrics(self) -> VersionSamples:
-        """Return the samples of models that have no other label."""
+    def metrics(self) -> Metrics:
         body = self._ask("GET", f"{self.url}/metrics", None, self._timeout_s)
         try:
-            return {
+            families = text_string_to_metric_families(body.decode())
+            samples = [sample for family in families for sample in family.samples]
+            versions = {
                 (sample.name, sample.labels["model"], sample.labels["version"]): sample.value
-                for family in text_string_to_metric_families(body.decode())
-                for sample in family.samples
+                for sample in samples
                 if sample.labels.keys() == {"model", "version"}
             }
+            return Metrics(
+                versions,
+                {s.labels["use"]: s.value for s in samples if s.name == "cohabit_memory_bytes"},
+                [_activations(s.labels, s.value) for s in samples if s.name == "cohabit_activation_bytes"],
+            )
         except ValueError as error:
             raise RemoteError(f"{self.url}/metrics is not in Prometheus' format: {error}") from error
 
