@@ -101,8 +101,8 @@ class Elastic:
         self._counted.clear()
         fields = {
             "models": [models[owner].key.name for owner in changed],
-            "predicted_gain": f"{gain:.0%}",
-            "seconds": f"{self._clock() - start_s:.2f}",
+            "predicted_gain": round(gain, 2),
+            "seconds": round(self._clock() - start_s, 2),
         }
         _log.info("memory was divided anew by measured request rates", extra={"fields": fields})
         placement.improver.begin([models[owner] for owner in changed if owner in placement.memory.models])
