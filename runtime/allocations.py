@@ -5,7 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+from torch._C._autograd import (
+    ProfilerConfig,
+    ProfilerState,
+    _disable_profiler_legacy,
+    _enable_profiler_legacy,
+)
 
 _USER_SCOPE = 7
 """Of `record_function`, in torch's enumeration `RecordScope`."""
