@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C._autograd import (
+from torch.autograd import (  # type: ignore[attr-defined]
     ProfilerConfig,
     ProfilerState,
     _disable_profiler_legacy,

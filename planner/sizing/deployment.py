@@ -39,9 +39,8 @@ class ModelDemand:
 
     def up_to(self, most_batch: int) -> "ModelDemand":
         """Return the demand without the buckets of larger batches."""
-        kept = [bucket for bucket in self.graphs if bucket.batch <= most_batch]
-        graphs, profiles = ({bucket: of[bucket] for bucket in kept} for of in (self.graphs, self.profiles))
-        return replace(self, graphs=graphs, profiles=profiles)
+        graphs = {bucket: graph for bucket, graph in self.graphs.items() if bucket.batch <= most_batch}
+        return replace(self, graphs=graphs, profiles={bucket: self.profiles[bucket] for bucket in graphs})
 
 
 class Division(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
