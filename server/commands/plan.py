@@ -15,7 +15,7 @@ from cohabit.server.commands.planning.subject import MemoryBudget, add_effort, a
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import batches, integer
 from cohabit.server.errors import ConfigError
-from cohabit.server.format import gap, make_table, milliseconds, percent
+from cohabit.server.format import PLAN_WORDS, gap, make_table, milliseconds, percent
 
 EXIT_INFEASIBLE = 2
 
@@ -121,6 +121,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         for row in rows:
             table.add_row(*row)
         out.print(table)
+        out.print(PLAN_WORDS, style="dim", soft_wrap=True)
     return 0 if len(files) == len(rows) else EXIT_INFEASIBLE
 
 

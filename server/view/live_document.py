@@ -153,12 +153,17 @@ def _row(
         p50=seconds(_percentile(latencies, 0.50)),
         p99=seconds(_percentile(latencies, 0.99)),
         predicted=seconds(predicted[min(predicted)] if predicted else None),
-        measured=quantity(None if counters is None or not predicted else counters.correction, "times"),
+        measured=quantity(_measured(counters) if predicted else None, "times"),
         resident=size(footprint.resident_bytes if entry.is_ready else None),
         parameters=size(footprint.parameter_bytes if entry.is_ready else None),
         copied=quantity(rate(grown.copied_bytes), "bytes/s"),
         copied_each=size(each),
     )
+
+
+def _measured(counters: ModelCounters | None) -> float | None:
+    """Return measured over predicted time; None while nothing was executed."""
+    return None if counters is None or not counters.statistics.execution_count else counters.correction
 
 
 def _percentile(ascending: Sequence[float], share: float) -> float | None:

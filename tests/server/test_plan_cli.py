@@ -291,6 +291,22 @@ def test_compare_shows_every_searcher_and_hides_no_failure(
     assert len(list(Path("kept").glob("*.plan.json"))) == 2
 
 
+def test_the_words_of_tables_are_explained_and_two_questions_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of one budget beats those that serve, and only the help said why."""
+    shown = {}
+    for names in ("best", "best,on_demand"):
+        assert main(["compare-plans", *PAIR, "--memory", "48KiB", "--searchers", names, "--evaluations", "2"]) == 0
+        shown[names] = " ".join(capsys.readouterr().out.split())
+    assert all("bound: less is impossible in this memory" in said for said in shown.values())
+    assert "These answer two questions" not in shown["best"]
+    assert "These answer two questions" in shown["best,on_demand"]
+    path = planned()
+    assert "gap: latency over the bound" in " ".join(capsys.readouterr().out.split())
+    assert main(["show", str(path)]) == 0
+    assert "gap: latency over the bound" in " ".join(capsys.readouterr().out.split())
+
+
+
 def test_compare_says_where_a_searcher_failed_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
