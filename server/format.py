@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from cohabit.server.ipc.model import ModelInfo
 
 PLAN_WORDS = (
-    "resident: with every parameter in memory; bound: less is impossible in this memory; gap: latency over the bound; over"
-    " link: bytes copied per inference; period: time from one inference to the next, residents brought back"
+    "resident: with every parameter in memory; bound: less is impossible in this memory; gap: latency over the bound;"
+    " over link: bytes copied per inference; period: time from one inference to the next, residents brought back"
 )
 """What the words of tables about plans mean."""
 

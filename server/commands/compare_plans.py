@@ -29,8 +29,8 @@ _log = logging.getLogger("cohabit.plans")
 
 _TWO_QUESTIONS = (
     "These answer two questions, and are to be compared within one: plans that split the memory, as serving does, keep"
-    " their residents beside other models; `one budget` may put everything anywhere, which no server can. --single plans"
-    " all as one budget."
+    " their residents beside other models; `one budget` may put everything anywhere, which no server can. --single"
+    " plans all as one budget."
 )
 _Result = tuple[str, Plan, Provenance, float]
 """A searcher, its plan, how that came about, and the seconds that it took, the split of the memory included."""

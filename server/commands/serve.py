@@ -23,7 +23,6 @@ from cohabit.server.process_rights import allow_connections, no_new_privileges
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from cohabit.server.ipc.catalog import ModelEntry
     from cohabit.server.serve import Server
 
 Tell = Callable[..., None]
@@ -155,20 +154,6 @@ def _announce(server: "Server") -> None:
     print(f"grpc: {server.grpc_address or 'off'}", flush=True)
 
 
-def _placed(entry: "ModelEntry") -> dict[str, object]:
-    """Return a model's part of the memory map, as fields."""
-    own = entry.footprint
-    return {
-        "model": entry.name,
-        "version": entry.version,
-        "partition_bytes": own.partition_bytes,
-        "parameter_bytes": own.parameter_bytes,
-        "resident_bytes": own.resident_bytes,
-        "predicted_s": {str(bucket): seconds for bucket, seconds in own.predicted_s.items()},
-        "activation_bytes": {str(bucket): nbytes for bucket, nbytes in own.activation_bytes.items()},
-    }
-
-
 async def _report(server: "Server", memory_map: str, tell: Tell) -> None:
     entries = list(server.client.catalog)
     if memory_map:
@@ -179,7 +164,11 @@ async def _report(server: "Server", memory_map: str, tell: Tell) -> None:
             workspace_bytes=device.workspace_bytes,
             partition_bytes=device.partition_bytes,
             free_bytes=device.free_bytes,
-            placed=[_placed(entry) for entry in entries if entry.is_ready],
+            placed=[
+                {"model": entry.name, "version": entry.version, **entry.footprint.fields}
+                for entry in entries
+                if entry.is_ready
+            ],
         )
     count, total = sum(entry.info is not None for entry in entries), len(entries)
     url = server.http_url

@@ -15,6 +15,7 @@ from cohabit.server.deploy.prepare import warn_of_interaction, warn_of_random_op
 from cohabit.server.engine.device_thread import BackgroundWork
 from cohabit.server.engine.servable import ProgramServable, describe
 from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelKey, lane_name
+from cohabit.server.resources import resident_bytes
 from cohabit.server.triton.model_config import with_defaults
 
 _SHARED = "(shared)"
@@ -158,6 +159,7 @@ class PartitionedMemory:
             pinned_used_bytes=0 if pinned is None else pinned.used_bytes,
             extents=tuple(self._extents()),
             outside_bytes=self.backend.outside_bytes,
+            process_bytes=resident_bytes(),
         )
 
     def _extents(self) -> Iterator[ArenaExtent]:

@@ -96,6 +96,17 @@ class ModelFootprint(msgspec.Struct, frozen=True):
     activation_bytes: dict[Bucket, int] = {}
     """What activations and scratch take of the workspace, by bucket."""
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """Return what a log line has of it."""
+        return {
+            "partition_bytes": self.partition_bytes,
+            "parameter_bytes": self.parameter_bytes,
+            "resident_bytes": self.resident_bytes,
+            "predicted_s": {str(bucket): seconds for bucket, seconds in self.predicted_s.items()},
+            "activation_bytes": {str(bucket): nbytes for bucket, nbytes in self.activation_bytes.items()},
+        }
+
     def activations(self, model: str) -> list[Activations]:
         return [Activations(model, b.batch, str(b), nbytes) for b, nbytes in self.activation_bytes.items()]
 
@@ -133,6 +144,8 @@ class DeviceUse(msgspec.Struct, frozen=True):
     """The arena's address map."""
     outside_bytes: int | None = None
     """Device memory that the process takes outside of the arena; None on devices where it takes none."""
+    process_bytes: int = 0
+    """RAM of the engine's process, its pages of libraries and other files included."""
     divisions: int | None = None
     """Times that memory was divided anew by measured request rates; None where it never is."""
 

@@ -4,6 +4,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from cohabit.planner.errors import format_bytes
 from cohabit.server.activations import workspace_words
@@ -14,6 +15,7 @@ from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol.descriptions import product_version
+from cohabit.server.resources import resident_bytes
 from cohabit.server.view.document import (
     ArenaPart,
     Figure,
@@ -88,12 +90,14 @@ def live_document(
     readings: Sequence[Reading],
     latencies: Mapping[ModelKey, Sequence[float]],
     chart: LaneChart | None,
+    uptime_s: float,
 ) -> LiveDocument:
     """Describe a server now. `readings` are of the window, the newest last; `latencies` ascend."""
     first, last = readings[0], readings[-1]
     span_s = last.at_s - first.at_s
     entries = sorted(client.catalog, key=lambda entry: (entry.name, entry.version or 0))
     down = client.unavailable
+    ascending = sorted(chain(*latencies.values()))
     rows = []
     for entry in entries:
         key = None if entry.version is None else entry.key
@@ -104,8 +108,10 @@ def live_document(
         trouble=down or client.catalog.not_ready(),
         down=down is not None,
         restarts=client.restarts,
+        layout=config.layout,
+        uptime=seconds(uptime_s),
         window_s=WINDOW_S,
-        figures=list(_figures(rows, first, last)),
+        figures=list(_figures(rows, first, last, ascending, _waiting(rows, client), _memory(config, report))),
         arena=list(_arena(report.device.extents, entries)),
         models=rows,
         control=config.model_control == "explicit",
@@ -171,7 +177,24 @@ def _percentile(ascending: Sequence[float], share: float) -> float | None:
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
 
 
-def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterator[Figure]:
+def _waiting(rows: Sequence[ModelRow], client: EngineClient) -> float:
+    """Return how many requests do not run yet; while the engine is down, those that the front end keeps for it."""
+    return client.waiting if client.unavailable else sum(row.waiting.value or 0.0 for row in rows)
+
+
+def _memory(config: ServeConfig, report: EngineReport) -> float:
+    """Return the memory of this process and of the engine's."""
+    return resident_bytes() + (report.device.process_bytes if config.engine == "process" else 0)
+
+
+def _figures(
+    rows: Sequence[ModelRow],
+    first: Reading,
+    last: Reading,
+    latencies: Sequence[float],
+    waiting: float,
+    memory_bytes: float,
+) -> Iterator[Figure]:
     served = sum(row.state == "ready" for row in rows)
     yield Figure(
         "models served",
@@ -186,10 +209,18 @@ def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterato
         quantity(sum(row.answered.value or 0.0 for row in rows), "1/s"),
         within,
         "Requests that were answered with a result.",
+        is_followed=True,
+    )
+    yield Figure(
+        "latency p99",
+        seconds(_percentile(latencies, 0.99)),
+        (f"of all models in {WINDOW_S:g} s",),
+        "From a request's arrival to its answer, which 99 % of them do not exceed.",
+        is_followed=True,
     )
     yield Figure(
         "waiting",
-        quantity(sum(row.waiting.value or 0.0 for row in rows), "count"),
+        quantity(waiting, "count"),
         ("requests queued now",),
         "Requests that have arrived and do not run yet.",
     )
@@ -204,6 +235,13 @@ def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterato
         quantity(sum(row.copied.value or 0.0 for row in rows), "bytes/s"),
         ("parameters swapped in",),
         "Parameters that had no place in device memory and were copied in for an execution.",
+    )
+    yield Figure(
+        "memory",
+        size(memory_bytes),
+        ("RAM of the processes",),
+        "Anonymous memory of the front end and the engine, and their pages of libraries and other files.",
+        is_followed=True,
     )
     for lane, busy_s in sorted(last.busy_s.items()):
         busy = max(0.0, busy_s - first.busy_s.get(lane, 0.0)) / span_s if span_s > 0 else None

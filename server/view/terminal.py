@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.format import PLAN_WORDS, gap, milliseconds, nice_ticks, percent, round_time, shortened
+from cohabit.server.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
 from cohabit.server.view.analysis import LANES, PlanAnalysis, bytes_in_use
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -27,7 +27,6 @@ def draw(analysis: PlanAnalysis, console: Console) -> None:
         console.print(_chart(analysis, cells), end="\n\n")
     if analysis.stalls:
         console.print(_longest_stall(analysis))
-    console.print(Text(PLAN_WORDS, "dim"))
 
 
 def _header(analysis: PlanAnalysis) -> Text:

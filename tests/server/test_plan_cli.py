@@ -306,7 +306,6 @@ def test_the_words_of_tables_are_explained_and_two_questions_told_apart(capsys: 
     assert "gap: latency over the bound" in " ".join(capsys.readouterr().out.split())
 
 
-
 def test_compare_says_where_a_searcher_failed_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
