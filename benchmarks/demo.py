@@ -8,18 +8,21 @@ import argparse
 import asyncio
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import tritonclient.http
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.ratio import Ratio
 from benchmarks.record import parser_of, record
 from benchmarks.scrape import Running, by_model, get, serving
 from cohabit.loadgen.client import address_of
@@ -34,6 +37,8 @@ from examples.sentences import SENTENCES, embed, table
 LAYOUTS = (("resident", "100%"), ("time_shared", "25%"), ("partitioned", "25%"))
 TURNS = 4
 ALONE_REQUESTS = 30
+BUSY, BUSY_WINDOW_S = 0.1, 2.0
+"""Share of the CPUs that something else uses before anything is started, from which figures are in doubt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     report: Report
+    """Of all turns together."""
+    turns: Sequence[Report]
     costs: dict[str, Cost]
     swapped_bytes: float
 
@@ -60,12 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
     total = sum(p.weight_bytes for p in prepared)
     console.print(f"{len(prepared)} models with {total / 2**20:.1f} MiB of weights in {folder / 'repository'}")
+    others = psutil.cpu_percent(BUSY_WINDOW_S) / 100
     outcomes = asyncio.run(_measure(options, console))
     console.rule("results")
     tables = (_planned_against_measured(outcomes["partitioned"]), _latencies(outcomes, options))
-    console.print(*tables, sep="\n")
+    said = verdict({layout: outcome.turns for layout, outcome in outcomes.items()}, others)
+    console.print(*tables, *said, sep="\n")
     if options.record:
-        _record(tables, total)
+        _record(tables, said, total)
     return 0 if all(o.report.all_answered for o in outcomes.values()) else 1
 
 
@@ -108,7 +117,8 @@ def _outcome(measured: Measured, before: dict[str, tuple[int, float]]) -> Outcom
         m: Cost(predicted[m], alone_s, (after[m][1] - before[m][1]) / max(1, after[m][0] - before[m][0]))
         for m, alone_s in measured.alone_s.items()
     }
-    return Outcome(joined(measured.turns).report, costs, measured.server.sum("cohabit_swapped_bytes_total"))
+    turns = [turn.report for turn in measured.turns]
+    return Outcome(joined(measured.turns).report, turns, costs, measured.server.sum("cohabit_swapped_bytes_total"))
 
 
 def joined(turns: Sequence[SentLoad]) -> SentLoad:
@@ -166,25 +176,28 @@ def _planned_against_measured(outcome: Outcome) -> Table:
     table = Table(
         title="partitioned: planned against measured, ms per inference", title_justify="left", box=SIMPLE_HEAD
     )
-    for heading in ("model", "planned", "alone", "alone / planned", "under load"):
+    for heading in ("model", "planned", "alone", "under load"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for model, cost in outcome.costs.items():
-        ratio = cost.alone_s / cost.predicted_s
-        table.add_row(model, _ms(cost.predicted_s), _ms(cost.alone_s), f"{ratio:.2f}", _ms(cost.loaded_s))
+        table.add_row(model, _ms(cost.predicted_s), _ms(cost.alone_s), _ms(cost.loaded_s))
+    table.caption = (
+        "planned: of ops and copies, timed one by one. Measured times have the work of the other servers, of the load"
+        " generator and of the machine in them, and up to a few tenths of a millisecond between the ops."
+    )
+    table.caption_justify = "left"
     return table
 
 
 def _latencies(outcomes: dict[str, Outcome], options: argparse.Namespace) -> Table:
     load = f"{options.models} models, {options.rate:g} requests/s for {options.duration:g} s"
-    title = f"{load}; milliseconds from the intended send time"
+    title = f"{load}; milliseconds from the intended send time: median of {TURNS} turns (least - most)"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("layout", "memory", "answered", "per s", "<100ms", "p50", "p90", "p99", "p99.9", "GiB in"):
+    for heading in ("layout", "memory", "answered", "per s", "<100ms", "p50", "p90", "p99", "GiB in"):
         table.add_column(heading, justify="left" if heading in ("layout", "memory") else "right")
     memory = dict(LAYOUTS)
     for layout in reversed(outcomes):
-        report = outcomes[layout].report
-        spread = report.latency
-        shown = ["-"] * 4 if spread is None else map(_ms, (spread.p50_s, spread.p90_s, spread.p99_s, spread.p999_s))
+        report, turns = outcomes[layout].report, outcomes[layout].turns
+        shown = [_over_turns(_percentiles(turns, name)) for name in PERCENTILES]
         table.add_row(
             layout,
             memory[layout],
@@ -197,9 +210,61 @@ def _latencies(outcomes: dict[str, Outcome], options: argparse.Namespace) -> Tab
     return table
 
 
-def _record(tables: Sequence[Table], weight_bytes: int) -> None:
+PERCENTILES = ("p50", "p90", "p99")
+
+
+def _percentiles(turns: Sequence[Report], name: str) -> NDArray[np.float64]:
+    """Return a percentile of each turn, in seconds; turns without answers have none."""
+    return np.array([getattr(turn.latency, f"{name}_s") for turn in turns if turn.latency is not None])
+
+
+def _over_turns(values_s: NDArray[np.float64]) -> str:
+    return f"{_ms(np.median(values_s))} ({_ms(values_s.min())} - {_ms(values_s.max())})" if values_s.size else "-"
+
+
+def verdict(turns: Mapping[str, Sequence[Report]], others: float) -> list[str]:
+    """Say in sentences what the turns show about `partitioned`, by layout, and what speaks against it.
+
+    `others` is the share of the CPUs that something else used before.
+    """
+    own = turns["partitioned"]
+    said = [_compared(own, turns[layout], layout, words) for layout, words in COMPARED]
+    late = sum(turn.generator_was_late for each in turns.values() for turn in each)
+    if late:
+        said.append(
+            f"In {late} of {sum(map(len, turns.values()))} turns the load generator was late: these are in doubt."
+        )
+    if others > BUSY:
+        said.append(
+            f"Something else kept the CPUs {others:.0%} busy before anything was started: repeat this on a quiet"
+            " machine before you draw conclusions."
+        )
+    return said
+
+
+COMPARED = (
+    ("time_shared", "time sharing in the same memory"),
+    ("resident", "all models resident in four times the memory"),
+)
+
+
+def _compared(own: Sequence[Report], others: Sequence[Report], layout: str, words: str) -> str:
+    """Compare percentiles with those of another layout, turn by turn."""
+    parts = []
+    for name in reversed(PERCENTILES):
+        pairs = [(a.latency, b.latency) for a, b in zip(own, others, strict=True)]
+        known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        if len(known) < 2:
+            return f"partitioned cannot be compared with {layout}: fewer than two turns have answers of both."
+        ratio = Ratio.of(np.array([getattr(a, f"{name}_s") / getattr(b, f"{name}_s") for a, b in known]))
+        kind = "lower" if ratio.high < 1 else "higher" if ratio.low > 1 else "not to be told apart"
+        parts.append(f"{name} {kind}, {ratio.mean:.2f} of it ({ratio.low:.2f} - {ratio.high:.2f})")
+    return f"partitioned against {words}: {'; '.join(parts)}."
+
+
+def _record(tables: Sequence[Table], said: Sequence[str], weight_bytes: int) -> None:
     text = io.StringIO()
-    Console(file=text, width=110, highlight=False).print(*tables, sep="\n")
+    Console(file=text, width=110, highlight=False).print(*tables, *said, sep="\n")
     about = (
         f"{weight_bytes / 2**20:.1f} MiB of weights. *Alone* is the mean of {ALONE_REQUESTS} requests, one at a time,"
         " the models in turn; *under load* the mean of the batches that they went in. Load generator and servers share"

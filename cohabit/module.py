@@ -114,7 +114,9 @@ class LoadedModule:
         self.plan: ModulePlan = prepared.plan
         self._config, self._spec = config, exported.call_spec
         self._ports = prepared.model.lowered.inputs
+        self._name = prepared.model.source.name
         self._calls = threading.Lock()
+        self._is_closed = False
         with ExitStack() as resources:
             with _torch_as_it_was():
                 backend = open_backend(config)
@@ -134,12 +136,14 @@ class LoadedModule:
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
         """Return the module's outputs for `inputs`, which stay as they are.
 
-        Raises TypeError for other inputs than the example's, ValueError for another shape or dtype, and DeviceError
-        if weights cannot be read; the next call may succeed.
+        Raises TypeError for other inputs than the example's, ValueError for another shape or dtype, DeviceError if
+        weights cannot be read, after which the next call may succeed, and RuntimeError once it is closed.
         """
         flat = self._flat(inputs, named)
         copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in flat]
         with self._calls, _torch_as_it_was():
+            if self._is_closed:
+                raise RuntimeError(f"the module was closed, and its memory released; load {self._name} again")
             set_up_torch(self._config)
             outputs = self._executor.run(self._program, copies).outputs
         # What runs in inference mode cannot be changed in place outside of it.
@@ -162,8 +166,10 @@ class LoadedModule:
         return flat
 
     def close(self) -> None:
-        """Release the memory. It cannot be called any more."""
-        self._resources.close()
+        """Release the memory, once calls under way have ended. It cannot be called any more."""
+        with self._calls:
+            self._is_closed = True
+            self._resources.close()
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import numpy as np
 import tritonclient.http as triton
 from numpy.typing import NDArray
-from tritonclient.utils import np_to_triton_dtype
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
 
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
@@ -39,6 +39,7 @@ class Server:
         self._command += ["--memory", memory, *_PORTS, *flags]
         self._start_timeout_s = start_timeout_s
         self._ready: Future[str] = Future()
+        self._known_datatypes: dict[str, dict[str, str]] = {}
         self._thread = threading.Thread(target=self._run, name="cohabit-server", daemon=True)
 
     def __enter__(self) -> Self:
@@ -62,16 +63,28 @@ class Server:
     def infer(self, model: str, **inputs: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Return a model's outputs by name, for inputs by name.
 
-        The shapes are those of the model's metadata, [batch, ...] where it is batched. Raises
+        The shapes are those of the model's metadata, [batch, ...] where it is batched. Numbers are converted to the
+        input's datatype where that loses no more than a float's last digits. Raises
         `tritonclient.utils.InferenceServerException`, which has the server's words.
         """
         sent = []
         for name, array in inputs.items():
-            values = np.ascontiguousarray(array)
+            values = np.ascontiguousarray(_converted(array, self._datatypes(model).get(name)))
             sent.append(triton.InferInput(name, list(values.shape), np_to_triton_dtype(values.dtype)))
             sent[-1].set_data_from_numpy(values)
-        answer = self.client.infer(model, sent)
+        try:
+            answer = self.client.infer(model, sent)
+        except InferenceServerException:
+            self._known_datatypes.pop(model, None)  # another version may have been loaded
+            raise
         return {output["name"]: answer.as_numpy(output["name"]) for output in answer.get_response()["outputs"]}
+
+    def _datatypes(self, model: str) -> dict[str, str]:
+        """Return the datatypes of a model's inputs by name."""
+        if model not in self._known_datatypes:
+            metadata = self.client.get_model_metadata(model)
+            self._known_datatypes[model] = {given["name"]: given["datatype"] for given in metadata["inputs"]}
+        return self._known_datatypes[model]
 
     def _run(self) -> None:
         """Run the process on an event loop of its own: a notebook has one in the main thread."""
@@ -93,3 +106,17 @@ class Server:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
+
+
+def _converted(array: NDArray[Any], datatype: str | None) -> NDArray[Any]:
+    """Return an array in a datatype if its numbers are of that kind and in its range, and else as it is."""
+    values = np.asarray(array)
+    wanted = None if datatype is None else triton_to_np_dtype(datatype)
+    if wanted is None or values.dtype == wanted or values.dtype.kind not in "iuf":
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = values.astype(wanted)
+    is_kept = np.array_equal(np.isfinite(made), np.isfinite(values)) if made.dtype.kind == "f" else True
+    if values.dtype.kind == "f" and made.dtype.kind == "f":
+        return made if is_kept else values
+    return made if made.dtype.kind in "iuf" and np.array_equal(made, values) else values

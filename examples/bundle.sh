@@ -1,5 +1,6 @@
 #!/bin/sh
-# Prepare the models of ./models on a workstation for a board with 64 MiB to spare, and serve them there.
+# Prepare the models of ./models on a workstation for a board, in 64 MiB for parameters and activations, and serve them there. The whole
+# process takes 250 to 330 MiB: Python and torch are most of it. --process-memory 400MiB limits all of it instead of --memory.
 #
 #     sh examples/bundle.sh [further settings of `cohabit serve`]
 set -eu

@@ -146,7 +146,7 @@ async def _measure(
 
 async def _runs(url: str, load: Load, credentials: "Credentials", options: argparse.Namespace) -> "list[Report]":
     """Run the load, at one rate or several, and print each report."""
-    from cohabit.loadgen.report import print_report
+    from cohabit.loadgen.report import print_report, runs_table
     from cohabit.loadgen.run import run_load
     from cohabit.loadgen.search import find_rate, sweep
 
@@ -170,14 +170,21 @@ async def _runs(url: str, load: Load, credentials: "Credentials", options: argpa
         )
 
     if not options.find_rate:
-        return await sweep(measure_and_print, options.sweep or [load.rate_per_s])
-    found, reports = await find_rate(measure, load.rate_per_s, show)
-    if found is None:
-        console.print("no rate was found that meets the SLO")
-    else:
-        print_report(next(r for r in reports if r.rate_per_s == found and r.meets_slo), console)
-        console.print(f"[bold]highest rate that meets the SLO: {found:.1f}/s[/bold]")
-    return reports
+        swept = await sweep(measure_and_print, options.sweep or [load.rate_per_s])
+        if len(swept) > 1:
+            console.print(runs_table(swept))
+        return swept
+    found = await find_rate(measure, load.rate_per_s, show)
+    if found.rate_per_s is not None:
+        print_report(next(r for r in found.reports if r.rate_per_s == found.rate_per_s), console)
+    rate = "none" if found.rate_per_s is None else f"{found.rate_per_s:.1f}/s"
+    what = (
+        "highest rate that meets the SLO" if found.stopped is None else "highest rate that was seen to meet the SLO"
+    )
+    console.print(f"[bold]{what}: {rate}[/bold]", highlight=False)
+    if found.stopped is not None:
+        console.print(f"[yellow]the search has stopped:[/yellow] {found.stopped}", highlight=False)
+    return found.reports
 
 
 def console_for_output() -> Console:

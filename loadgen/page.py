@@ -157,8 +157,22 @@ def differences(first: Report, other: Report, seed: int = 0) -> list[dict[str, f
         drawn_ms = (samples[1][:count, k] - samples[0][:count, k]) * 1e3
         low, high = np.quantile(drawn_ms, [(1 - LIKELY) / 2, (1 + LIKELY) / 2]).tolist()
         row: dict[str, float | str | bool] = {"name": f"p{percentile:g}", "first": first_ms, "other": other_ms}
-        rows.append(row | {"low": low, "high": high, "is_clear": bool(low > 0 or high < 0)})
+        why = _undecided(first, other, percentile)
+        is_clear = not why and bool(low > 0 or high < 0)
+        rows.append(row | {"low": low, "high": high, "is_clear": is_clear, "undecided": why})
     return rows
+
+
+_LEAST_BEYOND = 10
+"""Requests of each run beyond a percentile, below which its interval means nothing."""
+
+
+def _undecided(first: Report, other: Report, percentile: float) -> str:
+    """Return why nothing can be said about a percentile of two runs; empty if something can."""
+    if first.generator_was_late or other.generator_was_late:
+        return "a run is invalid"
+    beyond = min(first.completed, other.completed) * (1 - percentile / 100)
+    return "too few requests" if beyond < _LEAST_BEYOND - 1e-9 else ""
 
 
 def _resampled(counts: LatencyCounts, rng: np.random.Generator) -> NDArray[np.float64] | None:

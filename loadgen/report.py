@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -214,9 +215,11 @@ def print_report(report: Report, console: Console) -> None:
     if report.concurrency is not None:
         offered = f"closed loop of {report.concurrency}"
     console.print(
-        f"{offered}, sent {report.sent}, answered {report.completed}"
-        f" ({report.achieved_per_s:.1f}/s); within {report.slo_s * 1e3:g} ms: {report.goodput_per_s:.1f}/s"
+        f"{offered}, sent {report.sent}, answered {report.completed} ({report.achieved_per_s:.1f}/s);"
+        f" within {report.slo_s * 1e3:g} ms: {report.within_slo:.2%} of those that were due"
     )
+    for words in findings(report):
+        console.print(f"[yellow]{words}[/yellow]", highlight=False)
     if report.send_lag is not None:
         console.print(f"send lag: p50 {_ms(report.send_lag.p50_s)} ms, p99 {_ms(report.send_lag.p99_s)} ms")
     for kind, count in report.errors.items():
@@ -236,6 +239,66 @@ def print_report(report: Report, console: Console) -> None:
             f" {_ms(report.send_lag.max_s)} ms late (p99 {_ms(report.send_lag.p99_s)} ms), and the latencies include"
             " that; give it more CPU, --processes, or a lower rate"
         )
+
+
+def findings(report: Report) -> list[str]:
+    """Say in words what the run's course shows: that the server was saturated, or answered nothing for a while."""
+    found = []
+    if (growth := _growing_queue(report)) is not None:
+        early, late = (_ms(seconds) for seconds in growth)
+        found.append(
+            f"saturated: {report.achieved_per_s:.1f} of {report.rate_per_s:g} requests/s were answered, and latencies"
+            f" grew from {early} to {late} ms: the queue grows as long as the load lasts"
+        )
+    length_s = report.duration_s / max(1, len(report.intervals))
+    silent = [interval.due > 0 and interval.completed == 0 for interval in report.intervals]
+    for is_silent, group in groupby(zip(silent, report.intervals, strict=True), key=lambda pair: pair[0]):
+        intervals = [interval for _, interval in group]
+        if is_silent and len(intervals) * length_s >= _OUTAGE_S and report.completed:
+            start_s = intervals[0].start_s
+            found.append(
+                f"outage: of the {sum(i.due for i in intervals)} requests that were due from {start_s:.1f} to"
+                f" {start_s + len(intervals) * length_s:.1f} s, {len(intervals) * length_s:.1f} s, none was answered"
+            )
+    return found
+
+
+_OUTAGE_S = 1.0
+_SATURATED, _GROWN = 0.95, 3.0
+"""Share of the offered rate below which a server lags behind, and by how much latencies then grow within a run."""
+
+
+def _growing_queue(report: Report) -> tuple[float, float] | None:
+    """Return the mean latency of the first and of the last quarter of a run in which the queue grew."""
+    if report.concurrency is not None or report.achieved_per_s > _SATURATED * report.rate_per_s:
+        return None
+    quarter = max(1, len(report.intervals) // 4)
+    means_s = []
+    for part in (report.intervals[:quarter], report.intervals[-quarter:]):
+        histograms = [HdrHistogram.decode(interval.histogram) for interval in part if interval.completed]
+        count = sum(histogram.get_total_count() for histogram in histograms)
+        if not count:
+            return None
+        total = sum(histogram.get_mean_value() * histogram.get_total_count() for histogram in histograms)
+        means_s.append(total / count / 1e9)
+    return (means_s[0], means_s[1]) if means_s[1] > _GROWN * means_s[0] else None
+
+
+def runs_table(reports: Sequence[Report]) -> Table:
+    """Compare the runs of a sweep, a row each."""
+    table = Table(
+        title="All rates, latencies in ms", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
+    for heading in ("offered/s", "answered/s", f"within {reports[0].slo_s * 1e3:g} ms", "p50", "p99", "p99.9"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for report in reports:
+        s = report.latency
+        shown = ["-"] * 3 if s is None else [_ms(s.p50_s), _ms(s.p99_s), _ms(s.p999_s)]
+        note = "invalid" if report.generator_was_late else "" if report.meets_slo else "misses the SLO"
+        rate = f"{report.rate_per_s:g}"
+        table.add_row(rate, f"{report.achieved_per_s:.1f}", f"{report.within_slo:.2%}", *shown, note)
+    return table
 
 
 def _server_table(report: Report) -> Table:

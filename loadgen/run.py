@@ -104,6 +104,12 @@ async def _settled(client: Client, load: Load, trace: Sequence[RequestArrival] |
             raise UsageError(
                 f"--trace {load.trace}: it lasts {end_s:g} s, of which --warmup {load.warmup_s:g} leaves none"
             )
+        early = sum(arrival.at_s < load.warmup_s for arrival in trace)
+        if early > len(trace) / 2:
+            raise UsageError(
+                f"--trace {load.trace}: {early} of its {len(trace)} requests lie in the first {load.warmup_s:g} s, the"
+                " warm-up, which is not measured; give --warmup 0"
+            )
         counts = {model: float(count) for model, count in sorted(Counter(a.model for a in trace).items())}
         rate_per_s = len(trace) / end_s if end_s else 1.0
         return replace(load, weights=counts, rate_per_s=rate_per_s, duration_s=end_s - load.warmup_s)

@@ -1,6 +1,8 @@
 """Several runs on one server: at given rates, or in search of the highest rate that meets the SLO."""
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from cohabit.loadgen.report import Report
 
@@ -22,35 +24,61 @@ async def sweep(measure: Measure, rates: Sequence[float]) -> list[Report]:
     return reports
 
 
-async def find_rate(
-    measure: Measure, start_per_s: float, progress: Callable[[Report], None]
-) -> tuple[float | None, list[Report]]:
-    """Return the highest rate that meets the SLO, or None, and the reports of all runs.
+@dataclass(frozen=True, slots=True)
+class FoundRate:
+    """What a search came to."""
+
+    rate_per_s: float | None
+    """The highest rate that was seen to meet the SLO."""
+    reports: list[Report]
+    stopped: str | None = None
+    """Why the search ended before it knew the rate to `PRECISION`."""
+
+
+async def find_rate(measure: Measure, start_per_s: float, progress: Callable[[Report], None]) -> FoundRate:
+    """Search for the highest rate that meets the SLO.
 
     The rate is doubled or halved from `start_per_s` until one meets the SLO and one misses it, and then bisected.
-    A run whose generator was late counts as a miss: a rate that cannot be sent cannot be claimed.
+    A run that says nothing about the server ends the search: its generator was late, or it had too few requests.
     """
     reports: list[Report] = []
-
-    async def is_met(rate: float) -> bool:
-        reports.append(await measure(rate))
-        progress(reports[-1])
-        return reports[-1].meets_slo and not reports[-1].generator_was_late
-
     low: float | None = None
     high: float | None = None
     rate = start_per_s
-    for _ in range(_DOUBLINGS):
-        if await is_met(rate):
-            low, rate = rate, rate * 2
+    while low is None or high is None or high / low > 1 + PRECISION:
+        if (low is None or high is None) and len(reports) == _DOUBLINGS:
+            return FoundRate(low, reports, f"{_DOUBLINGS} rates from {start_per_s:g}/s on all did alike")
+        reports.append(await measure(rate))
+        progress(reports[-1])
+        if (why := _says_nothing(reports[-1])) is not None:
+            return FoundRate(low, reports, why)
+        if reports[-1].meets_slo:
+            low = rate
         else:
-            high, rate = rate, rate / 2
-        if reports[-1].interrupted or (low is not None and high is not None):
-            break
-    while low is not None and high is not None and high / low > 1 + PRECISION and not reports[-1].interrupted:
-        middle = (low * high) ** 0.5
-        if await is_met(middle):
-            low = middle
-        else:
-            high = middle
-    return low, reports
+            high = rate
+        rate = _following(rate, low, high)
+    return FoundRate(low, reports)
+
+
+def _following(rate: float, low: float | None, high: float | None) -> float:
+    """Return the rate to measure after `rate`; one of the bounds is known."""
+    if low is None:
+        return rate / 2
+    return rate * 2 if high is None else (low * high) ** 0.5
+
+
+def _says_nothing(report: Report) -> str | None:
+    """Return why a run says nothing about the server, if that is so."""
+    rate = f"{report.rate_per_s:.4g}/s"
+    if report.interrupted:
+        return "interrupted"
+    if report.generator_was_late:
+        return f"at {rate} the generator was late; give it more CPU or --processes"
+    due, percentile = report.completed + sum(report.errors.values()), report.slo_percentile or 0.0
+    needed = math.ceil(1 / max(1 - percentile / 100, 1e-9)) if percentile else 1
+    if due < needed:
+        return (
+            f"at {rate} a run has {due} requests, of which one alone decides about {percentile:g} %; give"
+            f" --duration {math.ceil(1.2 * needed / report.rate_per_s)}"
+        )
+    return None

@@ -9,6 +9,7 @@ import msgspec
 from cohabit.loadgen.client import Client
 
 _STALL = re.compile(r'^cohabit_stall_seconds_total\{.*?model="(?P<model>[^"]*)".*\} (?P<value>\S+)$', re.MULTILINE)
+_RESTARTS = re.compile(r"^cohabit_engine_restarts_total(\{.*\})? (?P<value>\S+)$", re.MULTILINE)
 
 
 class ServerTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,29 +31,39 @@ class Counters(msgspec.Struct, frozen=True):
 
     models: Mapping[str, Mapping[str, float]]
     stall_s: Mapping[str, float]
+    restarts: float = 0.0
+    """Of Cohabit's engine, whose counters then begin anew."""
 
 
 async def read_counters(client: Client) -> Counters:
     """Read a server's statistics; without any, all is empty."""
     stall_s: dict[str, float] = {}
-    for found in _STALL.finditer(await client.metrics()):
+    metrics = await client.metrics()
+    for found in _STALL.finditer(metrics):
         stall_s[found["model"]] = stall_s.get(found["model"], 0.0) + float(found["value"])
-    return Counters(_by_model(await client.statistics()), stall_s)
+    restarts = sum(float(found["value"]) for found in _RESTARTS.finditer(metrics))
+    return Counters(_by_model(await client.statistics()), stall_s, restarts)
 
 
 def times_between(before: Counters, after: Counters) -> dict[str, ServerTimes]:
-    """Return each model's mean times between two moments; models without a request in between are left out."""
-    found = {}
+    """Return each model's mean times between two moments; models without a request in between are left out.
+
+    So are those whose counters began anew, because the model was loaded again; all, if the engine was restarted.
+    """
+    found: dict[str, ServerTimes] = {}
+    if after.restarts != before.restarts:
+        return found
     for model, counts in after.models.items():
         earlier = before.models.get(model, {})
         grown = {key: value - earlier.get(key, 0.0) for key, value in counts.items()}
         requests, executions = int(grown["requests"]), grown["executions"]
-        if requests <= 0:
+        stalled_s = after.stall_s.get(model, 0.0) - before.stall_s.get(model, 0.0)
+        if requests <= 0 or stalled_s < 0 or any(value < 0 for value in grown.values()):
             continue
         means = {f"{part}_s": grown[part] / requests / 1e9 for part in ("queue", "input", "compute", "output")}
         stall_s = None
         if model in after.stall_s and executions > 0:
-            stall_s = (after.stall_s[model] - before.stall_s.get(model, 0.0)) / executions
+            stall_s = stalled_s / executions
         found[model] = ServerTimes(requests=requests, stall_s=stall_s, **means)
     return found
 

@@ -45,15 +45,25 @@ class InvalidPlan(CohabitError):
 class InfeasibleBudget(CohabitError):
     """No plan fits. `least_bytes` is the smallest budget that would do, `op` the op that needs it.
 
-    `op` is None where a layout asks for whole models. Several `models` may share the budget; `model` needs most of it.
+    `op` is None where a layout asks for whole models. Several `models` may share the budget; `model` needs most of it,
+    in this `bucket`.
     """
 
-    def __init__(self, model: str, op: str | None, budget_bytes: int, least_bytes: int, models: int = 1) -> None:
+    def __init__(
+        self,
+        model: str,
+        op: str | None,
+        budget_bytes: int,
+        least_bytes: int,
+        models: int = 1,
+        bucket: object | None = None,
+    ) -> None:
         what = f"op {op} needs" if op is not None else "holding all parameters at once needs"
+        at = "" if bucket is None else f" at batch {bucket}"
         enough = f", which is enough for all {models} models" if models > 1 else ""
         super().__init__(
             f"{model}: {what} a budget of {format_bytes(least_bytes)}"
-            f" ({least_bytes} bytes){enough}, the budget is {format_bytes(budget_bytes)}"
+            f" ({least_bytes} bytes){at}{enough}, the budget is {format_bytes(budget_bytes)}"
             f" ({budget_bytes} bytes); raise the memory or lower the batch"
         )
         self.model = model

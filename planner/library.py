@@ -23,7 +23,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
 
 T = TypeVar("T")
-_DIVISION_VERSION = 4
+_DIVISION_VERSION = 5
 """Changes with the way that memory is divided."""
 
 
@@ -114,7 +114,7 @@ class Library:
 def _division_key(models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int) -> str:
     graphs = [[graph.fingerprint for _, graph in sorted(model.graphs.items())] for model in models]
     profiles = [[profile.fingerprint for _, profile in sorted(model.profiles.items())] for model in models]
-    rates = [model.rate_per_s for model in models]
+    rates = [(model.rate_per_s, model.splits_batches) for model in models]
     return fingerprint((_DIVISION_VERSION, graphs, profiles, rates, memory_bytes, layout, lanes))
 
 

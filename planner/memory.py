@@ -12,6 +12,8 @@ _UNITS = {
 }
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)", re.ASCII)
 _LARGEST_BYTES = 1 << 60
+_LEAST_WITHOUT_UNIT = 1 << 20
+"""In bytes. Whoever writes a smaller number alone does not mean bytes."""
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,11 +32,15 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `text` means: 64MiB, 8GiB, 82MB or 1000. Raises ValueError."""
+    """Return the bytes that `text` means: 64MiB, 8GiB, 82MB or 2000000. Raises ValueError."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"'{text}' is not a size; write it like 64MiB, 8GiB or 82MB")
     nbytes = round(float(match[1]) * _UNITS[match[2]])
+    if not match[2] and nbytes < _LEAST_WITHOUT_UNIT:
+        raise ValueError(
+            f"'{text}' has no unit, and would be {nbytes} bytes; write {match[1]}MiB or {match[1]}GiB, or {match[1]}B"
+        )
     if not 1 <= nbytes <= _LARGEST_BYTES:
         raise ValueError(f"'{text}' is out of range; it must be between 1 byte and {_LARGEST_BYTES >> 40} TiB")
     return nbytes

@@ -1,13 +1,19 @@
 """Measures what torch's CPU allocator allocates inside named ranges (`torch.profiler.record_function`)."""
 
-import os
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
-from operator import itemgetter
+from typing import Any
 
 import torch
+from torch.autograd import (  # type: ignore[attr-defined]
+    ProfilerConfig,
+    ProfilerState,
+    _disable_profiler_legacy,
+    _enable_profiler_legacy,
+)
+
+_USER_SCOPE = 7
+"""Of `record_function`, in torch's enumeration `RecordScope`."""
 
 
 @contextmanager
@@ -16,18 +22,38 @@ def measuring_allocations() -> Iterator[dict[str, int]]:
 
     Of ranges with the same name, the one with the most counts. Memory that libraries take elsewhere is not seen.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces itself on stderr otherwise
     peaks: dict[str, int] = {}
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    # Not `torch.profiler`: its library prints an error where another thread than this one has loaded torch.
+    experimental = torch._C._profiler._ExperimentalConfig()
+    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, experimental))
+    try:
         yield peaks
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), int(e.nbytes())) for e in events if e.name() == "[memory]")
+    finally:
+        threads = _disable_profiler_legacy()
+    for events in threads:
+        for name, nbytes in _peaks(events):
+            peaks[name] = max(peaks.get(name, 0), nbytes)
+
+
+def _peaks(events: Iterable[Any]) -> Iterator[tuple[str, int]]:
+    """Yield the name and the peak of each range of a thread, from its events in order."""
+    held = 0
+    open_ranges: list[tuple[str | None, int, int]] = []
+    """Name, None of torch's own, bytes at the start, and most bytes so far."""
     for event in events:
-        if event.is_user_annotation():
-            first = bisect_left(changes, event.start_ns(), key=itemgetter(0))
-            end = bisect_right(changes, event.end_ns(), key=itemgetter(0))
-            held = accumulate((nbytes for _, nbytes in changes[first:end]), initial=0)
-            peaks[event.name()] = max(peaks.get(event.name(), 0), *held)
+        match event.kind():
+            case "push":
+                name = event.name() if event.scope() == _USER_SCOPE else None
+                open_ranges.append((name, held, held))
+            case "memory_alloc":
+                held += event.cpu_memory_usage()
+                if open_ranges:
+                    name, start, most = open_ranges[-1]
+                    open_ranges[-1] = name, start, max(most, held)
+            case "pop":
+                name, start, most = open_ranges.pop()
+                if open_ranges:
+                    outer, outer_start, outer_most = open_ranges[-1]
+                    open_ranges[-1] = outer, outer_start, max(outer_most, most)
+                if name is not None:
+                    yield name, most - start

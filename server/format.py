@@ -11,6 +11,12 @@ from rich.table import Table
 if TYPE_CHECKING:
     from cohabit.server.ipc.model import ModelInfo
 
+PLAN_WORDS = (
+    "resident: with every parameter in memory; bound: less is impossible in this memory; gap: latency over the bound;"
+    " over link: bytes copied per inference; period: time from one inference to the next, residents brought back"
+)
+"""What the words of tables about plans mean."""
+
 
 def milliseconds(seconds: float) -> str:
     """Write a duration with three or four digits: 0.123 ms, 12.3 ms, 1234 ms."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class InProcessEngine:
     """An `EngineClient` for an engine in this process."""
 
-    restarts = 0
+    restarts = waiting = 0
 
     def __init__(self, engine: "Engine", catalog: Catalog) -> None:
         """`catalog` is the one that the engine publishes to."""

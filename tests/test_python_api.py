@@ -22,6 +22,7 @@ from cohabit.loadgen.errors import ServerFailed
 from cohabit.module import Example
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.runtime.errors import UnsupportedModel
+from cohabit.serving import _converted
 
 WIDTH = 256
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "plan.ipynb"
@@ -143,6 +144,35 @@ def test_a_module_runs_from_a_file_whose_folder_is_gone() -> None:
         torch.testing.assert_close(small(x), layers(x).detach())
 
 
+def test_a_closed_module_raises_instead_of_answering_or_waiting(module: nn.Module) -> None:
+    """With copies it waited for ever; without any it answered from memory that was given back."""
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).eval()
+    for memory in ("60%", "200%"):
+        small = quick(layers, torch.zeros(1, WIDTH), memory)
+        small.close()
+        small.close()
+        with pytest.raises(RuntimeError, match="the module was closed"):
+            small(torch.zeros(1, WIDTH))
+
+
+def test_numbers_are_converted_where_nothing_is_lost() -> None:
+    halves, whole = np.array([0.5, 1.0]), np.array([3, 4])
+    assert _converted(halves, "FP32").dtype == np.float32
+    assert _converted(whole, "INT32").dtype == np.int32
+    assert _converted(whole, "FP32").dtype == np.float32
+    assert _converted(whole.astype(float), "INT64").dtype == np.int64
+    for kept, datatype in (
+        (halves, "INT64"),
+        (np.array([1 << 40]), "INT32"),
+        (np.array([1e300]), "FP32"),
+        (np.array([-1]), "UINT8"),
+        (halves, "BYTES"),
+        (halves, None),
+        (np.array(["text"], object), "FP32"),
+    ):
+        assert _converted(kept, datatype) is kept
+
+
 def test_a_plan_is_drawn_in_notebooks_and_terminals(
     loaded: cohabit.LoadedModule, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,7 +220,10 @@ async def test_a_server_serves_a_block_inside_a_running_event_loop(repository: P
     linear, x = nn.Linear(8, 2).eval(), np.ones((2, 8), np.float32)
     with cohabit.Server(repository, "1MiB", "--cache", str(tmp_path), "--engine", "in-process") as server:
         expected = linear(torch.from_numpy(x)).detach().numpy()
-        np.testing.assert_allclose(server.infer("scorer", input=x)["output"], expected, rtol=1e-5, atol=1e-6)
+        for given in (x, x.astype(np.float64)):
+            np.testing.assert_allclose(
+                server.infer("scorer", input=given)["output"], expected, rtol=1e-5, atol=1e-6
+            )
         assert server.client.is_model_ready("scorer")
         with pytest.raises(InferenceServerException, match="nobody"):
             server.infer("nobody", input=x)

@@ -1,5 +1,6 @@
-"""Latency as a function of the partition's size, from quick plans."""
+"""Latency as a function of the partition's size, from quick plans, or by a rule of thumb."""
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -16,8 +17,10 @@ from cohabit.planner.streaming import searcher as streaming
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 
 
+Estimate = Callable[[Footprint, Profile, Memory], float]
+"""Returns the latency of a graph in some memory."""
 Estimates = dict[tuple[str, bool, str, int, int], float]
-"""Latencies of quick plans: by graph, whether activations are offloaded, profile, partition and workspace."""
+"""Latencies: by graph, whether activations are offloaded, profile, partition and workspace."""
 
 
 def estimate_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> float:
@@ -36,13 +39,36 @@ def estimate_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -
     return latency_s
 
 
+def rough_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> float:
+    """Latency by a rule of thumb, without a plan: what does not fit is copied while ops compute.
+
+    The less room there is for two ops' parameters at a time, the less of that overlaps.
+    """
+    tensors = footprint.graph.tensors
+    parameter_bytes = sum(tensors[i].nbytes for i in footprint.graph.parameters)
+    streamed = max(0, parameter_bytes - memory.partition_bytes)
+    compute_s, copy_s = profile.compute_s, profile.swap_in.seconds(streamed) if streamed else 0.0
+    largest = max(footprint.op_pages, default=0) * PAGE_BYTES
+    room = memory.nbytes - footprint.activation_bytes
+    overlap = min(max(room / largest - 1, 0.0), 1.0) if largest else 1.0
+    slower_s = (profile.compute_slowdown - 1) * min(copy_s, compute_s)
+    together_s = max(compute_s + slower_s, copy_s * profile.swap_slowdown)
+    return overlap * together_s + (1 - overlap) * (compute_s + copy_s)
+
+
 def partition_sizes(least: int, most: int) -> list[int]:
     """Return the sizes of partitions that are tried, in whole pages more than the least."""
     return [least + int(max(most - least, 0) * share) // PAGE_BYTES * PAGE_BYTES for share in SHARES]
 
 
 def latency_curve(
-    footprint: Footprint, profile: Profile, least: int, most: int, workspace_bytes: int, known: Estimates
+    footprint: Footprint,
+    profile: Profile,
+    least: int,
+    most: int,
+    workspace_bytes: int,
+    known: Estimates,
+    estimate: Estimate = estimate_latency_s,
 ) -> Curve:
     """Points from `least` to `most` bytes of partition, until more memory no longer helps.
 
@@ -52,7 +78,7 @@ def latency_curve(
     for size in partition_sizes(least, most):
         key = (footprint.graph.fingerprint, footprint.offloads, profile.fingerprint, size, workspace_bytes)
         if key not in known:
-            known[key] = estimate_latency_s(footprint, profile, Memory(workspace_bytes, size))
+            known[key] = estimate(footprint, profile, Memory(workspace_bytes, size))
         latency_s = min(known[key], points[-1].latency_s) if points else known[key]
         points.append(Point(size, latency_s))
         if latency_s <= profile.compute_s * (1 + 1e-6):

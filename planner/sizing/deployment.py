@@ -5,7 +5,7 @@ arena ends, the first model's last, so that workspaces and partitions can grow i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -30,6 +30,17 @@ class ModelDemand:
     graphs: Mapping[Bucket, Graph]
     profiles: Mapping[Bucket, Profile]
     rate_per_s: float = 1.0
+    splits_batches: bool = False
+    """Whether a batch that is not planned may run as several smaller ones."""
+
+    @property
+    def batches(self) -> list[int]:
+        return sorted({bucket.batch for bucket in self.graphs})
+
+    def up_to(self, most_batch: int) -> "ModelDemand":
+        """Return the demand without the buckets of larger batches."""
+        graphs = {bucket: graph for bucket, graph in self.graphs.items() if bucket.batch <= most_batch}
+        return replace(self, graphs=graphs, profiles={bucket: self.profiles[bucket] for bucket in graphs})
 
 
 class Division(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +50,8 @@ class Division(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In whole pages."""
     workspace_bytes: int
     partition_bytes: tuple[int, ...]
+    most_batches: tuple[int, ...] = ()
+    """The largest batch that each model is planned for, and larger ones run as several of; empty if all are planned."""
 
 
 class DeploymentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,12 +1,21 @@
 """Divides device memory among models, from their graphs, profiles and request rates."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.curves import Estimates, latency_curve
+from cohabit.planner.sizing.curves import (
+    Estimate,
+    Estimates,
+    estimate_latency_s,
+    latency_curve,
+    rough_latency_s,
+)
 from cohabit.planner.sizing.demand import Demand, workspaces
 from cohabit.planner.sizing.deployment import (
     ONE_REGION,
@@ -20,6 +29,13 @@ from cohabit.planner.sizing.deployment import (
 from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.sizing.shares import Curve, latency_weights, share_out, weighted_latency_s
 
+LEAST_GAIN = 0.1
+"""Share of the weighted latency that leaving out batches must save."""
+ALIKE = 0.05
+"""Share by which costs may differ from the best; then more batches count."""
+LEAST_STEP = 0.05
+"""Share of the memory."""
+
 
 def deploy(
     models: Sequence[ModelDemand],
@@ -32,6 +48,7 @@ def deploy(
     """Size every model and plan every bucket. Raises InfeasibleBudget with the least memory that would do."""
     division = divide(models, memory_bytes, layout, lanes=lanes)
     sizes = [Memory(division.workspace_bytes, partition) for partition in division.partition_bytes]
+    models = [model.up_to(most) for model, most in zip(models, division.most_batches, strict=True)]
     plans = [plan_model(model, memory, library) for model, memory in zip(models, sizes, strict=True)]
     return laid_out(layout, models, division, plans, lanes)
 
@@ -43,48 +60,146 @@ def divide(
     *,
     least_workspace_bytes: int = 0,
     lanes: int = 1,
+    rough: bool = False,
 ) -> Division:
     """Choose the workspace and every partition. Raises InfeasibleBudget with the least memory that would do.
 
-    Plans that stay as they are may need `least_workspace_bytes`. A layout with one region has one lane.
+    Plans that stay as they are may need `least_workspace_bytes`. A layout with one region has one lane. With `rough`,
+    latencies are estimated by a rule of thumb, which takes no time.
+
+    Largest batches are left out of models that may split them where their activations cost more, as memory that
+    parameters lack, than batching gains.
     """
     assert lanes == 1 or layout not in ONE_REGION
     demands = [Demand.of(model) for model in models]
-    if layout == "partitioned":
-        workspace, partitions = _partition(demands, memory_bytes, least_workspace_bytes, lanes)
-    elif layout == "resident":
-        workspace, partitions = _all_resident(demands, memory_bytes, lanes)
+    if layout == "partitioned" and demands:
+        room = _Room(memory_bytes, least_workspace_bytes, lanes, rough_latency_s if rough else estimate_latency_s)
+        shares = _partition(demands, room)
+    elif layout in ("resident", "partitioned"):
+        shares = _all_resident(demands, memory_bytes, lanes)
     else:
-        workspace, partitions = _one_region(demands, memory_bytes, layout)
-    return Division(memory_bytes // PAGE_BYTES * PAGE_BYTES, workspace, tuple(partitions))
+        shares = _one_region(demands, memory_bytes, layout)
+    most_batches = tuple(demand.model.batches[-1] for demand in shares.demands)
+    memory = memory_bytes // PAGE_BYTES * PAGE_BYTES
+    return Division(memory, shares.workspace_bytes, tuple(shares.partition_bytes), most_batches)
 
 
-def _partition(demands: Sequence[Demand], memory: int, least_workspace: int, lanes: int) -> tuple[int, list[int]]:
-    """Choose the lanes' workspace and the partitions that minimise the sum of rate times latency.
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The memory to divide."""
 
-    Where activations do not fit, they are offloaded.
+    memory_bytes: int
+    least_workspace_bytes: int
+    lanes: int
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """How memory is shared out, and what it costs: the sum of weight times latency."""
+
+    demands: Sequence[Demand]
+    workspace_bytes: int
+    partition_bytes: Sequence[int]
+    cost: float = 0.0
+
+
+def _partition(demands: Sequence[Demand], room: _Room) -> _Shares:
+    """Choose batches, the lanes' workspace and the partitions that minimise the sum of rate times latency.
+
+    Where activations do not fit, largest batches are left out, and where that is not enough, activations are offloaded.
     """
-    if not demands:
-        return 0, []
-    try:
-        return _partition_for(demands, memory, least_workspace, lanes)
-    except InfeasibleBudget:
-        offloading = [demand.with_offloading() for demand in demands]
-        return _partition_for(offloading, memory, least_workspace, lanes)
+    found: list[tuple[float, _Shares]] = []
+    for fewer in _with_fewer_batches(demands, room.memory_bytes):
+        with suppress(InfeasibleBudget):
+            shares = _partition_for(fewer, room)
+            found.append((shares.cost + _batching_loss_s(demands, fewer), shares))
+            if found[0][1] is shares and _resident_cost_s(demands) >= (1 - LEAST_GAIN) * shares.cost:
+                break  # it does not matter how much more memory parameters get
+    if not found:
+        *_, fewest = _with_fewer_batches(demands, 0)
+        for tried in (demands, fewest)[: 1 + any(d.model.splits_batches for d in demands)]:
+            try:
+                return _partition_for([demand.with_offloading() for demand in tried], room)
+            except InfeasibleBudget as error:
+                refusal = error
+        raise refusal
+    best_s = min(cost for cost, _ in found)
+    enough_s = max(best_s, min(best_s * (1 + ALIKE), (1 - LEAST_GAIN) * found[0][0]))
+    if best_s > (1 - LEAST_GAIN) * found[0][0]:
+        return found[0][1]
+    return next(shares for cost, shares in found if cost <= enough_s)
 
 
-def _partition_for(
-    demands: Sequence[Demand], memory: int, least_workspace: int, lanes: int
-) -> tuple[int, list[int]]:
+def _with_fewer_batches(demands: Sequence[Demand], memory_bytes: int) -> Iterator[Sequence[Demand]]:
+    """Yield the demands, then without the batches that take most activations, until those of one model must stay.
+
+    Steps that save less than a share of the memory are not worth to be tried one by one.
+    """
+    left, yielded_bytes = list(demands), max(demand.activation_bytes for demand in demands)
+    yielded: Sequence[Demand] = demands
+    yield yielded
+    while True:
+        largest = max(range(len(left)), key=lambda i: left[i].activation_bytes)
+        model = left[largest].model
+        if not model.splits_batches or len(model.batches) == 1:
+            if any(now is not then for now, then in zip(left, yielded, strict=True)):
+                yield tuple(left)
+            return
+        left[largest] = Demand.of(model.up_to(model.batches[-2]))
+        now_bytes = max(demand.activation_bytes for demand in left)
+        if yielded_bytes - now_bytes >= LEAST_STEP * memory_bytes:
+            yielded_bytes, yielded = now_bytes, tuple(left)
+            yield yielded
+
+
+def _batching_loss_s(demands: Sequence[Demand], fewer: Sequence[Demand]) -> float:
+    """Return what batches that are left out would have saved, weighted as latencies are.
+
+    At half of the load that the weights are for, the requests that wait in an M/M/1 queue are geometrically
+    distributed; so are those of one model, with the odds of its share of the requests.
+    """
+    weights, rates = _weights(demands), [demand.model.rate_per_s for demand in demands]
+    loss_s = 0.0
+    for weight, rate, all_of_it, left in zip(weights, rates, demands, fewer, strict=True):
+        share = rate / max(sum(rates), 1e-9)
+        batches, most = all_of_it.model.batches, left.model.batches[-1]
+        for smaller, batch in pairwise(batches):
+            if smaller >= most:
+                saved_s = batch / smaller * _compute_s(all_of_it, smaller) - _compute_s(all_of_it, batch)
+                loss_s += weight * (share / (1 + share)) ** (smaller + 1) * max(saved_s, 0.0)
+    return loss_s
+
+
+def _compute_s(demand: Demand, batch: int) -> float:
+    return min(p.compute_s for bucket, p in demand.model.profiles.items() if bucket.batch == batch)
+
+
+def _weights(demands: Sequence[Demand]) -> list[float]:
+    rates = [d.model.rate_per_s for d in demands]
+    return latency_weights(rates, [d.model.profiles[d.smallest].compute_s for d in demands])
+
+
+def _resident_cost_s(demands: Sequence[Demand]) -> float:
+    """Return the cost with every parameter resident."""
+    compute_s = [d.model.profiles[d.smallest].compute_s for d in demands]
+    return sum(weight * seconds for weight, seconds in zip(_weights(demands), compute_s, strict=True))
+
+
+def _partition_for(demands: Sequence[Demand], room: _Room) -> _Shares:
+    """Choose the workspace and the partitions for all batches of these demands."""
+    memory, lanes = room.memory_bytes, room.lanes
     largest_demand = max(demands, key=lambda d: d.least_bytes)
     if lanes == 1 and memory < largest_demand.least_bytes:
-        op, least_bytes = largest_demand.largest_demand.neediest_op, largest_demand.least_bytes
-        raise InfeasibleBudget(largest_demand.model.name, op, memory, least_bytes, len(demands))
+        raise _refusal(largest_demand, memory, largest_demand.least_bytes, len(demands))
     known: Estimates = {}
-    best: tuple[float, int, list[int]] | None = None
+    best: _Shares | None = None
     needed: list[int] = []
     sizes = sorted(
-        {max(size, least_workspace) for size in workspaces(demands, max(memory, largest_demand.least_bytes))}
+        {
+            max(size, room.least_workspace_bytes)
+            for size in workspaces(demands, max(memory, largest_demand.least_bytes))
+        }
     )
     for workspace in sizes:
         floors = [d.least_partition_bytes(workspace) for d in demands]
@@ -94,30 +209,34 @@ def _partition_for(
         needed.append(sum(least) + lanes * workspace)
         if needed[-1] > memory:
             continue
-        cost, partitions = _share_out(demands, least, workspace, memory - lanes * workspace, known)
-        if best is None or cost < best[0] * (1 - 1e-6):
-            best = (cost, workspace, partitions)
+        shares = _share_out(demands, least, workspace, room, known)
+        if best is None or shares.cost < best.cost * (1 - 1e-6):
+            best = shares
     if best is None:  # partitions of nothing next to one largest workspace are feasible, unless it must be larger
-        op = largest_demand.largest_demand.neediest_op
-        raise InfeasibleBudget(largest_demand.model.name, op, memory, min(needed), len(demands))
-    return best[1], best[2]
+        raise _refusal(largest_demand, memory, min(needed), len(demands))
+    return best
+
+
+def _refusal(demand: Demand, memory_bytes: int, least_bytes: int, models: int) -> InfeasibleBudget:
+    largest = demand.largest_demand
+    name, op, bucket = demand.model.name, largest.neediest_op, largest.graph.bucket
+    return InfeasibleBudget(name, op, memory_bytes, least_bytes, models, bucket)
 
 
 def _share_out(
-    demands: Sequence[Demand], least: list[int], workspace: int, room: int, known: Estimates
-) -> tuple[float, list[int]]:
+    demands: Sequence[Demand], least: list[int], workspace: int, room: _Room, known: Estimates
+) -> _Shares:
     """Give memory where it saves most time per byte, then the rest to models that still lack some."""
     lines: list[Curve] = [
-        latency_curve(d.footprints[b], d.model.profiles[b], low, d.parameter_bytes, workspace, known)
+        latency_curve(d.footprints[b], d.model.profiles[b], low, d.parameter_bytes, workspace, known, room.estimate)
         for d, low in zip(demands, least, strict=True)
         for b in [d.smallest]
     ]
-    weights = latency_weights(
-        [d.model.rate_per_s for d in demands], [d.model.profiles[d.smallest].compute_s for d in demands]
-    )
-    chosen = share_out(lines, weights, room)
+    weights, left = _weights(demands), room.memory_bytes - room.lanes * workspace
+    chosen = share_out(lines, weights, left)
     partitions = [point.partition_bytes for point in chosen]
-    return weighted_latency_s(chosen, weights), _give_rest(demands, partitions, room - sum(partitions))
+    given = _give_rest(demands, partitions, left - sum(partitions))
+    return _Shares(demands, workspace, given, weighted_latency_s(chosen, weights))
 
 
 def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> list[int]:
@@ -133,23 +252,23 @@ def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> l
     return given
 
 
-def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> tuple[int, list[int]]:
+def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> _Shares:
     """Every parameter of every model is resident."""
     workspace = max((d.activation_bytes for d in demands), default=0)
     partitions = [d.parameter_bytes for d in demands]
     least = sum(partitions) + lanes * workspace
     if least > memory:
         raise InfeasibleBudget(f"{len(demands)} models", None, memory, least)
-    return workspace, partitions
+    return _Shares(demands, workspace, partitions)
 
 
-def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> tuple[int, list[int]]:
+def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> _Shares:
     """One region for all models. Plans keep every parameter: residency is decided at run time."""
     workspace = max((d.activation_bytes for d in demands), default=0)
     for least, op, name in sorted(((*_least(d, layout), d.model.name) for d in demands), key=lambda d: d[0])[-1:]:
         if least + workspace > memory:
             raise InfeasibleBudget(name, op, memory, least + workspace, len(demands))
-    return workspace, [d.parameter_bytes for d in demands]
+    return _Shares(demands, workspace, [d.parameter_bytes for d in demands])
 
 
 def _least(demand: Demand, layout: LayoutName) -> tuple[int, str | None]:

@@ -28,7 +28,13 @@ def split_budget(graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profi
         demand = demand.with_offloading()
     footprints, largest = demand.footprints, demand.largest_demand
     if budget < largest.least_bytes:
-        raise InfeasibleBudget(largest.graph.name, largest.neediest_op, budget_bytes, largest.least_bytes)
+        raise InfeasibleBudget(
+            largest.graph.name,
+            largest.neediest_op,
+            budget_bytes,
+            largest.least_bytes,
+            bucket=largest.graph.bucket,
+        )
     smallest = min(graphs)
     best: tuple[float, int] | None = None
     for workspace in workspaces([demand], budget):

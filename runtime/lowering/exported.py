@@ -222,9 +222,14 @@ def _port(model: str, name: str, node: fx.Node, batch: str | None, symbols: set[
         elif _symbols(dim) <= symbols and _is_known(str(dim), symbols):
             dims.append(str(dim))
         else:
+            if is_unbacked(dim):
+                raise UnsupportedModel(
+                    f"{model}: {name} has as many elements in dimension {position} as values decide, as y[y > 0] has;"
+                    " sizes may depend on the inputs' sizes only: return a fixed number (topk), or all and a mask"
+                )
             raise UnsupportedModel(
                 f"{model}: {name} has dimension {position} of size {dim}; sizes can depend on the batch in the"
-                " first dimension only, and never on values"
+                " first dimension only"
             )
     if batch is not None and (not dims or dims[0] is not None):
         raise UnsupportedModel(

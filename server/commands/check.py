@@ -92,6 +92,7 @@ def _show(found: "ServabilityReport", out: Console) -> None:
         f", with activations offloaded; {format_bytes(offloaded)} without" if offloaded > memory.least_bytes else ""
     )
     out.print(f"least memory  {format_bytes(memory.least_bytes)} ({memory.least_bytes} bytes){note}")
+    out.print(f"workspace     {memory.activations}", soft_wrap=True)
     out.print(_budgets(memory))
     for budget in memory.budgets:
         if budget.reason is not None:

@@ -23,10 +23,15 @@ from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import add_effort, add_subject, budget
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import LARGEST_BATCH, integer
-from cohabit.server.format import gap, make_table, milliseconds, print_table
+from cohabit.server.format import PLAN_WORDS, gap, make_table, milliseconds, print_table
 
 _log = logging.getLogger("cohabit.plans")
 
+_TWO_QUESTIONS = (
+    "These answer two questions, and are to be compared within one: plans that split the memory, as serving does, keep"
+    " their residents beside other models; `one budget` may put everything anywhere, which no server can. --single"
+    " plans all as one budget."
+)
 _Result = tuple[str, Plan, Provenance, float]
 """A searcher, its plan, how that came about, and the seconds that it took, the split of the memory included."""
 
@@ -103,6 +108,10 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     for name in reasons:
         table.add_row(name, "no plan", *["-"] * 5, "")
     print_table(out, table, title=title)
+    if results:
+        out.print(PLAN_WORDS, style="dim", soft_wrap=True)
+    if len({plan.memory.counted for _, plan, *_ in results}) > 1:
+        out.print(_TWO_QUESTIONS, soft_wrap=True)
     for name, reason in reasons.items():
         errors.print(f"cohabit: {name}: {reason}", markup=False, soft_wrap=True)
     return 0 if results and not broke else EXIT_FAILED

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from cohabit.server.importing.entry import ImportedEntry
     from cohabit.server.importing.subject import Subject
 
-_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
+_FACTORY = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*")
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.\-]*/)?[A-Za-z0-9][\w.\-]*", re.ASCII)
+_FILES = (".bin", ".ckpt", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors")
+"""Ends of names that are meant as files."""
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_.\-]+")
 _MIB = 1 << 20
 
@@ -36,6 +38,7 @@ _EXAMPLES = """examples:
   cohabit import ~/vit-base --repository models --name classifier
   cohabit import ~/clip-vit-base-patch32 --outputs image_embeds,text_embeds
   cohabit import ~/whisper-tiny --architecture WhisperEncoder
+  cohabit import models/ranker.py:make_ranker --input features:FP32:-1,256
   cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
   cohabit import sentence-transformers/all-MiniLM-L6-v2
   cohabit import run.ckpt --key ema.model --factory mypackage.models:make_encoder --input tokens:INT64:-1,-1
@@ -59,7 +62,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "path",
         metavar="PATH",
         help="a Hugging Face model directory (config.json and safetensors), the hub's name of a model in the local"
-        " Hugging Face cache, MODULE:FUNCTION that returns a torch.nn.Module, or a checkpoint of --factory",
+        " Hugging Face cache (hf download NAME), MODULE:FUNCTION or FILE.py:FUNCTION that returns a torch.nn.Module, or"
+        " a checkpoint of --factory",
     )
     parser.add_argument(
         "--factory",
@@ -130,6 +134,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="the model repository (default: ./%(default)s)",
     )
     parser.add_argument("--name", metavar="NAME", help="the entry's name (default: from PATH)")
+    parser.add_argument(
+        "--version",
+        type=typed(integer(1, 10**18 - 1)),
+        default=1,
+        metavar="N",
+        help="the version to write; an entry that exists keeps its others, and its config.pbtxt (default: %(default)s)",
+    )
+    parser.add_argument("--replace", action="store_true", help="replace the version, if the entry has it")
     for key in _SETTINGS:
         add_flag(parser, BY_KEY[key])
 
@@ -138,7 +150,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Import a model and print what it became. Raises ImportFailed and what else loading raises."""
     name = options.name or _default_name(options)
     with errors.status(Text(f"{name}: starting torch")) as status:
-        from cohabit.server.importing.entry import refuse_name, write_entry
+        from cohabit.server.importing.entry import EntryPlace, write_entry
         from cohabit.server.importing.exporting import OneLengthOnly
 
         def progress(stage: str) -> None:
@@ -146,14 +158,13 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             if not errors.is_terminal:
                 errors.print(f"{name}: {stage}", markup=False, soft_wrap=True)
 
-        refuse_name(options.repository, name)
+        place = EntryPlace(options.repository, name, options.version, options.replace)
+        place.require()
         settings = given(options, _SETTINGS)
         config = config_of({"repository": str(options.repository), "memory": "1B", **settings})
 
         def write(subject: "Subject") -> "ImportedEntry":
-            return write_entry(
-                subject, options.repository, name, options.max_batch, config, progress, options.tolerance
-            )
+            return write_entry(subject, place, options.max_batch, config, progress, options.tolerance)
 
         try:
             entry = write(_subject(options, progress))
@@ -216,16 +227,24 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
                     f"{path} is a TorchScript file, which is not supported; write a function that makes the module, and"
                     " import it as MODULE:FUNCTION"
                 )
+            if any(name.endswith("models/model.json") for name in zipfile.ZipFile(path).namelist()):
+                raise ConfigError(
+                    f"{path} is exported already; serve it as it is, as NAME/1/model.pt2 of a repository, and check it"
+                    f" with: cohabit check {path}"
+                )
         raise ConfigError(f"{path} is a checkpoint; name the function that makes its module with --factory")
     if not _FACTORY.fullmatch(options.path):
-        raise ConfigError(f"{path} does not exist; give a folder, a hub's name, a checkpoint, or MODULE:FUNCTION")
+        raise ConfigError(
+            f"{path} does not exist; give a folder, a hub's name, a checkpoint, MODULE:FUNCTION or FILE.py:FUNCTION"
+        )
     return from_factory(options.path, options.inputs, most=lengths.most)
 
 
 def _folder_of(options: argparse.Namespace) -> Path:
     """Return the path to import, of a hub's name the folder in the local cache. Raises ImportFailed."""
     path = Path(options.path)
-    if path.exists() or options.factory is not None or not _HUB_NAME.fullmatch(options.path):
+    is_file = path.suffix in _FILES or options.factory is not None
+    if path.exists() or is_file or not _HUB_NAME.fullmatch(options.path):
         return path
     from cohabit.server.importing.huggingface import cached_folder
 
@@ -266,6 +285,10 @@ def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
     if entry.has_tokenizer:
         body = f'{{"model": "{entry.info.name}", "input": "some text"}}'
         out.print(f"a text's embedding: curl localhost:8000/v1/embeddings --data '{body}'", soft_wrap=True)
+    out.print(f"serve it with: cohabit serve {repository}")
     needed = write_size(-(-entry.memory_bytes // _MIB) * _MIB)
-    out.print(f"serve it with: cohabit serve {repository} --memory {needed}")
-    out.print(f"in less memory: cohabit check {entry.folder}")
+    out.print(
+        f"all of it takes {needed} of device memory, beside what other models take; what less costs: cohabit check"
+        f" {entry.folder}",
+        soft_wrap=True,
+    )

@@ -15,7 +15,7 @@ from cohabit.server.commands.planning.subject import MemoryBudget, add_effort, a
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import batches, integer
 from cohabit.server.errors import ConfigError
-from cohabit.server.format import gap, make_table, milliseconds, percent, print_table
+from cohabit.server.format import PLAN_WORDS, gap, make_table, milliseconds, percent, print_table
 
 EXIT_INFEASIBLE = 2
 
@@ -120,6 +120,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             title=f"{graph.name}, {format_bytes(weight_bytes)} of weights, on {device}",
             total=f"in {options.output}; draw one with: cohabit show {files[0]}",
         )
+        out.print(PLAN_WORDS, style="dim", soft_wrap=True)
     return 0 if len(files) == len(rows) else EXIT_INFEASIBLE
 
 

@@ -100,7 +100,7 @@ async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
-            _report(server, loading.result(), tell)
+            await _report(server, loading.result(), tell)
             failed = asyncio.create_task(server.failed())
             await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
             is_failed = failed.done()
@@ -154,10 +154,22 @@ def _announce(server: "Server") -> None:
     print(f"grpc: {server.grpc_address or 'off'}", flush=True)
 
 
-def _report(server: "Server", memory_map: str, tell: Tell) -> None:
-    if memory_map:
-        tell("memory map", memory_map, lines=memory_map.split("\n"))
+async def _report(server: "Server", memory_map: str, tell: Tell) -> None:
     entries = list(server.client.catalog)
+    if memory_map:
+        device = (await server.client.report()).device
+        tell(
+            "memory map",
+            memory_map,
+            workspace_bytes=device.workspace_bytes,
+            partition_bytes=device.partition_bytes,
+            free_bytes=device.free_bytes,
+            placed=[
+                {"model": entry.name, "version": entry.version, **entry.footprint.fields}
+                for entry in entries
+                if entry.is_ready
+            ],
+        )
     count, total = sum(entry.info is not None for entry in entries), len(entries)
     url = server.http_url
     tell("ready", f"ready: {count} of {total} models at {url}", served=count, models=total, url=url)

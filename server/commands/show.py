@@ -15,7 +15,7 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import CohabitError, FormatError, format_bytes
 from cohabit.server.commands.planning.files import find, read_graph, read_plan, read_profile, write_file
 from cohabit.server.errors import ConfigError
-from cohabit.server.format import milliseconds
+from cohabit.server.format import PLAN_WORDS, milliseconds
 from cohabit.server.view.page import plan_page
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         sys.stdout.write(plan_page(plan_document(analysis)))
         return 0
     draw(analysis, out)
+    out.print(PLAN_WORDS, style="dim", soft_wrap=True)
     target = options.html
     if target is None and options.open:
         target = Path(tempfile.mkdtemp(prefix="cohabit-")) / f"{options.plan.stem}.html"

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.server.commands.planning.files import write_file
-from cohabit.server.commands.planning.subject import function_of_script
 from cohabit.server.config.sizes import parse_memory
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import make_table, milliseconds, print_table
+from cohabit.server.importing.script import function_of_script
 
 if TYPE_CHECKING:  # the planner takes a while to import, and help needs none of it
     from cohabit.planner.tiling import TilingGraph, TilingPlan

@@ -18,11 +18,11 @@ from cohabit.planner.memory import parse_share, parse_size
 from cohabit.planner.search.registry import BASELINES, COUNTED
 from cohabit.server.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
-from cohabit.server.commands.planning.subject import function_of_script
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import integer, seconds
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import make_table, milliseconds, print_table
+from cohabit.server.importing.script import function_of_script
 
 if TYPE_CHECKING:
     from cohabit.runtime.training.trainer import Trainer
@@ -204,8 +204,7 @@ class _Run:
                         self._training.scheduler.step()
                     taken, stepping_s = taken + 1, stepping_s + step_s
                     rate = taken / (time.perf_counter() - start_s)
-                    ratio = stepping_s / taken / trainer.prediction.period_s
-                    about = f"loss {loss:.6g}, {rate:.3g} steps/s, {ratio:.2f} of the predicted time"
+                    about = f"loss {loss:.6g}, {rate:.3g} steps/s, {self._against_prediction(stepping_s / taken)}"
                     self._bar.update(task, completed=trainer.steps, description=about)
                     if trainer.steps % self._options.every == 0 or trainer.steps == total:
                         self._save()
@@ -225,6 +224,12 @@ class _Run:
             return EXIT_FAILED
         self._out.print(self._last(), soft_wrap=True)
         return EXIT_INTERRUPTED if self._is_stopped else 0
+
+    def _against_prediction(self, step_s: float) -> str:
+        """Compare the mean step with the prediction, which steps teach: it is no longer the table's of the start."""
+        predicted_s = self._trainer.prediction.period_s
+        ratio = f"{step_s / predicted_s:.2f} of the {milliseconds(predicted_s)} predicted by now"
+        return f"{milliseconds(step_s)} per step, {ratio}"
 
     def _step(self, batch: Sequence[Any]) -> float:
         try:
@@ -349,7 +354,7 @@ def _describe(trainer: "Trainer", out: Console) -> None:
     times = (about.period_s, about.bound_s, about.resident_s)
     sizes = (trainer.memory_bytes, trainer.peak_bytes, trainer.swapped_bytes)
     table.add_row(*map(milliseconds, times), *map(format_bytes, sizes))
-    print_table(out, table, title=f"predicted for a step of {len(trainer.graph.ops)} ops")
+    print_table(out, table, title=f"predicted for a step of {len(trainer.graph.ops)} ops, before any was taken")
 
 
 def _memory(text: str) -> str:

@@ -311,6 +311,8 @@ class ServeConfig:
     """Internal: requests that may wait per model."""
     frontend_bytes: int = 0
     """Internal: resident memory of the front end at the start, which --process-memory counts."""
+    is_trial: bool = False
+    """Internal, set by `cohabit import`: models are loaded to be compared, so quick plans are enough."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -363,7 +365,7 @@ class ServeConfig:
     @property
     def plans_later(self) -> bool:
         """Whether models are served before they are fully measured and planned."""
-        return self.quick_start and self.prepares_in_workers and self.has_partitions
+        return self.quick_start and (self.prepares_in_workers or self.is_trial) and self.has_partitions
 
     @property
     def prepares_in_workers(self) -> bool:

@@ -42,11 +42,12 @@ class Planner:
         on_divided: Callable[[], None] = lambda: None,
         *,
         later: bool = False,
+        rough: bool = False,
     ) -> Division:
         """Return how memory is divided among models; calls `on_divided` first if that is not known yet.
 
-        Plans that stay as they are may need `least_workspace_bytes`. Raises InfeasibleBudget, or WorkerFailed with its
-        message.
+        Plans that stay as they are may need `least_workspace_bytes`. With `rough`, one that is not known is made by a
+        rule of thumb, and not kept. Raises InfeasibleBudget, or WorkerFailed with its message.
         """
         layout, lanes = self._layout, self._lanes
         known = None
@@ -56,8 +57,8 @@ class Planner:
             return known
         on_divided()
         call = self._workers.call_later if later else self._workers.call
-        division: Division = call(_divide, models, memory_bytes, layout, lanes, least_workspace_bytes)
-        if not least_workspace_bytes:
+        division: Division = call(_divide, models, memory_bytes, layout, lanes, least_workspace_bytes, rough)
+        if not (least_workspace_bytes or rough):
             self._library.store_division(models, memory_bytes, layout, lanes, division)
         return division
 
@@ -94,11 +95,16 @@ class Planner:
 
 
 def _divide(
-    models: Sequence[ModelDemand], memory_bytes: int, layout: str, lanes: int, least_workspace_bytes: int
+    models: Sequence[ModelDemand],
+    memory_bytes: int,
+    layout: str,
+    lanes: int,
+    least_workspace_bytes: int,
+    rough: bool = False,
 ) -> Division:
     with stage(_DIVIDING):
         division: Division = _planner("division").divide(
-            models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes
+            models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes, rough=rough
         )
     return division
 

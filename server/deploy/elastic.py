@@ -43,7 +43,7 @@ class _Sizes:
     def curve(self, model: Model) -> Curve:
         """Return the predicted latency over the size; the model's present plans count too, and replace quick ones."""
         self.plans[_bytes_of(model.plans)] = model.plans, model.searched
-        return tuple(Point(nbytes, _latency_s(model, plans)) for nbytes, (plans, _) in sorted(self.plans.items()))
+        return tuple(Point(nbytes, model.latency_s(plans)) for nbytes, (plans, _) in sorted(self.plans.items()))
 
 
 class Elastic:
@@ -117,8 +117,8 @@ class Elastic:
         self._counted.clear()
         fields = {
             "models": [models[owner].key.name for owner in changed],
-            "predicted_gain": f"{gain:.0%}",
-            "seconds": f"{self._clock() - start_s:.2f}",
+            "predicted_gain": round(gain, 2),
+            "seconds": round(self._clock() - start_s, 2),
         }
         _log.info("memory was divided anew by measured request rates", extra={"fields": fields})
         placement.improver.begin([models[owner] for owner in changed if owner in placement.memory.models])
@@ -179,7 +179,7 @@ def _share_out(
     curves = [sizes[owner].curve(model) for owner, model in models.items()]
     compute_s = [model.profiles[min(model.profiles)].compute_s for model in models.values()]
     weights = latency_weights([rates_per_s[owner] for owner in models], compute_s)
-    now = [Point(_bytes_of(model.plans), _latency_s(model, model.plans)) for model in models.values()]
+    now = [Point(_bytes_of(model.plans), model.latency_s(model.plans)) for model in models.values()]
     chosen = share_out(curves, weights, memory_bytes)
     gain = 1 - weighted_latency_s(chosen, weights) / weighted_latency_s(now, weights)
     return {owner: point.partition_bytes for owner, point in zip(models, chosen, strict=True)}, gain
@@ -187,9 +187,3 @@ def _share_out(
 
 def _bytes_of(plans: Plans) -> int:
     return plans[min(plans)].memory.partition_bytes
-
-
-def _latency_s(model: Model, plans: Plans) -> float:
-    """Return the predicted latency of the smallest bucket."""
-    provenance = plans[min(plans)].provenance
-    return model.profiles[min(plans)].compute_s if provenance is None else provenance.latency_s

@@ -12,9 +12,10 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import NOISY
 from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.shares import latency_weights
 from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.model import Model, Plans
 from cohabit.server.deploy.prepare import measured_profiles, warn_of_noise
 from cohabit.server.deploy.worker import in_thread
 from cohabit.server.engine.compute_lane import ComputeLane
@@ -29,6 +30,8 @@ IDLE_SHARE = 0.1
 """Of the time: where lanes have computed for less, the server is quiet enough to measure."""
 DISAGREEING = 1.25
 """Measured over predicted time, or its reciprocal, from which a profile is measured again."""
+LEAST_GAIN = 0.1
+"""Share of the predicted latency that another division must save to be moved to: the next start has it in any case."""
 
 
 class Improver:
@@ -46,16 +49,23 @@ class Improver:
     def is_busy(self) -> bool:
         return self._background.is_busy
 
+    @property
+    def measures_again(self) -> bool:
+        """Whether models whose profiles are in doubt are measured again while the server is quiet."""
+        return self._config.plans_later and self._config.device == "cpu"
+
     def begin(self, models: Sequence[Model], *, plan_next_start: bool = False) -> None:
         """Improve models in the background, one after the other, where their plans are quick ones.
 
         With `plan_next_start`, what the next start of these models begins with is planned after that.
         """
         quick = [model.key.name for model in models if not model.searched]
-        if quick:
-            if plan_next_start:
+        if quick or (plan_next_start and self._placement.is_divided_roughly):
+            if quick and plan_next_start:
                 _log.info("quick plans are in use until better ones are found", extra={"fields": {"models": quick}})
             self._background.keep("searching better plans", partial(self._improve_all, models, plan_next_start))
+        else:
+            warn_of_noise(models, measured_again=self.measures_again)
 
     async def close(self) -> None:
         """Cancel pending searches; models stay as they are."""
@@ -78,6 +88,9 @@ class Improver:
         models = self._placement.memory.models
         self._measured_again &= models.keys()
         doubtful = [model for model in models.values() if self._is_doubtful(model)]
+        if doubtful:
+            fields = {"models": [model.key.name for model in doubtful]}
+            _log.info("profiles are in doubt, and are measured again", extra={"fields": fields})
         for model in doubtful:
             await self.improve(model, again=True)
             self._measured_again.add(model.owner)
@@ -89,11 +102,7 @@ class Improver:
             return False
         correction = self._lanes[model.lane].correction(model.key)
         noise = max(profile.noise for profile in model.profiles.values())
-        if 1 / DISAGREEING <= correction <= DISAGREEING and noise <= NOISY:
-            return False
-        fields = {**model.key.fields, "measured_over_predicted": f"{correction:.2f}", "noise": f"{noise:.0%}"}
-        _log.info("the model's profile is in doubt, it is measured again", extra={"fields": fields})
-        return True
+        return noise > NOISY or not 1 / DISAGREEING <= correction <= DISAGREEING
 
     async def _improve_all(self, models: Sequence[Model], plan_next_start: bool) -> None:
         """Raises what kept models from being improved, after the others: the next try leaves out those that are."""
@@ -105,6 +114,7 @@ class Improver:
                 failed = error
         if failed is not None:
             raise failed
+        warn_of_noise(models, measured_again=self.measures_again)
         if not plan_next_start:
             return
         if not any(model.is_provisional for model in models):
@@ -116,12 +126,35 @@ class Improver:
         await in_thread(self._placement.workers.release)
 
     async def _plan_next_start(self, models: Sequence[Model]) -> None:
-        """Store how memory is divided among these models at the next start, and their plans. Raises CohabitError."""
-        planner, demands = self._placement.planner, [model.demand for model in models]
+        """Store how memory is divided among these models at the next start, and their plans. Raises CohabitError.
+
+        These are used from now on, too, if that is predicted to save LEAST_GAIN of the latency.
+        """
+        planner, demands = self._placement.planner, [model.whole_demand for model in models]
         memory_bytes = self._placement.memory_limit.of(sum(model.weight_bytes for model in models))
         division = await in_thread(planner.division, demands, memory_bytes, later=True)
-        for demand, partition_bytes in zip(demands, division.partition_bytes, strict=True):
-            await in_thread(planner.best_plans, demand, Memory(division.workspace_bytes, partition_bytes))
+        found: dict[str, Plans] = {}
+        for model, demand, partition_bytes, most in zip(
+            models, demands, division.partition_bytes, division.most_batches, strict=True
+        ):
+            memory = Memory(division.workspace_bytes, partition_bytes)
+            found[model.owner] = await in_thread(planner.best_plans, demand.up_to(most), memory)
+        await self._adopt(found)
+
+    async def _adopt(self, found: Mapping[str, Plans]) -> None:
+        """Divide the memory as these plans, by owner, are for, if that pays and no model came or left meanwhile."""
+        placement = self._placement
+        async with placement.changing:
+            models, partitions = dict(placement.memory.models), placement.memory.partitions
+            if models.keys() != found.keys() or not models:
+                return
+            memories = [plans[min(plans)].memory for plans in found.values()]
+            needed = partitions.lanes * memories[0].workspace_bytes + sum(m.partition_bytes for m in memories)
+            gain = _gain(list(models.values()), [found[owner] for owner in models])
+            if needed > partitions.arena_bytes or gain < LEAST_GAIN:
+                return
+            await placement.redivide({owner: (plans, True) for owner, plans in found.items()})
+        _log.info("memory is divided better", extra={"fields": {"predicted_gain": round(gain, 2)}})
 
     async def improve(self, model: Model, *, again: bool = False) -> None:
         """Measure and plan a model better, if it is not yet; `again` in any case. It is served meanwhile."""
@@ -139,7 +172,6 @@ class Improver:
         placement, profiles = self._placement, model.profiles
         if again or model.is_provisional:
             profiles = await in_thread(measured_profiles, model, self._config, placement.workers, again=again)
-            warn_of_noise(model.key.name, profiles)
         elif model.searched:
             return
         begun, demand = model.plans, replace(model.demand, profiles=profiles)
@@ -153,6 +185,17 @@ class Improver:
             model.profiles = profiles
             await placement.replan(model, plans)
         _log.info("better plans are in use", extra={"fields": model.key.fields})
+
+
+def _gain(models: Sequence[Model], plans: Sequence[Plans]) -> float:
+    """Return the share of the weighted latency that other plans are predicted to save."""
+    compute_s = [model.profiles[min(model.profiles)].compute_s for model in models]
+    weights = latency_weights([model.rate_per_s for model in models], compute_s)
+    now, then = (
+        sum(weight * model.latency_s(made) for weight, model, made in zip(weights, models, used, strict=True))
+        for used in ([model.plans for model in models], plans)
+    )
+    return 1 - then / now if now else 0.0
 
 
 def _is_better(plans: Mapping[Bucket, Plan], than: Mapping[Bucket, Plan]) -> bool:

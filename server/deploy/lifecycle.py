@@ -95,7 +95,7 @@ class Lifecycle:
         failures = await self._deploy(sources, on_progress=on_progress)
         self._placement.workers.here = False  # from now on, there are requests to answer in this process
         self._opened.set()
-        if self._config.plans_later and self._config.device == "cpu":
+        if self._placement.improver.measures_again:
             self._background.keep("checking profiles", self._placement.improver.watch)
         if self._config.layout == "elastic":
             from cohabit.server.deploy.elastic import Elastic

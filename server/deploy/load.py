@@ -11,10 +11,11 @@ from cohabit.runtime.memory import DeviceArena
 from cohabit.runtime.shared_region.sharing import SharedRegion, Sharing
 from cohabit.server.deploy.model import Model, Plans, Programs
 from cohabit.server.deploy.partitions import Extent, Partitions
-from cohabit.server.deploy.prepare import warn_of_interaction, warn_of_noise, warn_of_random_ops
+from cohabit.server.deploy.prepare import warn_of_interaction, warn_of_random_ops
 from cohabit.server.engine.device_thread import BackgroundWork
 from cohabit.server.engine.servable import ProgramServable, describe
 from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelKey, lane_name
+from cohabit.server.resources import resident_bytes
 from cohabit.server.triton.model_config import with_defaults
 
 _SHARED = "(shared)"
@@ -106,8 +107,7 @@ class PartitionedMemory:
         lowered, config = model.lowered, model.source.config
         warn_of_interaction(lowered)
         warn_of_random_ops(lowered)
-        warn_of_noise(lowered.name, model.profiles)
-        most = max(programs).batch
+        most = max(lowered.batches)
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
         info = with_defaults(describe(lowered, model.key.version, most, model.source.labels), config)
@@ -159,6 +159,7 @@ class PartitionedMemory:
             pinned_used_bytes=0 if pinned is None else pinned.used_bytes,
             extents=tuple(self._extents()),
             outside_bytes=self.backend.outside_bytes,
+            process_bytes=resident_bytes(),
         )
 
     def _extents(self) -> Iterator[ArenaExtent]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.activations import workspace_words
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.model import Model
 
@@ -35,6 +36,8 @@ def draw(layout: str, memory_bytes: int, memory: PartitionedMemory) -> str:
     lines = [title, _line(columns, columns, widths), rule]
     lines += [_line(row, columns, widths) for row in rows]
     lines += [rule, *(_line(row, columns, widths) for row in workspaces)]
+    if words := workspace_words(one for model in models for one in model.footprint.activations(model.key.name)):
+        lines.append(f" of each workspace, {words}" if several else f" of the workspace, {words}")
     return "\n".join(lines)
 
 

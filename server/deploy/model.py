@@ -1,7 +1,7 @@
 """A model in the engine: one record, which the stages of its deployment fill."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cohabit.planner.plan import Plan
@@ -38,6 +38,8 @@ class Model:
     """Its parameters in the host."""
 
     # Divide.
+    most_batch: int | None = None
+    """The largest batch that is planned, and larger ones run as several of; None if all are."""
     plans: Plans = field(init=False)
     searched: bool = False
     """Whether `plans` are what a full search found for measured profiles."""
@@ -67,21 +69,31 @@ class Model:
         return self.lowered.graphs[min(self.lowered.graphs)].parameter_bytes
 
     @property
+    def whole_demand(self) -> ModelDemand:
+        """What dividing memory chooses from. Rows that influence one another cannot be split."""
+        splits = self.lowered.batched and self.lowered.interaction is None
+        return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s, splits)
+
+    @property
     def demand(self) -> ModelDemand:
-        return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s)
+        """What is planned of it."""
+        whole = replace(self.whole_demand, splits_batches=False)
+        return whole if self.most_batch is None else whole.up_to(self.most_batch)
 
     @property
     def is_provisional(self) -> bool:
         """Whether it still has to be measured."""
         return any(profile.provisional for profile in self.profiles.values())
 
+    def latency_s(self, plans: Plans) -> float:
+        """Return the predicted latency of the smallest bucket."""
+        provenance = plans[min(plans)].provenance
+        return self.profiles[min(plans)].compute_s if provenance is None else provenance.latency_s
+
     @property
     def expected_load(self) -> float:
         """The expected share of a lane's time: requests per second times the seconds of one."""
-        smallest = min(self.plans)
-        provenance = self.plans[smallest].provenance
-        seconds = self.profiles[smallest].compute_s if provenance is None else provenance.latency_s
-        return self.rate_per_s * seconds
+        return self.rate_per_s * self.latency_s(self.plans)
 
     @property
     def footprint(self) -> ModelFootprint:
@@ -98,4 +110,5 @@ class Model:
             },
             bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
             lane=self.lane,
+            activation_bytes={bucket: plan.pool_bytes or 0 for bucket, plan in self.plans.items()},
         )

@@ -105,6 +105,8 @@ class ModelPlacement:
         """For all models. With --process-memory, it is replaced by what is measured at the start."""
         self.memory_bytes = 0
         """What all models may take. If none will be loaded later, the arena has only what they do take."""
+        self.is_divided_roughly = False
+        """Whether the start's division was made by a rule of thumb, because none was known."""
         self._config = config
         self._bundle = None if config.bundle is None else fitting_bundle(config.bundle, config)
         self._lanes = lanes
@@ -305,6 +307,7 @@ class ModelPlacement:
         division = await in_thread(
             self._division, others, models, partial(on_progress, "planning", "dividing the memory")
         )
+        self._leave_out_batches(models, division.most_batches[len(others) :])
         workspace = division.workspace_bytes
         held = {model.owner: partitions.held[model.owner] for model in others}
         shares, own = division.partition_bytes[: len(others)], division.partition_bytes[len(others) :]
@@ -318,16 +321,18 @@ class ModelPlacement:
         return [Memory(workspace, nbytes) for nbytes in own], make_room
 
     async def redivide(self, plans: Mapping[str, tuple[Plans, bool]]) -> None:
-        """Give some models, by owner, the partitions that these plans are for, and move what is in the way.
+        """Give some models, by owner, the memory that these plans are for, and move what is in the way.
 
-        The second value is whether a full search has found them. The sizes must fit together. The caller holds
-        `changing`. Raises CohabitError; then all models are where they were.
+        The second value is whether a full search has found them. The sizes must fit together, and another workspace is
+        for plans of all models. The caller holds `changing`. Raises CohabitError; then all models are where they were.
         """
         partitions = self.memory.partitions
+        memories = {owner: made[min(made)].memory for owner, (made, _) in plans.items()}
         sizes = {owner: partitions.held[owner].nbytes for owner in self.memory.models}
-        sizes |= {owner: made[min(made)].memory.partition_bytes for owner, (made, _) in plans.items()}
+        sizes |= {owner: memory.partition_bytes for owner, memory in memories.items()}
+        (workspace,) = {memory.workspace_bytes for memory in memories.values()}
         async with self._restoring_on_failure():
-            await self._resize(dict(self.memory.models), sizes, partitions.workspace_bytes, plans)
+            await self._resize(dict(self.memory.models), sizes, workspace, plans)
 
     async def _resize(
         self,
@@ -341,8 +346,10 @@ class ModelPlacement:
         memory, partitions = self.memory, self.memory.partitions
         held = {owner: partitions.held[owner] for owner in models}
         wanted = packed(sizes, held, partitions.arena_bytes)
-        # With several lanes, all workspaces but the first move when they grow.
-        elsewhere = partitions.lanes > 1 and workspace > partitions.workspace_bytes
+        # With several lanes, all workspaces but the first move when they grow. None may be in use when it shrinks.
+        elsewhere = workspace < partitions.workspace_bytes or (
+            partitions.lanes > 1 and workspace > partitions.workspace_bytes
+        )
         steps = vacate_all(wanted) if elsewhere else moves(held, wanted, workspace)
         moving = {step.owner for step in steps}
         programs: dict[str, Programs] = {}
@@ -422,12 +429,34 @@ class ModelPlacement:
         if self._bundle is not None:
             return division_of(self._bundle, [model.source for model in models])
         partitions = self.memory.partitions
+        at_start = not self.is_open
+
+        def dividing() -> None:
+            self.is_divided_roughly = at_start and self._config.plans_later
+            on_divided()
+
         return self.planner.division(
-            [model.demand for model in (*others, *models)],
-            partitions.arena_bytes if self.is_open else self.memory_bytes,
+            [*(model.demand for model in others), *(model.whole_demand for model in models)],
+            self.memory_bytes if at_start else partitions.arena_bytes,
             partitions.workspace_bytes if others else 0,
-            on_divided,
+            dividing,
+            rough=at_start and self._config.plans_later,
         )
+
+    @staticmethod
+    def _leave_out_batches(models: Sequence[Model], most_batches: Sequence[int]) -> None:
+        """Have models planned up to the batches of a division, and log of which it leaves larger ones out."""
+        for model, most in zip(models, most_batches, strict=bool(most_batches)):
+            ModelPlacement._set_most_batch(model, most)
+        if fewer := {model.key.name: model.most_batch for model in models if model.most_batch is not None}:
+            _log.info(
+                "largest batches run as several smaller ones: their activations would take memory that parameters need",
+                extra={"fields": {"largest": fewer}},
+            )
+
+    @staticmethod
+    def _set_most_batch(model: Model, most: int) -> None:
+        model.most_batch = most if most < max(model.lowered.graphs).batch else None
 
     def _measured_memory(self, models: Sequence[Model]) -> int:
         """Return the memory for all models of the start. Raises ConfigError if --process-memory leaves too little."""
@@ -438,7 +467,7 @@ class ModelPlacement:
         if self._bundle is not None:
             measured.require(self._bundle.memory_bytes)
             return self._bundle.memory_bytes
-        measured.require(self.planner.least_memory([model.demand for model in models], measured.models_bytes))
+        measured.require(self.planner.least_memory([model.whole_demand for model in models], measured.models_bytes))
         self.memory_limit = FixedSize(measured.models_bytes)
         return measured.models_bytes
 
@@ -559,6 +588,7 @@ class ModelPlacement:
 
     def _switched(self, model: Model, plans: Plans, *, searched: bool) -> None:
         model.plans, model.searched = plans, searched
+        self._set_most_batch(model, max(plans).batch)
         self._lanes[model.lane].replan(model.servable)
         self.on_change(model)
 

@@ -3,7 +3,7 @@
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -81,15 +81,13 @@ def warn_of_random_ops(lowered: Lowered) -> None:
         )
 
 
-def warn_of_noise(name: str, profiles: Mapping[Bucket, Profile]) -> None:
-    """Log how noisy the measurement of a model was, if other work disturbed it."""
-    noise = max(profile.noise for profile in profiles.values())
-    if noise > NOISY:
-        fields = {"model": name, "noise": f"{noise:.0%}", "limit": f"{NOISY:.0%}"}
-        _log.warning(
-            "a busy machine disturbed the model's profile; delete the cache's profiles folder to measure again",
-            extra={"fields": fields},
-        )
+def warn_of_noise(models: Sequence[Model], *, measured_again: bool) -> None:
+    """Log in one line which models' measurements other work disturbed, and when they are measured again."""
+    noise = {m.key.name: max(profile.noise for profile in m.profiles.values()) for m in models}
+    if noisy := {name: share for name, share in noise.items() if share > NOISY}:
+        when = "once it is quiet" if measured_again else "at the next start after `cohabit cache remeasure MODEL`"
+        fields = {"models": sorted(noisy), "noise": round(max(noisy.values()), 2), "limit": NOISY}
+        _log.warning(f"a busy machine disturbed measurements; they are made again {when}", extra={"fields": fields})
 
 
 def warn_without_packing(config: ServeConfig) -> None:
@@ -163,7 +161,9 @@ def prepare(
 
     def fill(anew: bool) -> str:
         if workers.here:
-            return lowered_and_measured(source, config, on_progress, anew=anew).lowered.archive
+            return lowered_and_measured(
+                source, config, on_progress, quick=config.plans_later, anew=anew
+            ).lowered.archive
         return _filled_by_worker(workers.call, source, config, quick=True, anew=anew)[0]
 
     try:

@@ -9,6 +9,7 @@ from cohabit.planner.errors import CohabitError, InfeasibleBudget
 from cohabit.planner.sizing.demand import Demand
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model, split_budget
+from cohabit.server.activations import Activations, workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
 from cohabit.server.deploy.model import Model
@@ -50,6 +51,10 @@ class MemoryReport(msgspec.Struct, frozen=True):
     resident_s: dict[str, float]
     """Measured latency with everything resident, by bucket: a batch size, then sizes of other dynamic dimensions."""
     budgets: tuple[BudgetReport, ...]
+    activation_bytes: dict[str, int]
+    """Of activations and scratch, by bucket."""
+    activations: str
+    """The most, and what smaller batch sizes would take, in words."""
 
 
 class ServabilityReport(msgspec.Struct, frozen=True):
@@ -120,6 +125,11 @@ def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) ->
         kept.least_bytes,
         {str(bucket): profile.compute_s for bucket, profile in sorted(demand.profiles.items())},
         tuple(_budget(demand, memory_bytes, config.search) for memory_bytes in tried),
+        {str(bucket): footprint.activation_bytes for bucket, footprint in sorted(kept.footprints.items())},
+        workspace_words(
+            Activations(demand.name, bucket.batch, str(bucket), footprint.activation_bytes)
+            for bucket, footprint in kept.footprints.items()
+        ),
     )
 
 

@@ -110,7 +110,10 @@ class ProgramServable:
         return {b: GraphCapture(c.graphs, c.graph_bytes, c.refused) for b, c in found.items() if c is not None}
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Answer:
-        """Run one execution, on the compute lane's thread."""
+        """Run one execution, or one after the other if there are more rows than are planned. Compute lane's thread."""
+        most = max(self.programs).batch
+        if self.info.max_batch_size and rows > most:
+            return self._in_parts(requests, most, follow)
         program = self._planned(rows, self.info.sizes_of(requests[0]))
         planned = program.bucket.batch
         tensors = [_tensor([inputs[p.name] for inputs in requests], p, rows, planned) for p in self.inputs]
@@ -130,6 +133,27 @@ class ProgramServable:
             output_s=time.perf_counter() - start_s,
         )
         return Answer(self.info.key, outputs, timing)
+
+    def _in_parts(self, requests: Sequence[Inputs], most: int, follow: Follow | None) -> Answer:
+        """Run the rows of requests in several executions of at most so many each."""
+        rows = {port.name: np.concatenate([inputs[port.name] for inputs in requests]) for port in self.inputs}
+        count = len(next(iter(rows.values())))
+        answers = [
+            self.execute([{name: array[start : start + most] for name, array in rows.items()}], own, follow)
+            for start in range(0, count, most)
+            for own in [min(most, count - start)]
+        ]
+        outputs = {
+            port.name: np.concatenate([answer.outputs[port.name] for answer in answers]) for port in self.outputs
+        }
+        timings = [answer.timing for answer in answers]
+        together = Timing(
+            compute_s=sum(timing.compute_s for timing in timings),
+            stall_s=sum(timing.stall_s for timing in timings),
+            swapped_bytes=sum(timing.swapped_bytes for timing in timings),
+            output_s=sum(timing.output_s for timing in timings),
+        )
+        return Answer(self.info.key, outputs, together)
 
     def _out_of_range(self, requests: Sequence[Inputs]) -> str | None:
         """Say which value of an input is no index of the table that it is looked up in, if one is not."""

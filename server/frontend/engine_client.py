@@ -29,6 +29,11 @@ class EngineClient(Protocol):
         """How often the engine's process was restarted."""
         ...
 
+    @property
+    def waiting(self) -> int:
+        """How many requests are not answered yet."""
+        ...
+
     async def infer(
         self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
     ) -> Answer:

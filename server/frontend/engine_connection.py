@@ -200,6 +200,10 @@ class EngineConnection:
             return f"an execution takes longer than {limit_s:.3g} s"
         return f"its event loop has not run for {watchdog_s:.3g} s" if stalled else None
 
+    @property
+    def waiting(self) -> int:
+        return len(self._pending)
+
     async def infer(
         self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
     ) -> Answer:

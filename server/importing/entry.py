@@ -27,6 +27,7 @@ from cohabit.server.protocol.tensors import MOST_JSON_VALUES
 from cohabit.server.repository.scan import find, is_model_name
 from cohabit.server.triton.model_config import config_text
 
+_PROGRAM, _CONFIG = "model.pt2", "config.pbtxt"
 _LABELS = "labels.txt"
 SAMPLE = "sample.json"
 """A request of one row that the model takes, in KServe v2's JSON."""
@@ -62,20 +63,64 @@ class ImportedEntry:
         return (self.folder / TOKENIZER).is_file()
 
 
-def refuse_name(repository: Path, name: str) -> None:
-    """Raise ImportFailed for a name that is not usable, or that a repository has already."""
-    if not is_model_name(name):
-        raise ImportFailed(
-            f"model name {name!r} is not usable; take letters, digits, '_', '-' and '.', 255 at most, for --name"
-        )
-    if (repository / name).exists():
-        raise ImportFailed(f"{repository / name} exists; give another --name, or remove it")
+@dataclass(frozen=True, slots=True)
+class EntryPlace:
+    """Where an entry is written: a version of a model in a repository."""
+
+    repository: Path
+    name: str
+    version: int = 1
+    replaces: bool = False
+    """Whether the version may be there already."""
+
+    @property
+    def folder(self) -> Path:
+        return self.repository / self.name
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions that are there; those of an entry that exists stay, as does its config.pbtxt."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(int(path.name) for path in found if path.name.isdecimal() and path.is_dir())
+
+    def require(self) -> None:
+        """Raise ImportFailed for a name that is not usable, or for a version that is there."""
+        if not is_model_name(self.name):
+            raise ImportFailed(
+                f"model name {self.name!r} is not usable; take letters, digits, '_', '-' and '.', 255 at most, for"
+                " --name"
+            )
+        versions = self.versions
+        if self.folder.exists() and not versions:
+            raise ImportFailed(f"{self.folder} exists; give another --name, or remove it")
+        if self.version in versions and not self.replaces:
+            raise ImportFailed(
+                f"{self.folder / str(self.version)} exists; --replace it, add --version {versions[-1] + 1}, or give"
+                " another --name"
+            )
+
+    def put(self, written: Path) -> Path:
+        """Move a folder that was written beside the entry into its place, and return the entry's.
+
+        Of an entry that exists, the version's program is replaced in one step, and then the request in `sample.json`.
+        """
+        self.require()
+        if not self.versions:
+            return written.rename(self.folder)
+        version = self.folder / str(self.version)
+        if version.exists():
+            (written / str(self.version) / _PROGRAM).replace(version / _PROGRAM)
+        else:
+            (written / str(self.version)).rename(version)
+        for name in (SAMPLE, TOKENIZER):
+            if (written / name).is_file():
+                (written / name).replace(self.folder / name)
+        return self.folder
 
 
 def write_entry(
     subject: Subject,
-    repository: Path,
-    name: str,
+    place: EntryPlace,
     max_batch: int,
     config: ServeConfig,
     on_progress: Callable[[str], None],
@@ -84,31 +129,42 @@ def write_entry(
     """Write an entry, whole or not at all. `config` has the cache and the number of threads. Raises CohabitError.
 
     Outputs may differ from eager PyTorch's by `tolerance`; by default, as the types of the model's parameters round.
-    The entry is loaded as `cohabit serve` loads it, so that its first start finds everything in the cache.
+    The entry is loaded as at a first start of `cohabit serve`, which then measures and plans it in the background.
     """
     try:
-        repository.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=repository, prefix=".import-") as staging:
-            folder = Path(staging) / name
+        place.repository.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.repository, prefix=".import-") as staging:
+            folder = Path(staging) / place.name
             on_progress("exporting")
             program = export(subject, max_batch)
             on_progress("writing the archive")
-            save(program, folder / "1" / "model.pt2")
+            save(program, folder / str(place.version) / _PROGRAM)
             del program  # its weights are the module's, but not what export has added
+            if place.versions:
+                _copy_configuration(place.folder, folder)
             loading = _loading(config, Path(staging), max_batch)
             entry = asyncio.run(_compared(subject, folder, loading, on_progress, tolerance))
             notes = _write_sample(subject, entry.info, folder)
-            labels = _write_labels(subject, entry.info, folder)
             if subject.tokenizer is not None:
                 shutil.copyfile(subject.tokenizer, folder / TOKENIZER)
-            (folder / "config.pbtxt").write_text(
-                config_text(entry.info, labels, subject.images, subject.pooling if subject.tokenizer else None)
-            )
+            if not place.versions:
+                labels = _write_labels(subject, entry.info, folder)
+                (folder / _CONFIG).write_text(
+                    config_text(entry.info, labels, subject.images, subject.pooling if subject.tokenizer else None)
+                )
             find(folder)  # raises if what was written cannot be read
-            refuse_name(repository, name)
-            return replace(entry, folder=folder.rename(repository / name), notes=(*entry.notes, *notes))
+            return replace(entry, folder=place.put(folder), notes=(*entry.notes, *notes))
     except OSError as error:
-        raise ImportFailed(f"{repository / name} cannot be written: {error.strerror or error}") from error
+        raise ImportFailed(f"{place.folder} cannot be written: {error.strerror or error}") from error
+
+
+def _copy_configuration(entry: Path, folder: Path) -> None:
+    """Copy what all versions of an entry share: the new one is loaded with that, and refused if it does not fit."""
+    for path in entry.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+        elif not path.name.isdecimal():
+            shutil.copytree(path, folder / path.name)
 
 
 def _loading(config: ServeConfig, repository: Path, max_batch: int) -> ServeConfig:
@@ -120,6 +176,7 @@ def _loading(config: ServeConfig, repository: Path, max_batch: int) -> ServeConf
         memory=_UNLIMITED,
         layout="resident",
         engine="in-process",
+        is_trial=True,
         batch_sizes=planned if max_batch > 1 else config.batch_sizes,
     )
 
@@ -142,11 +199,18 @@ async def _compared(
     placement = open_placement(sources, config, lanes)
     try:
         models, failures = await placement.prepare(sources, progress)
-        failures |= await placement.place(models, on_progress=progress)
+        on_progress("loading all of it")
+        failures |= await placement.place(models)
         for reason in failures.values():
             raise ImportFailed(reason)
         (model,) = models
         info = model.servable.info
+        named, taken = {port.name for port in model.servable.inputs}, {given.name for given in subject.inputs}
+        if named != taken:
+            raise ImportFailed(
+                f"the entry's config.pbtxt names the inputs {', '.join(sorted(named))}, the module takes"
+                f" {', '.join(sorted(taken))}; give another --name"
+            )
         most = info.max_batch_size
         rows: Iterable[int] = info.only_batches or sorted({b for b in _ROWS if b < most} | {max(most, 1)})
         if random_ops(model.lowered):
@@ -161,7 +225,7 @@ async def _compared(
         return ImportedEntry(
             folder,
             info,
-            (folder / "1" / "model.pt2").stat().st_size,
+            sources[0].path.stat().st_size,
             model.weight_bytes,
             placement.memory.taken_bytes,
             errors,

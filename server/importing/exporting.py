@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.subject import Subject, reason_of
@@ -40,6 +41,7 @@ def export(subject: Subject, max_batch: int) -> ExportedProgram:
     except TypeError as error:
         names = ", ".join(inspect.signature(subject.module.forward).parameters)
         raise ImportFailed(f"the module takes ({names}), the inputs are {', '.join(examples)}: {error}") from error
+    _refuse_outputs(subject, examples)
     for least in _LEAST_TOKENS[:-1] if subject.most_tokens > 1 else ():
         with suppress(Exception):
             return _exported(subject, examples, max_batch, least)
@@ -60,6 +62,19 @@ def export(subject: Subject, max_batch: int) -> ExportedProgram:
             f"torch.export does not take the module: {reason_of(error)}. If it takes one batch size only, declare its"
             " inputs with it (--input NAME:TYPE:1,...); otherwise change the module, or export it in your own code"
         ) from error
+
+
+def _refuse_outputs(subject: Subject, examples: dict[str, torch.Tensor]) -> None:
+    """Raise ImportFailed for outputs that are no tensors. Numbers and None among tensors are left out, as ever."""
+    with torch.no_grad():
+        leaves, _ = pytree.tree_flatten_with_path(subject.module(**examples))
+    rule = "let forward return tensors, alone or in tuples, lists and dictionaries"
+    for path, leaf in leaves:
+        if not isinstance(leaf, torch.Tensor | int | float | None):
+            raise ImportFailed(f"output{pytree.keystr(path)} is a {type(leaf).__name__}, {leaf!r:.40}; {rule}")
+    if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves})) or "nothing"
+        raise ImportFailed(f"the module returns no tensor, but {kinds}; {rule}")
 
 
 def _exported(

@@ -5,7 +5,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cohabit.server.errors import ImportFailed
+from cohabit.server.errors import ConfigError, ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput, largest_size
+from cohabit.server.importing.script import function_of_script
 from cohabit.server.importing.subject import Subject, declared, reason_of, with_examples
 
 _MOST_KEYS = 3
@@ -47,16 +48,31 @@ def from_factory(
 
 
 def _made_by(factory: str) -> nn.Module:
-    name, _, function = factory.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        made = attrgetter(function)(importlib.import_module(name))()
+        made = _function(factory)()
+    except ConfigError:
+        raise
     except Exception as error:
         raise ImportFailed(f"{factory}: {type(error).__name__}: {reason_of(error)}") from error
+    if isinstance(made, torch.jit.ScriptModule):
+        raise ImportFailed(
+            f"{factory} returns a TorchScript module, which is not supported; let it return the torch.nn.Module that"
+            " was scripted or traced"
+        )
     if not isinstance(made, nn.Module):
         raise ImportFailed(f"{factory} returns a {type(made).__name__}; let it return a torch.nn.Module")
     return made
+
+
+def _function(factory: str) -> Callable[[], Any]:
+    """Return what MODULE:FUNCTION or SCRIPT.py:FUNCTION names; running the user's code raises anything."""
+    name, _, function = factory.rpartition(":")
+    if name.endswith(".py"):
+        return function_of_script(factory)
+    found: Callable[[], Any] = attrgetter(function)(importlib.import_module(name))
+    return found
 
 
 def _load(module: nn.Module, path: Path, key: str | None) -> None:

@@ -114,7 +114,10 @@ def _taking(module: nn.Module, names: Sequence[str]) -> tuple[nn.Module, tuple[s
 
     If no name is an argument of `forward`, as with nn.Sequential, whose only one is `input`, they go by position.
     """
-    parameters = inspect.signature(module.forward).parameters
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except ValueError as error:
+        raise ImportFailed(f"the module's forward has no signature, which names its inputs: {error}") from error
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if takes_any or any(name in parameters for name in names) or not all(map(str.isidentifier, names)):
         return module, ()

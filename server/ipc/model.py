@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from cohabit.planner.shapes import STATIC, Bucket, DynamicShape, evaluate
+from cohabit.server.activations import Activations
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Inputs = Mapping[str, Array]
@@ -92,6 +93,22 @@ class ModelFootprint(msgspec.Struct, frozen=True):
     """Lower bounds of these seconds for any plan in this memory."""
     lane: int = 0
     """The compute lane that executes the model."""
+    activation_bytes: dict[Bucket, int] = {}
+    """What activations and scratch take of the workspace, by bucket."""
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """Return what a log line has of it."""
+        return {
+            "partition_bytes": self.partition_bytes,
+            "parameter_bytes": self.parameter_bytes,
+            "resident_bytes": self.resident_bytes,
+            "predicted_s": {str(bucket): seconds for bucket, seconds in self.predicted_s.items()},
+            "activation_bytes": {str(bucket): nbytes for bucket, nbytes in self.activation_bytes.items()},
+        }
+
+    def activations(self, model: str) -> list[Activations]:
+        return [Activations(model, b.batch, str(b), nbytes) for b, nbytes in self.activation_bytes.items()]
 
 
 class GraphCapture(msgspec.Struct, frozen=True):
@@ -127,6 +144,8 @@ class DeviceUse(msgspec.Struct, frozen=True):
     """The arena's address map."""
     outside_bytes: int | None = None
     """Device memory that the process takes outside of the arena; None on devices where it takes none."""
+    process_bytes: int = 0
+    """RAM of the engine's process, its pages of libraries and other files included."""
     divisions: int | None = None
     """Times that memory was divided anew by measured request rates; None where it never is."""
 

@@ -216,6 +216,7 @@ _METRICS = (
     ),
     _footprint("cohabit_compute_lane", "Which compute lane executes the model", lambda f: f.lane),
     _footprint("cohabit_resident_share", "Part of the parameters that stays in device memory", _resident_share),
+    _by_bucket("cohabit_activation_bytes", "What activations take of the workspace", lambda f: f.activation_bytes),
     _by_bucket("cohabit_predicted_seconds", "Predicted seconds of one inference", lambda f: f.predicted_s),
     _by_bucket(
         "cohabit_bound_seconds", "Lower bound of one inference's seconds in this memory", lambda f: f.bound_s

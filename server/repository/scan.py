@@ -34,6 +34,7 @@ def scan(repository: Path, may_be_empty: bool = False) -> list[ScannedVersion]:
     """
     try:
         root = repository.resolve(strict=True)
+        _refuse_part(root)
         folders = sorted(entry for entry in root.iterdir() if not entry.name.startswith("."))
     except FileNotFoundError as error:
         raise RepositoryError(f"model repository {repository} does not exist") from error
@@ -43,6 +44,26 @@ def scan(repository: Path, may_be_empty: bool = False) -> list[ScannedVersion]:
     if not models and not may_be_empty:
         raise RepositoryError(f"model repository {repository} is empty; put models there as NAME/1/{_PROGRAM}")
     return models
+
+
+def _refuse_part(path: Path) -> None:
+    """Raise RepositoryError for a model, one of its versions or a program, and name the repository that it is in."""
+    if path.is_file() and path.suffix == Path(_PROGRAM).suffix:
+        what, folder = "a model's program", path.parent.parent.parent
+    elif _is_version(path):
+        what, folder = "a version of a model", path.parent.parent
+    elif path.is_dir() and any(map(_is_version, path.iterdir())):
+        what, folder = "a model", path.parent
+    else:
+        return
+    raise RepositoryError(
+        f"{path} is {what}, not a repository of models; give the folder that has them: cohabit serve {folder}"
+    )
+
+
+def _is_version(folder: Path) -> bool:
+    is_one = _VERSION.fullmatch(folder.name) is not None and folder.is_dir()
+    return is_one and any(path.suffix in (".pt2", LOWERED_SUFFIX) for path in folder.iterdir())
 
 
 def find(path: Path) -> ModelSource:

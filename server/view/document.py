@@ -30,6 +30,8 @@ class Figure(msgspec.Struct, frozen=True):
     note: Phrase
     help: str
     """What the number means, in a sentence."""
+    is_followed: bool = False
+    """Whether the page draws its course over the last minutes."""
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
@@ -160,6 +162,8 @@ class LiveDocument(msgspec.Struct, frozen=True, tag_field="kind", tag="live"):
     down: bool
     """Whether no request is executed at present."""
     restarts: int
+    layout: str
+    uptime: Quantity
     window_s: float
     """How far back rates and latencies reach."""
     figures: list[Figure]

@@ -41,6 +41,7 @@ class LiveFeed:
         self._tracer = tracer
         self._is_draining = is_draining
         self._clock = clock
+        self._began_s = clock()
         self._period_s = period_s
         self._watchers = 0
         self._making: asyncio.Task[None] | None = None
@@ -113,4 +114,13 @@ class LiveFeed:
             self._readings.popleft()
         latencies = {key: latencies_of(latest, now_s) for key, latest in self._latencies.items()}
         chart = self._lanes.chart(now_s) if self._tracer.traces_all else None
-        return live_document(self._config, self._client, self._tracer, report, self._readings, latencies, chart)
+        return live_document(
+            self._config,
+            self._client,
+            self._tracer,
+            report,
+            self._readings,
+            latencies,
+            chart,
+            now_s - self._began_s,
+        )

@@ -4,8 +4,10 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.activations import workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
@@ -13,6 +15,7 @@ from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol.descriptions import product_version
+from cohabit.server.resources import resident_bytes
 from cohabit.server.view.document import (
     ArenaPart,
     Figure,
@@ -87,12 +90,14 @@ def live_document(
     readings: Sequence[Reading],
     latencies: Mapping[ModelKey, Sequence[float]],
     chart: LaneChart | None,
+    uptime_s: float,
 ) -> LiveDocument:
     """Describe a server now. `readings` are of the window, the newest last; `latencies` ascend."""
     first, last = readings[0], readings[-1]
     span_s = last.at_s - first.at_s
     entries = sorted(client.catalog, key=lambda entry: (entry.name, entry.version or 0))
     down = client.unavailable
+    ascending = sorted(chain(*latencies.values()))
     rows = []
     for entry in entries:
         key = None if entry.version is None else entry.key
@@ -103,8 +108,10 @@ def live_document(
         trouble=down or client.catalog.not_ready(),
         down=down is not None,
         restarts=client.restarts,
+        layout=config.layout,
+        uptime=seconds(uptime_s),
         window_s=WINDOW_S,
-        figures=list(_figures(rows, first, last)),
+        figures=list(_figures(rows, first, last, ascending, _waiting(rows, client), _memory(config, report))),
         arena=list(_arena(report.device.extents, entries)),
         models=rows,
         control=config.model_control == "explicit",
@@ -152,7 +159,7 @@ def _row(
         p50=seconds(_percentile(latencies, 0.50)),
         p99=seconds(_percentile(latencies, 0.99)),
         predicted=seconds(predicted[min(predicted)] if predicted else None),
-        measured=quantity(None if counters is None or not predicted else counters.correction, "times"),
+        measured=quantity(_measured(counters) if predicted else None, "times"),
         resident=size(footprint.resident_bytes if entry.is_ready else None),
         parameters=size(footprint.parameter_bytes if entry.is_ready else None),
         copied=quantity(rate(grown.copied_bytes), "bytes/s"),
@@ -160,12 +167,34 @@ def _row(
     )
 
 
+def _measured(counters: ModelCounters | None) -> float | None:
+    """Return measured over predicted time; None while nothing was executed."""
+    return None if counters is None or not counters.statistics.execution_count else counters.correction
+
+
 def _percentile(ascending: Sequence[float], share: float) -> float | None:
     """Return the smallest value that at least this share of all does not exceed; None without values."""
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
 
 
-def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterator[Figure]:
+def _waiting(rows: Sequence[ModelRow], client: EngineClient) -> float:
+    """Return how many requests do not run yet; while the engine is down, those that the front end keeps for it."""
+    return client.waiting if client.unavailable else sum(row.waiting.value or 0.0 for row in rows)
+
+
+def _memory(config: ServeConfig, report: EngineReport) -> float:
+    """Return the memory of this process and of the engine's."""
+    return resident_bytes() + (report.device.process_bytes if config.engine == "process" else 0)
+
+
+def _figures(
+    rows: Sequence[ModelRow],
+    first: Reading,
+    last: Reading,
+    latencies: Sequence[float],
+    waiting: float,
+    memory_bytes: float,
+) -> Iterator[Figure]:
     served = sum(row.state == "ready" for row in rows)
     yield Figure(
         "models served",
@@ -180,10 +209,18 @@ def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterato
         quantity(sum(row.answered.value or 0.0 for row in rows), "1/s"),
         within,
         "Requests that were answered with a result.",
+        is_followed=True,
+    )
+    yield Figure(
+        "latency p99",
+        seconds(_percentile(latencies, 0.99)),
+        (f"of all models in {WINDOW_S:g} s",),
+        "From a request's arrival to its answer, which 99 % of them do not exceed.",
+        is_followed=True,
     )
     yield Figure(
         "waiting",
-        quantity(sum(row.waiting.value or 0.0 for row in rows), "count"),
+        quantity(waiting, "count"),
         ("requests queued now",),
         "Requests that have arrived and do not run yet.",
     )
@@ -199,6 +236,13 @@ def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterato
         ("parameters swapped in",),
         "Parameters that had no place in device memory and were copied in for an execution.",
     )
+    yield Figure(
+        "memory",
+        size(memory_bytes),
+        ("RAM of the processes",),
+        "Anonymous memory of the front end and the engine, and their pages of libraries and other files.",
+        is_followed=True,
+    )
     for lane, busy_s in sorted(last.busy_s.items()):
         busy = max(0.0, busy_s - first.busy_s.get(lane, 0.0)) / span_s if span_s > 0 else None
         yield Figure(
@@ -212,6 +256,7 @@ def _figures(rows: Sequence[ModelRow], first: Reading, last: Reading) -> Iterato
 def _arena(extents: Sequence[ArenaExtent], entries: Sequence[ModelEntry]) -> Iterator[ArenaPart]:
     """Yield the parts of the device's memory from its first byte on."""
     footprints = {entry.key: entry.footprint for entry in entries if entry.version is not None}
+    activations = workspace_words(one for key, own in footprints.items() for one in own.activations(key.name))
     versions = Counter(extent.model.name for extent in extents if extent.model is not None)
     for extent in sorted((e for e in extents if e.nbytes), key=lambda extent: extent.offset):
         if extent.use == "partition" and extent.model is not None:
@@ -229,17 +274,20 @@ def _arena(extents: Sequence[ArenaExtent], entries: Sequence[ModelEntry]) -> Ite
             label = name if versions[name] == 1 else f"{name} version {version}"
             yield ArenaPart("partition", label, extent.offset, extent.nbytes, resident_bytes, words)
         else:
-            yield ArenaPart(extent.use, _NAMES[extent.use], extent.offset, extent.nbytes, 0, _words(extent))
+            yield ArenaPart(
+                extent.use, _NAMES[extent.use], extent.offset, extent.nbytes, 0, _words(extent, activations)
+            )
 
 
 _NAMES = {"workspace": "workspace", "shared": "shared by all models", "partition": "partition", "free": "free"}
 
 
-def _words(extent: ArenaExtent) -> tuple[str, ...]:
+def _words(extent: ArenaExtent, activations: str) -> tuple[str, ...]:
     nbytes = format_bytes(extent.nbytes)
     match extent.use:
         case "workspace":
-            return (f"{nbytes} for activations, scratch and parameters in flight, one inference at a time",)
+            of_it = f": {activations}" if activations else ""
+            return (f"{nbytes} for one inference at a time, and parameters in flight{of_it}",)
         case "free":
             return (f"{nbytes} for models that are loaded later",)
         case "shared":

@@ -17,6 +17,7 @@
     if (size >= 1) return `${figures3(s)} s`;
     return size >= 1e-4 ? `${figures3(s * 1e3)} ms` : `${(s * 1e6).toFixed(1)} \u00b5s`;
   };
+  const duration = (s) => (s < 120 ? `${Math.round(s)} s` : s < 7200 ? `${Math.round(s / 60)} min` : s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`);
   const rate = (n) => (n === 0 ? "0" : n.toFixed(n < 10 ? 1 : 0));
   const units = {
     s: time,
@@ -108,17 +109,34 @@
 
   // ---- Parts that both pages have.
 
+  const COURSE_S = 300;
   const figures = () => {
     const list = make("dl", { class: "figures" });
     const meaning = make("dl");
+    const courses = new Map(); // values by the figure's name, one a second, as long as this page is open
+    const follow = (figure, line) => {
+      const values = courses.get(figure.name) || [];
+      values.push(figure.value[0]);
+      courses.set(figure.name, values.slice(-COURSE_S));
+      const known = values.filter((value) => value !== null);
+      line.hidden = known.length < 2;
+      if (line.hidden) return;
+      const most = Math.max(...known) || 1;
+      const points = values.map((value, i) => (value === null ? null : `${COURSE_S - values.length + i},${(28 - (value / most) * 26).toFixed(1)}`));
+      const svg = draw(make("div"), "svg", { viewBox: `0 0 ${COURSE_S} 30`, preserveAspectRatio: "none", role: "img" });
+      svg.setAttribute("aria-label", `${figure.name} in the last minutes, at most ${write([most, figure.value[1]])}`);
+      draw(svg, "polyline", { points: points.filter((point) => point !== null).join(" ") });
+      line.replaceChildren(svg, make("span", {}, `at most ${write([most, figure.value[1]])}`));
+    };
     const node = make("div", {}, list, make("details", { class: "help" }, make("summary", {}, "What these numbers mean"), meaning));
     const update = (all) => {
       if (list.children.length !== all.length) {
-        list.replaceChildren(...all.map(() => make("div", {}, make("dt"), make("dd"), make("dd", { class: "note" }))));
+        list.replaceChildren(...all.map(() => make("div", {}, make("dt"), make("dd"), make("dd", { class: "note" }), make("dd", { class: "course", hidden: "" }))));
         meaning.replaceChildren(...all.flatMap(() => [make("dt"), make("dd")]));
       }
       all.forEach((figure, i) => {
-        const [name, value, note] = list.children[i].children;
+        const [name, value, note, line] = list.children[i].children;
+        if (figure.is_followed) follow(figure, line);
         say(name, figure.name);
         say(value, write(figure.value));
         say(note, write(figure.note));
@@ -406,7 +424,7 @@
     };
     const show = (now) => {
       const restarts = now.restarts ? `; engine restarted ${now.restarts === 1 ? "once" : `${now.restarts} times`}` : "";
-      say(title.lastChild, `${location.host}, version ${now.version}${restarts}`);
+      say(title.lastChild, `${location.host}, version ${now.version}, layout ${now.layout}, up ${duration(now.uptime[0])}${restarts}`);
       const waits = now.down ? ": requests wait in the server, and are executed when it runs again. Figures below are from before." : "";
       trouble(now.trouble && `${now.trouble[0].toUpperCase()}${now.trouble.slice(1)}${waits}`, now.down);
       main.hidden = top.node.hidden = false;
@@ -543,8 +561,8 @@
     ["Latency", "from a request's arrival to its answer, within the last seconds."],
     ["Refused / failed per s", "Refused requests met a full queue, a deadline that could not be met, or a limit, or did not fit the model."],
     ["Predicted run", "the plan's time for one inference of the smallest batch."],
-    ["Measured / predicted", "how long executions take in comparison. Amber is above 1.5: the device is shared, or slower than when it was measured. Below 1 ms it is normal, since each execution takes a fixed time besides its ops."],
-    ["Parameters resident", "the part that stays in device memory; the rest is streamed in for every execution. Bars are scaled to the largest model."],
+    ["Measured / predicted", "how long executions take in comparison. Coloured is above 1.5, of runs over 1 ms: the device is shared, or slower than when it was measured. Shorter runs take a fixed time besides their ops."],
+    ["Parameters resident", "the part that stays in device memory; the rest is streamed in for every execution. A bar is all of the model."],
     ["Copied in", "parameters streamed per second, and per execution (run)."],
   ];
   const STATES = { ready: "ready", loading: "loading", unloading: "unloading", unavailable: "not served", "not loaded": "not loaded" };
@@ -600,7 +618,6 @@
     const update = (now) => {
       const versions = new Map();
       now.models.forEach(({ name }) => versions.set(name, (versions.get(name) || 0) + 1));
-      const most = Math.max(1, ...now.models.map((model) => model.parameters[0] || 0));
       say(how, `Rates, latencies and copies are those of the last ${now.window_s} s.${now.control ? "" : " To load and unload models here, start the server with --model-control-mode explicit."}`);
       const seen = now.models.map((model) => {
         const key = JSON.stringify([model.name, model.version]);
@@ -620,8 +637,10 @@
         cells.trouble.classList.toggle("alarm", trouble > 0);
         say(cells.predicted, write(model.predicted));
         say(cells.measured, write(model.measured));
-        cells.measured.classList.toggle("alarm", (model.measured[0] || 0) > 1.5);
-        const share = (n) => `${((n || 0) / most) * 100}%`;
+        const isSlow = (model.measured[0] || 0) > 1.5 && (model.predicted[0] || 0) > 1e-3;
+        cells.measured.classList.toggle("alarm", isSlow);
+        if (isSlow) cells.measured.append(make("div", { class: "advice" }, "measured again once it is quiet, or: cohabit cache remeasure"));
+        const share = (n) => `${((n || 0) / Math.max(1, model.parameters[0] || 0)) * 100}%`;
         bar.hidden = !isReady;
         bar.children[0].style.width = share(model.resident[0]);
         bar.children[1].style.width = share((model.parameters[0] || 0) - (model.resident[0] || 0));

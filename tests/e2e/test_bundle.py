@@ -256,7 +256,7 @@ def test_process_memory_suffices_in_a_cgroup_of_that_size_with_libraries_counted
     _, shown = refused_start(bundle, MEMORY, bundle, "--engine", "in-process", "--process-memory", "100MiB")
     least_bytes = int(re.search(r"give at least (\d+)MiB", shown)[1]) << 20  # type: ignore[index]
     assert least_bytes < 264 << 20, "an idle server takes 200 MiB"
-    flags = ("--engine", "in-process", "--process-memory", str(least_bytes))
+    flags = ("--engine", "in-process", "--process-memory", f"{least_bytes}B")
     with memory_cgroup() as cgroup:
         limit = cgroup / "memory.limit_in_bytes"
         limit.write_text(str(least_bytes))

@@ -54,7 +54,11 @@ def test_with_json_everything_on_stderr_is_a_record(archives: Archives, tmp_path
     by_name = {event["event"]: event for event in events}
     assert (by_name["ready"]["served"], by_name["ready"]["models"]) == (1, 2)
     assert by_name["ready"]["url"] == f"http://{server.address}"
-    assert MODEL in "".join(by_name["memory map"]["lines"])
+    (placed,) = by_name["memory map"]["placed"]
+    assert placed["model"] == MODEL
+    assert 0 <= placed["resident_bytes"] <= placed["parameter_bytes"]
+    assert by_name["memory map"]["workspace_bytes"] > 0
+    assert not any("\u2500" in json.dumps(event, ensure_ascii=False) for event in events), "no drawings"
     assert (by_name["models loaded"]["served"], by_name["models loaded"]["not_served"]) == (1, 1)
     assert any(event["event"].startswith("--threads and --compute-lanes ask for more") for event in events)
     assert "stopping" in by_name

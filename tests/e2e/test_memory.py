@@ -234,7 +234,7 @@ def alone(request: pytest.FixtureRequest, archives: Archives) -> Iterator[tuple[
     if memory == "least":
         with pytest.raises(InfeasibleBudget) as caught, deployed(repository, "25%", archives.cache):
             pass
-        memory, search = str(caught.value.least_bytes), "best"
+        memory, search = f"{caught.value.least_bytes}B", "best"
     with deployed(repository, memory, archives.cache, search=search) as device:
         yield name, device
 

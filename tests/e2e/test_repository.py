@@ -115,7 +115,7 @@ def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archive
 
     def start(nbytes: int):  # type: ignore[no-untyped-def]
         changes = {"layout": layout, "batch_sizes": (1, 4), "search": "best"}
-        return serving(repository, str(nbytes), archives.cache, **changes)
+        return serving(repository, f"{nbytes}B", archives.cache, **changes)
 
     with pytest.raises(InfeasibleBudget) as refused, start(1 << 20):
         pass

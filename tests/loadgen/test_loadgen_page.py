@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -30,6 +31,15 @@ def test_a_slower_run_is_clearly_slower_at_every_percentile() -> None:
     for row in rows[:3]:
         assert row["is_clear"]
         assert row["low"] <= row["other"] - row["first"] <= row["high"]
+
+
+def test_nothing_is_said_of_few_requests_or_invalid_runs() -> None:
+    rows = differences(run_of(0.010, seed=0), run_of(0.020, seed=1))  # 3,000 requests: p99.9 is of three
+    assert [row["undecided"] for row in rows] == ["", "", "", "too few requests"]
+    assert not rows[-1]["is_clear"]
+    late = msgspec.structs.replace(run_of(0.020, seed=1), send_lag=run_of(1.0, seed=2).latency)
+    rows = differences(run_of(0.010, seed=0), late)
+    assert all(row["undecided"] == "a run is invalid" and not row["is_clear"] for row in rows)
 
 
 def test_intervals_of_equal_servers_contain_zero_about_as_often_as_they_claim() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from cohabit.loadgen.arrivals import RequestArrival
 from cohabit.loadgen.openloop import NOT_SENT, Outcome, RequestFailed
-from cohabit.loadgen.report import Report, RunDescription, make_report, spread
+from cohabit.loadgen.report import Report, RunDescription, findings, make_report, runs_table, spread
+from cohabit.loadgen.server_times import Counters, times_between
 
 RUN = RunDescription(url="u", seed=0, batch=1, rate_per_s=10, duration_s=10.0, warmup_s=1.0, slo_s=0.1)
 
@@ -75,3 +76,34 @@ def test_a_late_generator_is_noticed() -> None:
 def test_a_report_survives_json() -> None:
     report = make_report(RUN, [answered(2, 0.05), failed(3, "timeout", "b")], ["a", "b"])
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def test_a_saturated_run_and_an_outage_are_said() -> None:
+    run = msgspec.structs.replace(RUN, rate_per_s=100.0, duration_s=10.0, warmup_s=0.0)
+    arrivals = [k / 100 for k in range(1000)]
+    behind = make_report(run, [answered(at_s, 0.01 + at_s) for at_s in arrivals], ["a"])  # half as fast as asked
+    (said,) = findings(behind)
+    assert said.startswith("saturated: 50.0 of 100 requests/s were answered, and latencies grew from")
+    gone = [failed(at_s, "connection") if 3 <= at_s < 6 else answered(at_s, 0.01) for at_s in arrivals]
+    (said,) = findings(make_report(run, gone, ["a"]))
+    assert said == "outage: of the 300 requests that were due from 3.0 to 6.0 s, 3.0 s, none was answered"
+    assert findings(make_report(run, [answered(at_s, 0.01) for at_s in arrivals], ["a"])) == []
+
+
+def counters(requests: float, nanoseconds: float, restarts: float = 0.0) -> Counters:
+    parts = dict.fromkeys(("queue", "input", "compute", "output"), nanoseconds)
+    return Counters({"a": {"requests": requests, "executions": requests, **parts}}, {"a": 0.0}, restarts)
+
+
+def test_counters_that_began_anew_say_nothing_of_a_run() -> None:
+    (found,) = times_between(counters(10, 1e9), counters(20, 3e9)).values()
+    assert (found.requests, found.compute_s) == (10, pytest.approx(0.2))
+    assert times_between(counters(100, 9e9), counters(150, 2e9)) == {}, "the model was replaced"
+    assert times_between(counters(10, 1e9), counters(20, 3e9, restarts=1.0)) == {}, "the engine was restarted"
+
+
+def test_a_sweep_is_compared_in_one_table() -> None:
+    reports = [
+        make_report(msgspec.structs.replace(RUN, rate_per_s=r), [answered(2, 0.05)], ["a"]) for r in (10, 20)
+    ]
+    assert runs_table(reports).row_count == 2

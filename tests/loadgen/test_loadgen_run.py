@@ -1,8 +1,11 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from fake_kserve import FakeKServe, serving
 from msgspec.structs import replace
 
-from benchmarks.demo import joined
+from benchmarks.demo import joined, verdict
 from cohabit.loadgen.errors import ServerFailed, UsageError
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.run import run_load, send_load
@@ -37,6 +40,27 @@ async def test_turns_are_one_run_without_their_warm_ups() -> None:
     assert together.latency is not None
     latencies_s = [turn.report.latency.max_s for turn in turns if turn.report.latency is not None]
     assert together.latency.max_s == max(latencies_s)
+
+
+def turn(p50_ms: float, p99_ms: float, lag_ms: float = 0.0) -> Any:
+    """What the verdict reads of a turn's report."""
+    spread = SimpleNamespace(p50_s=p50_ms / 1e3, p90_s=p50_ms / 500, p99_s=p99_ms / 1e3)
+    return SimpleNamespace(latency=spread, generator_was_late=lag_ms > 5)
+
+
+def test_the_demos_verdict_says_what_turns_show_and_what_they_do_not() -> None:
+    """One bad turn of a busy machine does not decide, as it does in percentiles of all turns together."""
+    shared = [turn(35, 80), turn(36, 90), turn(34, 85), turn(37, 160)]
+    own = [turn(21, 82), turn(20, 70), turn(22, 88), turn(21, 176)]
+    resident = [turn(20, 30), turn(20, 31), turn(20, 29), turn(20, 30)]
+    turns = {"partitioned": own, "time_shared": shared, "resident": resident}
+    against_shared, against_resident = verdict(turns, others=0.02)
+    assert "p99 not to be told apart" in against_shared
+    assert "p50 lower, 0.59 of it" in against_shared
+    assert "p99 higher, 3." in against_resident
+    *_, late, busy = verdict({**turns, "resident": [*resident[:3], turn(20, 30, lag_ms=9)]}, others=0.4)
+    assert late.startswith("In 1 of 12 turns the load generator was late")
+    assert "40% busy before anything was started: repeat this on a quiet machine" in busy
 
 
 async def test_a_slow_server_slows_nothing_down() -> None:

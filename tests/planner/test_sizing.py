@@ -325,3 +325,75 @@ def test_more_engines_than_models_leave_no_engine_idle_where_a_model_has_load() 
 def test_models_without_requests_are_assigned_too() -> None:
     held = assign([ModelTraffic("a", 10, 0.0), ModelTraffic("b", 10, 0.0)], 2, 10)
     assert [len(engine) for engine in held] == [1, 1]
+
+
+def hungry(batches: tuple[int, ...] = (1, 2, 4, 8), splits: bool = True) -> ModelDemand:
+    """A model whose activations grow with the batch, far beyond its parameters, and whose batches gain no time."""
+    graphs = {Bucket(b): chain([PAGE] * 3, 8 * PAGE * b, b) for b in batches}
+    profiles = {b: profile_of(g, 1.0 * b.batch, bandwidth=PAGE / 2) for b, g in graphs.items()}
+    return ModelDemand("hungry", graphs, profiles, splits_batches=splits)
+
+
+def latencies(models: list[ModelDemand], memory_bytes: int) -> float:
+    """The sum over models of the smallest bucket's latency, by full searches."""
+    plans = [entry.plans[Bucket(1)].provenance for entry in deploy(models, memory_bytes).entries]
+    return sum(plan.latency_s for plan in plans if plan is not None)
+
+
+def test_largest_batches_are_left_out_where_their_activations_cost_more_than_batching_gains() -> None:
+    others = [replace(m, splits_batches=True) for m in MODELS]
+    memory = 140 * PAGE
+    division = divide([hungry(), *others], memory)
+    assert division.most_batches[0] < 8
+    assert division.most_batches[1:] == (4, 4, 4), "whose activations are small"
+    assert division.workspace_bytes < 8 * 8 * PAGE * 2
+    assert latencies([hungry(), *others], memory) < 0.7 * latencies([hungry(splits=False), *MODELS], memory)
+    assert divide([hungry(splits=False), *MODELS], memory).most_batches == (8, 4, 4, 4)
+
+
+def test_all_batches_stay_where_memory_is_enough_or_batching_gains_more() -> None:
+    others = [replace(m, splits_batches=True) for m in MODELS]
+    assert divide([hungry(), *others], 400 * PAGE).most_batches == (8, 4, 4, 4)
+    graphs = hungry().graphs
+    flat = {
+        b: profile_of(g, 1000.0, bandwidth=PAGE / 2) for b, g in graphs.items()
+    }  # a batch takes what a row takes
+    gaining = replace(hungry(), profiles=flat, rate_per_s=1e6)
+    assert divide([gaining, *others], 140 * PAGE).most_batches[0] == 8
+
+
+def test_a_memory_that_is_too_small_for_all_batches_may_be_enough_for_fewer() -> None:
+    memory = 60 * PAGE
+    with pytest.raises(InfeasibleBudget):
+        divide([replace(hungry(splits=False), name="h")], memory // 2)
+    division = divide([hungry()], memory)
+    assert division.most_batches == (2,)
+    (entry,) = deploy([hungry()], memory).entries
+    assert set(entry.plans) == {Bucket(1), Bucket(2)}
+    with pytest.raises(InfeasibleBudget) as refused:
+        divide([hungry()], PAGE)
+    assert divide([hungry()], refused.value.least_bytes).most_batches == (1,)
+
+
+@pytest.mark.parametrize("pages", [15, 20, 30, 40])
+def test_a_rough_division_fits_and_is_not_much_worse(pages: int) -> None:
+    """Nothing is planned for it. Its plans are compared with those of a division by quick plans."""
+    rough, exact = (divide(MODELS, pages * PAGE, rough=rough) for rough in (True, False))
+    total = {}
+    for name, division in (("rough", rough), ("exact", exact)):
+        assert division.workspace_bytes + sum(division.partition_bytes) <= pages * PAGE
+        total[name] = 0.0
+        for demand, nbytes in zip(MODELS, division.partition_bytes, strict=True):
+            plan = plan_model(demand, Memory(division.workspace_bytes, nbytes))[Bucket(1)]
+            check(demand.graphs[Bucket(1)], demand.profiles[Bucket(1)], plan)
+            assert plan.provenance is not None
+            total[name] += demand.rate_per_s * plan.provenance.latency_s
+    assert total["rough"] <= 1.3 * total["exact"]
+
+
+def test_a_rough_division_refuses_what_the_other_refuses() -> None:
+    with pytest.raises(InfeasibleBudget) as exact:
+        divide(MODELS, PAGE)
+    with pytest.raises(InfeasibleBudget) as rough:
+        divide(MODELS, PAGE, rough=True)
+    assert rough.value.least_bytes == exact.value.least_bytes

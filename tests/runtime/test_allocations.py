@@ -1,5 +1,8 @@
 """Allocations are attributed to the range in which they are made."""
 
+import subprocess
+import sys
+
 import torch
 
 from cohabit.runtime.allocations import measuring_allocations
@@ -17,3 +20,18 @@ def test_the_peak_of_a_range_counts_what_was_freed_again() -> None:
     assert peaks["nothing"] == 0
     assert 2 * 4000 <= peaks["two temporaries"] <= 3 * 4100
     assert 4 << 20 <= peaks["large"] < (4 << 20) + 4096
+
+
+def test_measuring_on_another_thread_than_torchs_prints_nothing() -> None:
+    """Import's and the engine's threads are others than the one that has loaded torch."""
+    program = (
+        "import threading, torch\n"
+        "from cohabit.runtime.allocations import measuring_allocations\n"
+        "def measure():\n"
+        "    with measuring_allocations() as peaks, torch.profiler.record_function('range'):\n"
+        "        torch.ones(1000)\n"
+        "    assert peaks == {'range': 4000}, peaks\n"
+        "thread = threading.Thread(target=measure); thread.start(); thread.join()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout + ended.stderr == ""

@@ -25,6 +25,7 @@ from cohabit.runtime.profiling.link import leading, segment_copies
 from cohabit.runtime.profiling.profile import without_extra
 from cohabit.runtime.profiling.stopwatch import ColdCaches, StepTimes, measure_ops
 from cohabit.server.deploy.prepare import warn_of_noise, warn_of_random_ops
+from cohabit.server.ipc.model import ModelKey
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.mixing import Computed
@@ -125,17 +126,25 @@ def test_a_measurement_that_is_disturbed_alike_in_every_run_is_noisy(
     assert profile.noise > NOISY
 
 
-def test_the_log_says_how_noisy_a_measurement_was(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_of_the_log_names_all_models_with_noisy_measurements_and_what_will_happen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     link = Link(1e-5, 1e9)
 
-    def profiles(noise: float) -> dict[Bucket, Profile]:
-        return {Bucket(2): Profile("graph", "device", (1.0,), link, link, noise=noise)}
+    def model(name: str, noise: float) -> Any:
+        profile = Profile("graph", "device", (1.0,), link, link, noise=noise)
+        return SimpleNamespace(key=ModelKey(name, 1), profiles={Bucket(2): profile})
 
-    warn_of_noise(bench.lowered.name, profiles(NOISY))
+    warn_of_noise([model("quiet", NOISY)], measured_again=True)
     assert caplog.records == []
-    warn_of_noise(bench.lowered.name, profiles(0.31))
-    (record,) = caplog.records
-    assert vars(record)["fields"] == {"model": bench.lowered.name, "noise": "31%", "limit": "20%"}
+    for measured_again, what in ((True, "once it is quiet"), (False, "after `cohabit cache remeasure MODEL`")):
+        caplog.clear()
+        several = [model("b", 0.31), model("quiet", NOISY), model("a", 0.25)]
+        warn_of_noise(several, measured_again=measured_again)
+        (record,) = caplog.records
+        assert vars(record)["fields"] == {"models": ["a", "b"], "noise": 0.31, "limit": NOISY}
+        assert what in record.message
+        assert "delete" not in record.message, "the cache is not to be changed by hand"
 
 
 def test_the_log_names_operators_that_draw_random_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,11 @@ def loaded() -> FakeLoaded:
     loaded = serving(*standard_models())
     loaded.failures = {ModelKey("damaged", 1): "model.pt2 is truncated"}
     predicted_s, bound_s = {Bucket(1): 0.5, Bucket(2): 0.75}, {Bucket(1): 0.5, Bucket(2): 0.6}
-    loaded.footprints = {ModelKey("adder", 3): ModelFootprint(100, 400, 80, predicted_s, bound_s)}
+    loaded.footprints = {
+        ModelKey("adder", 3): ModelFootprint(
+            100, 400, 80, predicted_s, bound_s, activation_bytes={Bucket(1): 64, Bucket(2): 128}
+        )
+    }
     return loaded
 
 

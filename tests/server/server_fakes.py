@@ -180,7 +180,9 @@ class FakeLoaded:
     closed: bool = False
     workers: Any = field(default_factory=lambda: SimpleNamespace(here=True, close=lambda: None))
     improver: Any = field(
-        default_factory=lambda: SimpleNamespace(begin=lambda *_, **__: None, close=nothing, watch=nothing)
+        default_factory=lambda: SimpleNamespace(
+            measures_again=False, begin=lambda *_, **__: None, close=nothing, watch=nothing
+        )
     )
 
     async def prepare(

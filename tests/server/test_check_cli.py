@@ -76,10 +76,13 @@ def test_the_least_memory_is_enough_and_a_page_less_is_not(
 ) -> None:
     _, report = reported(folder, capsys)
     least = report["memory"]["least_bytes"]
-    assert reported(folder, capsys, "--memory", str(least))[0] == 0
-    status, report = reported(folder, capsys, "--memory", f"{least - 4096},100%")
+    assert reported(folder, capsys, "--memory", f"{least}B")[0] == 0
+    status, report = reported(folder, capsys, "--memory", f"{least - 4096}B,100%")
     assert (status, report["servable"]) == (1, False)
     assert "the budget is" in report["memory"]["budgets"][0]["reason"]
+    assert "at batch 4" in report["memory"]["budgets"][0]["reason"], "which needs most"
+    said = "8.0 KiB for activations of wide at batch 4; 4.0 KiB with --batch-sizes 1,2"
+    assert report["memory"]["activations"] == said
 
 
 def test_a_model_without_weights_is_checked_in_each_size_once(

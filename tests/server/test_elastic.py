@@ -49,7 +49,13 @@ class FakePlacement:
         profiles = {Bucket(1): SimpleNamespace(compute_s=COMPUTE_S)}
         key = SimpleNamespace(name=name)
         return SimpleNamespace(
-            key=key, demand=None, profiles=profiles, plans=plans(nbytes), searched=True, rate_per_s=1.0
+            key=key,
+            demand=None,
+            profiles=profiles,
+            plans=plans(nbytes),
+            searched=True,
+            rate_per_s=1.0,
+            latency_s=lambda made: made[Bucket(1)].provenance.latency_s,
         )
 
     def _hold(self) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from huggingface_hub import constants
 from safetensors.torch import save_file, save_model
 from torch import nn
 
+from cohabit.planner import cache_file
+from cohabit.planner import profile as profile_format
 from cohabit.server.cli import main
 from cohabit.server.commands.import_model import _default_name
 from cohabit.server.errors import ImportFailed
@@ -46,6 +49,27 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x
+
+
+class Text(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"y": x * 2, "label": "cat"}
+
+
+class InAList(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * 2, ["cat", x]
+
+
+class Floats(nn.Module):
+    def forward(self, x: torch.Tensor) -> list[list[float]]:
+        return x.tolist()  # type: ignore[no-any-return]
+
+
+class Selected(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return y[y > 0]
 
 
 class Noisy(nn.Module):
@@ -118,6 +142,14 @@ def linear() -> nn.Module:
     return nn.Linear(4, 2)
 
 
+def scripted() -> nn.Module:
+    return torch.jit.script(linear())
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(linear(), torch.zeros(1, 4))
+
+
 def number() -> int:
     return 4
 
@@ -147,6 +179,17 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 @pytest.fixture
+def refused_here(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A function that runs an import which must fail, in the folder of another; returns what it says."""
+
+    def run(*arguments: str) -> str:
+        assert main(["import", *arguments, "--cache", "cache", "--max-batch", "2"]) in (1, 2)
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return run
+
+
+@pytest.fixture
 def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that runs an import in a folder of its own, which must succeed; returns what it says."""
     monkeypatch.chdir(tmp_path)
@@ -161,7 +204,11 @@ def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nowhere"], "nowhere does not exist; give a folder, a hub's name, a checkpoint, or"),
+        (["nowhere/at/all"], "nowhere/at/all does not exist; give a folder, a hub's name, a checkpoint, MODULE:F"),
+        (["nowhere.safetensors"], "nowhere.safetensors does not exist; give a folder, a hub's name, a checkpoint"),
+        (["nowhere.py:make"], "nowhere.py:make: there is no file 'nowhere.py'; write SCRIPT.py:FUNCTION"),
+        (["script.py:make"], "script.py:make: script.py defines no function 'make'"),
+        (["script.py:four"], "script.py:four: four of script.py is a int, not a function"),
         (["empty"], "empty is no Hugging Face model directory: it has no config.json"),
         (["file.pt"], "file.pt is a checkpoint; name the function that makes its module with --factory"),
         (["file.pt", "--factory", "linear"], "--factory: 'linear' is not MODULE:FUNCTION"),
@@ -176,6 +223,7 @@ def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_a_path_that_is_nothing_to_import_is_named(refused: Any, arguments: list[str], reason: str) -> None:
     Path("empty").mkdir()
     Path("file.pt").touch()
+    Path("script.py").write_text("four = 4")
     assert refused(*arguments, status=2).startswith(reason)
 
 
@@ -186,6 +234,7 @@ def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of TorchScript
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -197,6 +246,12 @@ def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
         ([f"{HERE}:Adding", "--input", "z:FP32:-1,4"], "missing 1 required positional argument: 'y'"),
         ([f"{HERE}:linear", "--input", "input:FP32:-1,5"], "mat1 and mat2 shapes cannot be multiplied"),
         ([f"{HERE}:Doubling", "--input", "x:FP31:-1,4"], "no datatype is called FP31; there are BOOL"),
+        ([f"{HERE}:Text", *X], "output['label'] is a str, 'cat'; let forward return tensors"),
+        ([f"{HERE}:InAList", *X], "output[1][0] is a str, 'cat'; let forward return tensors"),
+        ([f"{HERE}:Floats", *X], "the module returns no tensor, but float; let forward return tensors"),
+        ([f"{HERE}:Selected", *X], "output has as many elements in dimension 0 as values decide, as y[y > 0] has"),
+        ([f"{HERE}:scripted", *X], "scripted returns a TorchScript module, which is not supported; let it return"),
+        ([f"{HERE}:traced", *X], "traced returns a TorchScript module, which is not supported; let it return"),
         ([f"{HERE}:number"], "returns a int; let it return a torch.nn.Module"),
         ([f"{HERE}:failing"], "RuntimeError: no weights today and a second line"),
         (["no_such_package:linear"], "No module named 'no_such_package'"),
@@ -401,6 +456,55 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tiny("bert")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert refused("bert").endswith("need the package transformers; pip install 'transformers>=5'")
+
+
+def test_what_is_exported_already_is_told_from_a_checkpoint(imported: Any, refused_here: Any) -> None:
+    imported(f"{HERE}:linear", *X)
+    said = refused_here("models/linear/1/model.pt2")
+    assert "is exported already; serve it as it is, as NAME/1/model.pt2 of a repository" in said
+    assert "cohabit check models/linear/1/model.pt2" in said
+
+
+def test_a_name_without_an_owner_is_a_hubs_name_too(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "hub")
+    said = refused("bert-base-uncased")
+    assert "download it with `hf download bert-base-uncased`, or give its folder" in said
+
+
+def test_a_function_of_a_file_is_named_by_its_path(imported: Any) -> None:
+    Path("package").mkdir()
+    Path("package/sizes.py").write_text("INPUTS = 4")
+    Path("package/nets.py").write_text(
+        "from torch import nn\nfrom sizes import INPUTS\n\ndef make():\n    return nn.Linear(INPUTS, 2)"
+    )
+    imported("package/nets.py:make", "--input", "input:FP32:-1,4")
+    assert Path("models/make/1/model.pt2").is_file()
+
+
+def test_a_version_is_added_or_replaced_and_others_stay(imported: Any, refused_here: Any) -> None:
+    imported(f"{HERE}:linear", *X)
+    entry = Path("models/linear")
+    (entry / "config.pbtxt").write_text((entry / "config.pbtxt").read_text() + "# mine\n")
+    first = (entry / "1" / "model.pt2").read_bytes()
+    said = refused_here(f"{HERE}:linear", *X)
+    assert "models/linear/1 exists; --replace it, add --version 2, or give another --name" in said
+    imported(f"{HERE}:linear", *X, "--version", "2")
+    second = (entry / "2" / "model.pt2").read_bytes()
+    assert (entry / "1" / "model.pt2").read_bytes() == first
+    imported(f"{HERE}:linear", *X, "--replace")
+    assert (entry / "1" / "model.pt2").read_bytes() != first, "other random weights"
+    assert (entry / "2" / "model.pt2").read_bytes() == second
+    assert (entry / "config.pbtxt").read_text().endswith("# mine\n")
+    said = refused_here(f"{HERE}:Adding", *X, "--input", "y:FP32:-1,4", "--name", "linear", "--version", "3")
+    assert "config.pbtxt" in said, "which has one input"
+    assert not (entry / "3").exists()
+
+
+def test_the_hint_to_serve_does_not_take_one_model_for_all(imported: Any) -> None:
+    said = " ".join(imported(f"{HERE}:linear", *X).split())
+    assert "serve it with: cohabit serve models" in said
+    assert "--memory" not in said
+    assert "all of it takes 1MiB of device memory, beside what other models take" in said
 
 
 def test_an_entry_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -690,3 +794,24 @@ def test_a_checkpoint_is_a_regular_file(refused: Any, name: str) -> None:
     else:
         Path(name).symlink_to("/dev/zero")
     assert "is no checkpoint file" in refused(name, *LINEAR, status=2)
+
+
+def test_an_import_measures_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The server does, in the background: from what the cache has of the import, its first start serves at once."""
+    cache = tmp_path / "cache"
+    flags = ("--repository", str(tmp_path / "models"), "--cache", str(cache), "--max-batch", "4")
+    assert main(["import", f"{HERE}:linear", *X, *flags]) == 0
+    progress = capfd.readouterr().err
+    assert "comparing with eager PyTorch" in progress
+    assert "measuring" not in progress
+    profiles = [profile_format.decode(cache_file.read(path)) for path in (cache / "profiles").iterdir()]
+    assert len(profiles) == 3, "of batches 1, 2 and 4"
+    assert all(profile.provisional for profile in profiles)
+    assert not [path for path in cache.glob("plans/*") if "division" not in path.name], "nothing was searched for"
+
+
+def test_an_import_prints_nothing_of_its_libraries(tmp_path: Path) -> None:
+    flags = ("--repository", str(tmp_path / "models"), "--cache", str(tmp_path / "cache"), "--max-batch", "2")
+    command = [sys.executable, "-m", "cohabit.server.cli", "import", f"{HERE}:linear", *X, *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    assert all(line.startswith("linear: ") for line in ended.stderr.splitlines()), ended.stderr

@@ -41,6 +41,7 @@ class Reporting:
             self.catalog.update(entry)
         self.unavailable: str | None = None
         self.restarts = 0
+        self.waiting = 0
         self.asked = 0
         self.now = EngineReport()
 
@@ -128,6 +129,27 @@ async def test_counters_of_a_new_engine_are_counted_from_zero() -> None:
     document = await Feed(client).after(2.0, restarted)
     assert row(document)["answered"] == [4.0, "1/s"]
     assert document["restarts"] == 1
+
+
+def figure(document: dict[str, Any], name: str) -> Any:
+    (found,) = (one for one in document["figures"] if one["name"] == name)
+    return found["value"]
+
+
+async def test_what_has_not_run_has_no_measured_time_and_what_waits_for_a_restart_is_counted() -> None:
+    client = Reporting(ready(A, predicted_s={Bucket(1): 0.5}))
+    client.now = EngineReport({A: counted(0)})
+    feed = Feed(client)
+
+    def down() -> None:
+        client.unavailable, client.waiting = "the engine is restarting", 7
+
+    document = await feed.after(1.0, down)
+    assert row(document)["measured"] == [None, "times"]
+    assert figure(document, "waiting") == [7, "count"], "the last report of the engine that has ended had two"
+    assert document["uptime"] == [1.0, "s"]
+    assert document["layout"] == "partitioned"
+    assert figure(document, "memory")[0] > 1 << 20
 
 
 async def test_latencies_are_those_of_the_last_seconds() -> None:

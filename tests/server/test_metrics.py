@@ -50,6 +50,7 @@ OURS = {
     "cohabit_resident_bytes",
     "cohabit_compute_lane",
     "cohabit_resident_share",
+    "cohabit_activation_bytes",
     "cohabit_predicted_seconds",
     "cohabit_bound_seconds",
     "cohabit_plan_gap",
@@ -198,6 +199,7 @@ def test_footprints_are_gauges(server: Running) -> None:
     assert of(samples, "cohabit_resident_bytes") == 80
     assert of(samples, "cohabit_resident_share") == 0.2
     assert of(samples, "cohabit_predicted_seconds", batch="2") == 0.75
+    assert of(samples, "cohabit_activation_bytes", batch="2") == 128
     assert of(samples, "cohabit_bound_seconds", batch="2") == 0.6
     assert of(samples, "cohabit_plan_gap", batch="2") == pytest.approx(0.25)
     assert of(samples, "nv_inference_pending_request_count") == 0

@@ -143,7 +143,12 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
         (["plan", *PAIR, "--memory", "1MiB", "--time-limit", "10 parsecs"], "--time-limit: '10 parsecs'"),
         (["plan", *PAIR, "--memory", "1MiB", "--time-limit", "0s"], "--time-limit: '0'"),
         (["plan", *PAIR, "--memory", "1MiB", "--search", "magic"], "invalid choice: 'magic' (choose from 'best'"),
-        (["plan", *PAIR[:3], "chain.graph.json", "--memory", "1MiB"], "chain.graph.json: profile file"),
+        (["plan", *PAIR[:3], "chain.graph.json", "--memory", "1MiB"], "chain.graph.json is a graph; "),
+        (
+            ["plan", *PAIR, "--memory", "10"],
+            "--memory: '10' has no unit, and would be 10 bytes; write 10MiB or 10G",
+        ),
+        (["plan", *PAIR, "--memory", "1.5"], "--memory: '1.5' has no unit, and would be 2 bytes; write 1.5MiB"),
         (["plan", "--graph", "no", "--profile", "no", "--memory", "1MiB"], "no cannot be read: No such file"),
         (["plan", *PAIR, "--memory", "1MiB", "--output", "chain.graph.json"], "cannot be written"),
         (["plan", *PAIR, "--memory", "1MiB", "--predicted", "."], "--predicted takes the place of --profile"),
@@ -153,7 +158,8 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
             "no has no NAME.graph.json with its NAME.pro",
         ),
         (["show", "no.plan.json"], "no.plan.json cannot be read"),
-        (["show", "chain.graph.json"], "chain.graph.json: plan file has format version 1"),
+        (["show", "chain.graph.json"], "chain.graph.json is a graph; `cohabit show` draws NAME.plan.json"),
+        (["show", "chain.profile.json"], "chain.profile.json is a profile; `cohabit show` draws NAME.plan.json"),
         (["show", "x", "--html", "-", "--open"], "--open: a page on standard output"),
         (["compare-plans", *PAIR, "--memory", "1MiB", "--searchers", "best,magic"], "no searcher is called magic"),
         (["compare-plans", *PAIR, "--memory", "1MiB", "--batch-sizes", "1,2"], "'1,2' is not a whole number"),
@@ -283,6 +289,21 @@ def test_compare_shows_every_searcher_and_hides_no_failure(
     assert "one budget" in rows["on_demand"]
     assert "KiB + " in rows["best"]
     assert len(list(Path("kept").glob("*.plan.json"))) == 2
+
+
+def test_the_words_of_tables_are_explained_and_two_questions_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of one budget beats those that serve, and only the help said why."""
+    shown = {}
+    for names in ("best", "best,on_demand"):
+        assert main(["compare-plans", *PAIR, "--memory", "48KiB", "--searchers", names, "--evaluations", "2"]) == 0
+        shown[names] = " ".join(capsys.readouterr().out.split())
+    assert all("bound: less is impossible in this memory" in said for said in shown.values())
+    assert "These answer two questions" not in shown["best"]
+    assert "These answer two questions" in shown["best,on_demand"]
+    path = planned()
+    assert "gap: latency over the bound" in " ".join(capsys.readouterr().out.split())
+    assert main(["show", str(path)]) == 0
+    assert "gap: latency over the bound" in " ".join(capsys.readouterr().out.split())
 
 
 def test_compare_says_where_a_searcher_failed_and_goes_on(

@@ -1,6 +1,7 @@
 """Commands against a running server: what they print for people and for scripts, and how they fail."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loaded: FakeLoaded = serving(adder(), identity("id", "FP32"))
     loaded.failures = {ModelKey("damaged", 1): "model.pt2 is [truncated]"}
     loaded.footprints = {
-        ModelKey("adder", 3): ModelFootprint(3 << 20, 400, 100, {Bucket(1): 0.5}, {Bucket(1): 0.4})
+        ModelKey("adder", 3): ModelFootprint(
+            3 << 20, 400, 100, {Bucket(1): 0.5}, {Bucket(1): 0.4}, 0, {Bucket(1): 2 << 20, Bucket(8): 9 << 20}
+        )
     }
     with running(loaded, strict_readiness=False) as handle:
         assert infer(handle, "id", {"inputs": [x()]}).status == 200
@@ -55,6 +58,9 @@ def test_models_are_listed_with_their_memory_and_reasons(own: Running, capsys: p
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert all(part in lines["adder"] for part in ("3", "READY", "3.0 MiB", "25.0%"))
     assert all(part in lines["damaged"] for part in ("UNAVAILABLE", "model.pt2 is [truncated]"))
+    assert " ".join(lines["of"].split()) == (
+        "of a workspace, 9.0 MiB for activations of adder at batch 8; 2.0 MiB with --batch-sizes 1"
+    )
 
 
 def test_models_as_json_are_the_repository_index(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +127,47 @@ def test_tokens_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert run(guarded, "models", "--token-file", str(infer_tokens)) == 0
         assert run(guarded, "load", "adder", "--token-file", str(infer_tokens)) == 1
         assert "answered 403" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a certificate for 127.0.0.1 that has signed itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    subject = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        *subject,
+    ]
+    subprocess.run(
+        [*command, "-keyout", "key.pem", "-out", "cert.pem"], cwd=folder, check=True, capture_output=True
+    )
+    return folder
+
+
+def test_commands_speak_tls_and_say_where_one_side_does_not(
+    certificate: Path, own: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"tls_cert": certificate / "cert.pem", "tls_key": certificate / "key.pem"}
+    with running(serving(adder()), **files) as secure:
+        host = secure.address.rpartition("/")[2]
+        assert main(["models", "--url", f"https://{host}", "--ca", str(certificate / "cert.pem")]) == 0
+        capsys.readouterr()
+        assert main(["models", "--url", f"https://{host}"]) == 1
+        assert "name the authority that has signed it with --ca FILE" in capsys.readouterr().err
+        assert main(["models", "--url", f"http://{host}"]) == 1
+        assert f"it speaks TLS: give https://{host}" in capsys.readouterr().err
+    plain = own.address.rpartition("/")[2]
+    assert main(["models", "--url", f"https://{plain}"]) == 1
+    assert "if the server has no TLS, give http://" in capsys.readouterr().err
+    assert main(["models", "--url", f"https://{plain}", "--ca", "/nowhere"]) == 2
+    assert "--ca: /nowhere cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,18 @@ def test_repository_that_is_not_there(tmp_path: Path) -> None:
         scan(tmp_path / "file")
 
 
+@pytest.mark.parametrize("part", ["ranker", "ranker/1", "ranker/1/model.pt2"])
+def test_a_part_of_a_repository_names_the_repository(tmp_path: Path, part: str) -> None:
+    add(tmp_path, "ranker", "1")
+    with pytest.raises(RepositoryError, match=f"not a repository of models; .*: cohabit serve {tmp_path}$"):
+        scan(tmp_path / part)
+
+
+def test_a_model_may_be_named_like_a_version(tmp_path: Path) -> None:
+    add(tmp_path, "1", "1")
+    assert [source.name for source in scan(tmp_path)] == ["1"]
+
+
 def test_empty_repository(tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match=r"is empty; put models there as NAME/1/model\.pt2"):
         scan(tmp_path)

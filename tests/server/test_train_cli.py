@@ -117,7 +117,7 @@ def test_the_prediction_is_shown_before_the_first_step(capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert shown.index("swapped per step") < shown.index("step 1: loss")
     assert "64.0 KiB" in shown
-    assert re.search(r"step 1: loss \S+, \S+ steps/s, \S+ of the predicted time", shown)
+    assert re.search(r"step 1: loss \S+, \S+ steps/s, \S+ ms per step, \S+ of the \S+ ms predicted by now", shown)
 
 
 def test_checkpoints_that_are_there_are_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,12 @@ from cohabit.server.errors import ConfigError
 _T = TypeVar("_T", Graph, Profile)
 _Decoded = TypeVar("_Decoded", Plan, Graph, Profile)
 
-_GRAPH, _PROFILE = ".graph.json", ".profile.json"
+_PLAN, _GRAPH, _PROFILE = ".plan.json", ".graph.json", ".profile.json"
+_KINDS: dict[str, Callable[[bytes], object]] = {
+    "plan": cohabit.planner.plan.decode,
+    "graph": cohabit.planner.graph.decode,
+    "profile": cohabit.planner.profile.decode,
+}
 _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -74,7 +79,7 @@ def write_plan(folder: Path, graph: Graph, plan: Plan, memory: str, searcher: st
     """Write a plan; its name has the budget as it was typed, and the seed if it is not 0."""
     assert plan.provenance is not None
     seed = f"-seed{plan.provenance.seed}" if plan.provenance.seed else ""
-    name = f"{_stem(graph)}-{_plain(memory.replace('%', 'pct'))}-{searcher}{seed}.plan.json"
+    name = f"{_stem(graph)}-{_plain(memory.replace('%', 'pct'))}-{searcher}{seed}{_PLAN}"
     return write_file(folder / name, cohabit.planner.plan.encode(plan))
 
 
@@ -103,7 +108,23 @@ def _read(path: Path, decode: Callable[[bytes], _Decoded]) -> _Decoded:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except CohabitError as error:
+        _refuse_other_kind(path)
         raise FormatError(f"{path}: {error}") from error
+
+
+def _refuse_other_kind(path: Path) -> None:
+    """Raise ConfigError for a file of another kind than was asked for."""
+    kinds = []
+    for kind, decode in _KINDS.items():
+        with suppress(CohabitError):
+            decode(path.read_bytes())
+            kinds.append(kind)
+    if not kinds:
+        return
+    raise ConfigError(
+        f"{path} is a {kinds[0]}; `cohabit show` draws NAME{_PLAN}, --graph takes NAME{_GRAPH}, --profile"
+        f" NAME{_PROFILE}"
+    )
 
 
 def find(what: str, fingerprint: str, plan: Path, decode: Callable[[bytes], _T]) -> _T:
@@ -126,4 +147,4 @@ def _candidates(what: str, plan: Path) -> Iterator[Path]:
     named = sorted(folder.glob(f"*.{what}.json"))
     yield from named
     yield from sorted((folder.parent / f"{what}s").glob("*.json"))
-    yield from sorted(set(folder.glob("*.json")).difference(named, folder.glob("*.plan.json")))
+    yield from sorted(set(folder.glob("*.json")).difference(named, folder.glob(f"*{_PLAN}")))

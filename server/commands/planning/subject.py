@@ -1,12 +1,9 @@
 """The flags of commands that plan: which model, how it is measured, and how long is searched."""
 
 import argparse
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 from cohabit.server.commands.planning.board_profiles import BOARD_PROFILES
@@ -14,7 +11,6 @@ from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sizes import MemorySize, parse_memory
 from cohabit.server.config.sources import add_flag, typed
 from cohabit.server.config.values import integer, positive
-from cohabit.server.errors import ConfigError
 from cohabit.server.resources import available_cpus
 
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")
@@ -94,27 +90,6 @@ def add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None:
         metavar="N",
         help="threads that evaluate candidates; the plan does not depend on it (default: one per CPU)",
     )
-
-
-def function_of_script(program: str) -> FunctionType:
-    """Run a script, and return the function that SCRIPT:FUNCTION names. Raises ConfigError.
-
-    As with `python SCRIPT`, it may import modules from its own folder.
-    """
-    text, _, name = program.rpartition(":")
-    path = Path(text)
-    if not path.is_file():
-        raise ConfigError(f"{program}: there is no file {text!r}; write SCRIPT.py:FUNCTION")
-    spec = importlib.util.spec_from_file_location("script", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{program}: {text} is no Python file; write SCRIPT.py:FUNCTION")
-    sys.path.insert(0, str(path.parent.resolve()))
-    module = sys.modules["script"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not isinstance(function, FunctionType):
-        raise ConfigError(f"{program}: {text} defines no function {name!r}")
-    return function
 
 
 def budget(text: str) -> MemoryBudget:

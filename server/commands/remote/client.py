@@ -2,30 +2,54 @@
 
 import argparse
 import http.client
+import socket
+import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from cohabit.server.activations import Activations
 from cohabit.server.errors import ConfigError, RemoteError
 
 VersionSamples = Mapping[tuple[str, str, str], float]
 """Samples by metric, model and version."""
 
+
+class Metrics(NamedTuple):
+    """What `/metrics` has of models that are served."""
+
+    versions: VersionSamples
+    """Samples that have no other label."""
+    memory_bytes: Mapping[str, float]
+    """The arena's, by use."""
+    activations: Sequence[Activations]
+
+
+def _activations(labels: Mapping[str, str], nbytes: float) -> Activations:
+    bucket = "x".join(filter(None, (labels["batch"], labels.get("sizes", ""))))
+    return Activations(labels["model"], int(labels["batch"]), bucket, round(nbytes))
+
+
 _MOST_BYTES = 64 << 20
 _TIMEOUT_S = 10.0
+_PROBE_S = 2.0
+_ALERTS = ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "SSLV3_ALERT_HANDSHAKE_FAILURE", "TLSV1_ALERT_UNKNOWN_CA")
 
 
 class RemoteServer:
     """One server. Every call blocks, and raises RemoteError if the server refuses it or does not answer."""
 
-    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, token: str | None, timeout_s: float, ca: Path | None = None) -> None:
+        """`ca` has the authorities that sign the server's certificate; None for the system's. Raises ConfigError."""
         self.url = _checked(url)
+        self._tls = _tls_of(ca)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s = timeout_s
 
@@ -45,18 +69,39 @@ class RemoteServer:
     def unload(self, model: str) -> None:
         self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/unload", b"", None)
 
-    def metrics(self) -> VersionSamples:
-        """Return the samples of models that have no other label."""
+    def metrics(self) -> Metrics:
         body = self._ask("GET", f"{self.url}/metrics", None, self._timeout_s)
         try:
-            return {
+            families = text_string_to_metric_families(body.decode())
+            samples = [sample for family in families for sample in family.samples]
+            versions = {
                 (sample.name, sample.labels["model"], sample.labels["version"]): sample.value
-                for family in text_string_to_metric_families(body.decode())
-                for sample in family.samples
+                for sample in samples
                 if sample.labels.keys() == {"model", "version"}
             }
+            return Metrics(
+                versions,
+                {s.labels["use"]: s.value for s in samples if s.name == "cohabit_memory_bytes"},
+                [_activations(s.labels, s.value) for s in samples if s.name == "cohabit_activation_bytes"],
+            )
         except ValueError as error:
             raise RemoteError(f"{self.url}/metrics is not in Prometheus' format: {error}") from error
+
+    def _tls_hint(self, reason: object) -> str:
+        """Return what to do where one side speaks TLS and the other does not, or the certificate is unknown."""
+        parts = urlsplit(self.url)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            return "; name the authority that has signed it with --ca FILE"
+        if parts.scheme == "https":
+            return "; if the server has no TLS, give http://" if isinstance(reason, ssl.SSLError) else ""
+        is_cut = isinstance(reason, ConnectionError | http.client.HTTPException)
+        if (
+            is_cut
+            and not isinstance(reason, ConnectionRefusedError)
+            and _speaks_tls(parts.hostname or "", parts.port or 80)
+        ):
+            return f"; it speaks TLS: give https://{parts.netloc}"
+        return ""
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         sent = None if body is None else msgspec.json.encode(body)
@@ -69,14 +114,21 @@ class RemoteServer:
     def _ask(self, method: str, url: str, body: bytes | None, timeout_s: float | None) -> bytes:
         request = urllib.request.Request(url, body, dict(self._headers), method=method)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with urllib.request.urlopen(request, timeout=timeout_s, context=self._tls) as response:
                 answer: bytes = response.read(_MOST_BYTES)
                 return answer
         except urllib.error.HTTPError as error:
             raise RemoteError(f"{url} answered {error.code}: {_reason(error)}") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            raise RemoteError(f"{url} does not answer: {reason}") from error
+            raise RemoteError(f"{url} does not answer: {reason}{self._tls_hint(reason)}") from error
+
+
+def _tls_of(ca: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--ca: {ca} cannot be read: {error.strerror or error}") from error
 
 
 def read_token(path: Path) -> str:
@@ -99,13 +151,32 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="file whose first token is sent to the server"
     )
+    parser.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE",
+        help="certificates (PEM) of the authorities that may have signed the server's (default: the system's)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
 def server_of(options: argparse.Namespace) -> RemoteServer:
     """Raises ConfigError."""
     token = None if options.token_file is None else read_token(options.token_file)
-    return RemoteServer(options.url, token, _TIMEOUT_S)
+    return RemoteServer(options.url, token, _TIMEOUT_S, options.ca)
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    """Whether a port answers a TLS handshake, whatever its certificate is."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with suppress(OSError), socket.create_connection((host, port), _PROBE_S) as probe:
+        try:
+            context.wrap_socket(probe, server_hostname=host).close()
+        except ssl.SSLError as error:
+            return error.reason in _ALERTS  # it speaks TLS, and wants a client's certificate
+        return True
+    return False
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -1,0 +1,34 @@
+"""A function of a Python file, as SCRIPT.py:FUNCTION names it. Importing this does not import torch."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from cohabit.server.errors import ConfigError
+
+
+def function_of_script(program: str) -> Callable[..., Any]:
+    """Run a script, and return the function that SCRIPT:FUNCTION names. Raises ConfigError.
+
+    As with `python SCRIPT`, it may import modules from its own folder.
+    """
+    text, _, name = program.rpartition(":")
+    path = Path(text)
+    if not path.is_file():
+        raise ConfigError(f"{program}: there is no file {text!r}; write SCRIPT.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location("script", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{program}: {text} is no Python file; write SCRIPT.py:FUNCTION")
+    sys.path.insert(0, str(path.parent.resolve()))
+    module = sys.modules["script"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        function: Callable[..., Any] = attrgetter(name)(module)
+    except AttributeError:
+        raise ConfigError(f"{program}: {text} defines no function {name!r}") from None
+    if not callable(function):
+        raise ConfigError(f"{program}: {name} of {text} is a {type(function).__name__}, not a function")
+    return function
