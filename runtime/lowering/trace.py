@@ -122,7 +122,7 @@ def trace_model(
 ) -> tuple[Trace, list[torch.Tensor]]:
     """Run the model in one bucket; return the trace and the outputs.
 
-    `weights` have a storage each, shared only by tied ones. The model's own in-place operators may change the examples.
+    `weights` have a storage each, shared only by tied ones.
     Raises UnsupportedModel where sizes depend on values, weights are changed, or an operator is not allowed.
     """
     tracer = OpTracer(model, weights, bucket, examples)
@@ -193,7 +193,7 @@ def _require_same(model: str, first: Trace, other: Trace) -> None:
 def run_model(
     model: FxModel, weights: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return a model's outputs. Its own in-place operators may change the inputs."""
+    """Return a model's outputs."""
     tracer = OpTracer(model, weights, Bucket(0), inputs)
     with torch.inference_mode():
         tracer.run()
