@@ -352,6 +352,7 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets
             " cohabit.shape_buckets of config.pbtxt"
         )
     usable = _usable(model, batches)
+    usable = [b for b in usable if _takes(model, b, wanted)] or usable
     constraints = tuple(_at_batches(model, usable))
     model.dynamic = msgspec.structs.replace(model.dynamic, constraints=constraints).bucketed(*wanted.values())
     model.dynamic = _limited(model, len(usable), [not sizes for sizes in wanted.values()])
@@ -372,6 +373,13 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets
             f" combinations to plan, the limit is {MOST_BUCKETS}; name fewer with --shape-buckets or --batch-sizes"
         )
     return [Bucket(batch, sizes) for batch in usable for sizes in model.dynamic.buckets]
+
+
+def _takes(model: FxModel, batch: int, wanted: Mapping[str, Sequence[int]]) -> bool:
+    """Whether there are sizes of the dynamic dimensions that a program takes in a batch of this size."""
+    constraints = tuple(_at_batches(model, [batch]))
+    own = msgspec.structs.replace(model.dynamic, constraints=constraints).bucketed(*wanted.values())
+    return all(d.buckets for d in own.dimensions)
 
 
 def _refuse_unknown(model: FxModel, shape_buckets: ShapeBuckets) -> None:
