@@ -19,7 +19,7 @@ from benchmarks.record import markdown_table, record
 from cohabit.runtime.lowering import fusion
 from tests.runtime.generated import Skipped, Step, differences
 
-_AT_ONCE = 20
+_AT_ONCE = 4
 """Programs that a process makes between two reports."""
 
 
