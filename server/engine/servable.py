@@ -83,7 +83,6 @@ def _indexed_rows(lowered: Lowered) -> list[int | None]:
     shapes = {piece.name: piece.shape for segment in lowered.manifest.segments for piece in segment.pieces}
     shapes |= {table.name: table.shape for table in lowered.manifest.tables}
     of_input = {slot: number for number, slot in enumerate(trace.input_slots)}
-    changed = {storage.index for op in trace.ops for storage in op.mutates if storage.kind == "input"}
     found: list[int | None] = [None] * len(lowered.inputs)
     for call in trace.instructions:
         if not call.args:
@@ -92,7 +91,7 @@ def _indexed_rows(lowered: Lowered) -> list[int | None]:
         if call.target in TABLE_OPS and isinstance(indices, Slot) and indices.index in of_input:
             table = trace.weight_slots.get(first.index) if isinstance(first, Slot) else first
             number = of_input[indices.index]
-            if table in shapes and number not in changed:
+            if table in shapes:
                 rows = shapes[table][0]
                 found[number] = min(found[number] or rows, rows)
         elif isinstance(first, Slot) and first.index in of_input and _keeps_values(call):

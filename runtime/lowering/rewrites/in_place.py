@@ -111,7 +111,7 @@ class _Names:
         times = sum(argument in members for argument in _leaves(reader))
         return times == 1 and all(user <= reader for member in members for user in member.users)
 
-    def may_be_written(self, base: fx.Node, writer: fx.Node, replaced: Sequence[fx.Node]) -> bool:
+    def can_write(self, base: fx.Node, writer: fx.Node, replaced: Sequence[fx.Node]) -> bool:
         """Whether an op reads the bytes of `base` once, and after it only ops that are being replaced do."""
         members = self._members[self._root[base]]
         times = sum(argument in members for argument in _leaves(writer))
@@ -145,7 +145,7 @@ def _write(model: FxModel, names: _Names, base: fx.Node, place: _Place, replaced
         _write(model, names, base, place, (*replaced, value))
         return
     form = _form_of(value) if alone else None
-    if form is not None and names.may_be_written(base, value, replaced):
+    if form is not None and names.can_write(base, value, replaced):
         value.target = form
         return
     with model.graph.inserting_before(replaced[0]):

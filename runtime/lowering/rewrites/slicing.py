@@ -25,7 +25,7 @@ LEAST_WHOLE_BYTES = 1 << 20
 """Parts of a result with as many bytes per row of the batch are written into it one by one; smaller ones are joined."""
 _BLOCK_ROWS = 64
 """Packed layouts hold so many outputs together, and are padded to a multiple of that."""
-_WRITTEN = "written in parts"
+_PARTS = "parts"
 """Key in the `meta` of joined parts that are to be written into the result: its sizes, and the rows of a part."""
 CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 _BY_ELEMENT = (aten.to.dtype, aten.mul.Tensor, aten.sub.Tensor, aten.add.Tensor, aten.div.Tensor)
@@ -85,7 +85,7 @@ def split_large_layers(model: FxModel, packed: bool) -> None:
                 part.meta["val"] = parts[-1].meta["val"] = form
             whole = call(aten.cat.default, (parts, layer.joined))
         if (sizes := _whole_sizes(model, node, after or node)) is not None:
-            whole.meta[_WRITTEN] = sizes, rows
+            whole.meta[_PARTS] = sizes, rows
         for replaced in [node] if after is None else [after, node]:
             whole.meta |= replaced.meta
             replaced.replace_all_uses_with(whole)
@@ -125,7 +125,7 @@ def write_parts(model: FxModel) -> None:
     """Write the parts of large results into them one by one. Makes a program that is not functional any more."""
     call: Callable[..., fx.Node] = model.graph.call_function
     for node in list(model.graph.nodes):
-        if (written := node.meta.get(_WRITTEN)) is None:
+        if (written := node.meta.get(_PARTS)) is None:
             continue
         sizes, rows = written
         whole = None
