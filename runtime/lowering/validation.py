@@ -268,8 +268,8 @@ def _compare(
             reason = str(error).split("\n", 1)[0][:200]
             return largest, f"it fails at batch {sample.bucket}: {type(error).__name__}: {reason}"
         shares = _shares(sample, found)
-        largest = max([largest, *shares])
-        moved = _moved(reference, sample) if largest > limit else shares
+        largest = max([largest, *filter(math.isfinite, shares)])
+        moved = _moved(reference, sample) if max(shares, default=0.0) > limit else shares
         for port, share, own in zip(ports, shares, moved, strict=True):
             if share > max(limit, _MOVED * own):
                 return largest, f"output {port.name} at batch {sample.bucket} {_how(share, limit)}"

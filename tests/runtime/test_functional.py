@@ -135,7 +135,40 @@ def norm_without_a_batch(m: Parts, x: torch.Tensor) -> torch.Tensor:
     return m.signal_norm(functional.conv1d(x[0, 0], m.b.weight[:4, :6, None].expand(4, 6, 1), None)[:, :4])
 
 
+def rows_of_a_cache(m: Parts, x: torch.Tensor) -> torch.Tensor:
+    cache = torch.zeros(x.shape[0], 3, 6)
+    cache[:, 1] = m.a(x)[:, 0, 0]
+    cache[:, 2].copy_(cache[:, 1])
+    cache[0].add_(1)
+    return functional.relu_(m.b(cache))
+
+
+def mask_made_in_place(m: Parts, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.full((6, 6), float("-inf")).triu_(1)
+    mask[0, 1] = 0.0
+    return (m.a(x) + mask).softmax(-1)
+
+
+def outputs_of_one_value(m: Parts, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    h = m.a(x)
+    part, flat = h[..., :4], h.view(h.shape[0], -1)
+    h.tanh_()
+    return part, flat, h
+
+
+def another_type(m: Parts, x: torch.Tensor) -> torch.Tensor:
+    h = m.a(x)
+    h.mul_(torch.tensor(2.0, dtype=torch.float64))
+    return h.ge_(0.5)
+
+
 CASES: dict[str, Forward] = {
+    "rows of a cache": rows_of_a_cache,
+    "a mask": mask_made_in_place,
+    "outputs of one value": outputs_of_one_value,
+    "a type that an out-of-place op would change": another_type,
+    "itself": written(lambda h: h.add_(h), lambda m, h: m.b(h)),
+    "itself, rolled": written(lambda h: h.copy_(torch.roll(h, 1, -1)), lambda m, h: m.b(h)),
     "a slice": written(set_to(0, ..., slice(0, 2)), lambda m, h: m.b(h).view(h.shape)),
     "a column from the end": written(set_to(3.5, ..., -1), lambda m, h: m.b(h)),
     "every second row": written(set_to(-1, slice(None), slice(0, None, 2)), lambda m, h: m.b(h)),

@@ -162,6 +162,7 @@ def _is(node: Any, base: fx.Node, place: _Place) -> bool:
     view, where = place[-1]
     source: Any = node.args[0] if node.args else None
     if node.target is operator.getitem and source.target is aten.split.Tensor and view is aten.slice.Tensor:
-        start, dim = cast(Any, node.args[1]) * source.args[1], (*source.args, 0)[2]
-        return where == (dim, start, start + source.args[1]) and _is(source.args[0], base, place[:-1])
+        size, dim = (*source.args, 0)[1:3]
+        start: Any = node.args[1] * size if isinstance(size, int) else None
+        return start is not None and where == (dim, start, start + size) and _is(source.args[0], base, place[:-1])
     return node.target is view and node.args[1:] == where and _is(source, base, place[:-1])
