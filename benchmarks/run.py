@@ -40,6 +40,7 @@ COMMANDS = {
     "edge-lost-weights": "edge.lost_weights --record",
     "memory": "memory --record",
     "parity": "parity",
+    "generated": "generated --programs 20000 --record",
     "precision": "precision --record",
     "training": "training --seconds 3 --record",
     "training-batch": "training_batch --record",

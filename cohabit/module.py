@@ -29,7 +29,13 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, parse_memory
 from cohabit.server.config.sources import config_of
 from cohabit.server.deploy.model import Model
-from cohabit.server.deploy.prepare import lowered_and_measured, open_backend, set_up_torch
+from cohabit.server.deploy.prepare import (
+    lowered_and_measured,
+    open_backend,
+    set_up_torch,
+    warn_of_changed_inputs,
+    warn_of_validation,
+)
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.view.analysis import PlanAnalysis, analyze
 from cohabit.server.view.page import plan_page
@@ -263,6 +269,8 @@ def _prepared(
         model = lowered_and_measured(
             ModelSource(name, 1, archive), config, lambda _, stage: status.update(f"{name}: {stage}")
         )
+        warn_of_validation(model.lowered)
+        warn_of_changed_inputs(model.lowered)
         graphs, profiles = model.lowered.graphs, model.profiles
         memory = split_budget(graphs, profiles, config.memory.of(model.weight_bytes))
         status.update(f"{name}: planning")

@@ -45,6 +45,23 @@ def quick(module: nn.Module, example: Example, memory: int | str, **options: Any
     return cohabit.load(module, example, memory, search_seconds=0.2, **options)
 
 
+class Masking(nn.Module):
+    """Changes its input, which the caller keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[:, 0] = 0
+        return x * 2
+
+
+def test_inputs_that_a_module_changes_are_named_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(2, 4)
+    with quick(Masking().eval(), x.clone(), "1MiB") as loaded:
+        given = x.clone()
+        assert torch.equal(loaded(given), Masking()(x.clone()))
+    assert torch.equal(given, x)
+    assert "inputs x: the program changes them in place, which callers do not see" in caplog.text
+
+
 @pytest.fixture(scope="module")
 def module() -> nn.Module:
     torch.manual_seed(0)

@@ -66,6 +66,9 @@ _WITHOUT_TENSOR = _names(
     """
 )
 """Ops that return no tensor: checks, shapes, and numbers that are read out of tensors."""
+_ASSERTIONS = _names(
+    "_assert_tensor_metadata _assert_scalar _assert_async sym_constrain_range sym_constrain_range_for_size"
+)
 _CONTROL_FLOW = _names(
     """
     associative_scan cond map_impl scan while_loop wrap_with_autocast wrap_with_set_grad_enabled
@@ -130,6 +133,11 @@ def allows(op: Any) -> bool:
 def allows_lowered(op: Any) -> bool:
     """Whether a lowered program may call this operator: what `allows` admits, and what lowering introduces."""
     return allows(op) or (isinstance(op, OpOverload) and op._schema.name in LOWERED)
+
+
+def is_assertion(op: Any) -> bool:
+    """Whether an operator only checks its operands, as export writes it for run time."""
+    return getattr(op, "_opname", getattr(op, "__name__", "")) in _ASSERTIONS
 
 
 def is_random(op: Any) -> bool:

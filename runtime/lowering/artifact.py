@@ -22,9 +22,10 @@ from cohabit.runtime.lowering.allowed_ops import NUMBER_FUNCTIONS, allows_lowere
 from cohabit.runtime.lowering.model import Port
 from cohabit.runtime.lowering.slots import Slot, filled
 from cohabit.runtime.lowering.trace import Instruction, Storage, Trace, TracedOp
+from cohabit.runtime.lowering.validation import Validation
 from cohabit.runtime.lowering.weights import dtype_name, dtype_of
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in fused_ops.FUSED_OPS},
@@ -84,6 +85,8 @@ class LoweredProgram:
     """Fingerprint of the manifest of the weights that it was traced with. Batch sizes may change which are packed."""
     interaction: str | None = None
     dynamic: DynamicShape = STATIC
+    changed_inputs: tuple[str, ...] = ()
+    validation: Validation | None = None
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,6 +101,8 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traces: tuple[TraceRecord, ...]
     format_version: int = FORMAT_VERSION
     dynamic: DynamicShape = STATIC
+    changed_inputs: tuple[str, ...] = ()
+    validation: Validation | None = None
 
 
 _decoder = msgspec.json.Decoder(Artifact)
@@ -114,6 +119,8 @@ def encode(lowering: str, program: LoweredProgram) -> bytes:
         interaction=program.interaction,
         traces=tuple(_trace_record(trace) for _, trace in sorted(program.traces.items())),
         dynamic=program.dynamic,
+        changed_inputs=program.changed_inputs,
+        validation=program.validation,
     )
     return msgspec.json.encode(artifact)
 
@@ -135,6 +142,8 @@ def decode(raw: bytes, lowering: str | None) -> LoweredProgram:
         weights=artifact.weights,
         interaction=artifact.interaction,
         dynamic=artifact.dynamic,
+        changed_inputs=artifact.changed_inputs,
+        validation=artifact.validation,
     )
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,13 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from cohabit.planner.shapes import Dimension, DynamicShape, UnknownExpression, evaluate
 from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering.functional import functional
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.trace import DYNAMIC, is_unbacked
 
@@ -34,9 +36,10 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
 
     Raises UnsupportedModel for state, tokens, and sizes that depend on values.
     """
+    _refuse_training(name, program)
+    exported = program
+    graph, program = functional(name, exported)
     signature = program.graph_signature
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     weights: dict[str, torch.Tensor] = {}
     inputs: dict[fx.Node, str] = {}
@@ -58,7 +61,6 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
                 raise UnsupportedModel(
                     f"{name}: input {node.name} is a {spec.kind.name.lower()}; only tensors work"
                 )
-    _refuse_training(name, program)
     _refuse_state(name, program)
     if not inputs:
         raise UnsupportedModel(f"{name}: the program takes no tensors")
@@ -77,10 +79,11 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
         batch_symbol=batch,
         dynamic=DynamicShape(
             dimensions,
-            _constraints(name, program, guards, {own: node for node, own in inputs.items()}, symbols, batch)
+            _constraints(name, exported, guards, {own: node for node, own in inputs.items()}, symbols, batch)
             if symbols
             else (),
         ),
+        changed_inputs=_changed_inputs(program, names),
     )
 
 
@@ -109,6 +112,12 @@ def _refuse_state(name: str, program: ExportedProgram) -> None:
                 f"{name}: the program changes {spec.target} from call to call ({spec.kind.name.lower()});"
                 " a served model has no state, so return it as an output instead"
             )
+
+
+def _changed_inputs(program: ExportedProgram, names: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the inputs whose tensors a functional program's caller would find changed."""
+    changed = [s.target for s in program.graph_signature.output_specs if s.kind is OutputKind.USER_INPUT_MUTATION]
+    return tuple(names.get(target, target) for target in changed if target is not None)
 
 
 def _trained_layers(program: ExportedProgram) -> list[str]:
@@ -217,7 +226,7 @@ def _port(model: str, name: str, node: fx.Node, batch: str | None, symbols: set[
     for position, dim in enumerate(value.shape):
         if not _symbols(dim):
             dims.append(int(dim))
-        elif position == 0 and str(dim) == batch:
+        elif position == 0 and batch is not None and _is_symbol(dim, batch):
             dims.append(None)
         elif _symbols(dim) <= symbols and _is_known(str(dim), symbols):
             dims.append(str(dim))
@@ -236,6 +245,17 @@ def _port(model: str, name: str, node: fx.Node, batch: str | None, symbols: set[
             f"{model}: {name} has shape {dims} without the batch in front; export the model at a fixed batch"
         )
     return Port(name, value.dtype, tuple(dims))
+
+
+def _is_symbol(dim: Any, symbol: str) -> bool:
+    """Whether a size is a symbol for all values, also as a quotient: `(L * B + L - 1) // L` is B."""
+    expression = dim.node.expr
+    own = next((s for s in expression.free_symbols if str(s) == symbol), None)
+    if own is None or expression == own or not isinstance(expression, FloorDiv):
+        return bool(expression == own)
+    total, parts = expression.args
+    rest = (total - own * parts).expand()
+    return bool(rest.is_nonnegative and (parts - 1 - rest).is_nonnegative)
 
 
 def _is_known(expression: str, symbols: Iterable[str | None]) -> bool:

@@ -1,8 +1,7 @@
 """Fusion: a convolution or linear layer, the sum and the activation function after it become one op.
 
 One pass for every library of kernels. A table has the activation functions, and `LayerKernels` says which patterns a
-library computes. The fused op stands where the last op of the pattern stood, so whatever lies between must not change
-its operands: a pattern with an op in between that changes anything in place is left alone.
+library computes. The fused op stands where the last op of the pattern stood.
 """
 
 import math
@@ -23,7 +22,7 @@ from cohabit.runtime.lowering.fused_ops import (
     conv_pixel,
     conv_relu,
 )
-from cohabit.runtime.lowering.model import FxModel, same_form
+from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_form
 
 aten = torch.ops.aten
 
@@ -80,6 +79,10 @@ ACTIVATIONS: dict[Any, Callable[[fx.Node], Activation | None]] = {
 """Operators that kernels compute with the layer before them."""
 
 
+_HIDES_NAN = ("relu", "hardtanh", "hardsigmoid")
+"""Activation functions that oneDNN computes as a minimum and a maximum, which of a NaN and a bound return the bound."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPattern:
     """A layer and what follows it, with no other reader in between."""
@@ -121,8 +124,7 @@ class LayerKernels(Protocol):
 def fuse(model: FxModel, kernels: LayerKernels) -> None:
     """Replace each pattern that nothing else reads by one op.
 
-    Runs after the rewrite that makes in-place ops plain, and before the one that makes plain ops in-place. Later layers
-    come first: of two that are summed, the other is computed by then.
+    Later layers come first: of two that are summed, the other is computed by then.
     """
     for layer in reversed(list(model.graph.nodes)):
         if layer.op != "call_function" or not kernels.takes(model, layer):
@@ -150,11 +152,6 @@ def _pattern(layer: fx.Node) -> LayerPattern:
     if end is not None and end.target in ACTIVATIONS:
         activation = ACTIVATIONS[end.target](end)
         last = end if activation is not None else None
-    while _something_changes(layer, last or total or layer):
-        if last is not None:
-            last = activation = None
-        else:
-            total = residual = None
     return LayerPattern(layer, total, residual, last, activation)
 
 
@@ -172,17 +169,6 @@ def _summand(total: fx.Node, layer: fx.Node) -> fx.Node | None:
     if total.kwargs or not isinstance(other, fx.Node) or not same_form(layer, other):
         return None
     return other
-
-
-def _something_changes(start: fx.Node, end: fx.Node) -> bool:
-    """Whether an op between two nodes changes what it reads."""
-    node = start
-    while node is not end:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            return True
-        node = node.next
-    return False
 
 
 def _is_signal_convolution(node: fx.Node) -> bool:
@@ -236,7 +222,7 @@ class CudnnKernels:
 
 
 class OneDnnKernels:
-    """oneDNN's, with packed weights: `activation(layer(x))`, `layer(x) + residual`, and `relu(conv2d(x) + residual)`.
+    """oneDNN's, with packed weights: `activation(layer(x))` where it keeps NaN, and `layer(x) + residual`.
 
     Convolutions compute channels last, whatever comes in. A weight in another layout than a kernel wants is converted
     in every call: a 1x1 convolution for which oneDNN wants several layouts in the planned shapes is computed as a
@@ -261,6 +247,8 @@ class OneDnnKernels:
             return False
         if _bias(layer) is not None and model.weight_of(_bias(layer)) is None:
             return False
+        if layer.target is aten.linear.default and not is_linear_layer(model, layer):
+            return False
         readers = list(layer.args[1].users)  # type: ignore[union-attr]
         sizes = [size for reader in readers for size in self._sizes(reader)]
         if not sizes or any(reader.target is not layer.target for reader in readers):
@@ -271,6 +259,8 @@ class OneDnnKernels:
         return all(convolves(r) and _window(r) == _window(layer) for r in readers)
 
     def fused(self, model: FxModel, found: LayerPattern) -> FusedCall | None:
+        if found.residual is not None or (found.activation is not None and found.activation.name in _HIDES_NAN):
+            found = LayerPattern(found.layer, found.total, found.residual)
         if found.layer.target is aten.linear.default:
             return self._linear(model, found, packing.LINEAR, packing.LINEAR_SUM)
         if self._sees_one_pixel(model, found.layer):
@@ -286,8 +276,7 @@ class OneDnnKernels:
         weight = self._packed_once(model, layer, "linear", lambda w: packing.pack_linear(w.flatten(1), rows))
         if found.total is None:
             return FusedCall(found, plain, (x, weight, bias, *_words(found.activation)))
-        pattern = LayerPattern(layer, found.total, found.residual)
-        return FusedCall(pattern, add, (x, found.residual, weight, bias, "add"))
+        return FusedCall(found, add, (x, found.residual, weight, bias, "add"))
 
     def _convolution(self, model: FxModel, found: LayerPattern) -> FusedCall:
         layer, residual = found.layer, found.residual
@@ -304,10 +293,7 @@ class OneDnnKernels:
         rest = (weight, _bias(layer), *window)
         if residual is None:
             return FusedCall(found, plain, (x, *rest, *_words(found.activation)))
-        relu = found.activation == RELU
-        pattern = found if relu else LayerPattern(layer, found.total, residual)
-        after = _words(RELU) if relu else (None, [], None)
-        return FusedCall(pattern, add, (x, residual, *rest, "add", 1.0, *after))
+        return FusedCall(found, add, (x, residual, *rest, "add", 1.0, None, [], None))
 
     def _sees_one_pixel(self, model: FxModel, layer: fx.Node) -> bool:
         """Whether a convolution is a small product of one pixel per image, as in a squeeze-and-excite gate."""

@@ -46,7 +46,7 @@ def find_interaction(model: FxModel, batches: Sequence[int], symbols: Mapping[st
     if reference is None:
         return "the program takes no random rows"
     rows, expected = reference
-    tolerance = _tolerance(model)
+    tolerance = tolerance_of(model)
     for where, order in _trials(batches):
         results = _try(model, run, [t[order] for t in rows])
         if results is None:
@@ -172,7 +172,7 @@ def difference(own: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> f
     return apart / scale if scale else math.inf
 
 
-def _tolerance(model: FxModel) -> float:
+def tolerance_of(model: FxModel) -> float:
     """Return the tolerance for the coarsest type that the model computes in."""
     values = [node.meta.get("val") for node in model.graph.nodes]
     dtypes = {t.dtype for t in (*values, *model.weights.values()) if isinstance(t, torch.Tensor)}

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -20,19 +21,23 @@ from cohabit.planner.shapes import DEFAULT_BUCKETS, STATIC, Bucket, Dimension, D
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import artifact, packing, weights
 from cohabit.runtime.lowering.archive_file import ArchiveFile, noted_fingerprint, notes_of
-from cohabit.runtime.lowering.interaction import find_interaction
+from cohabit.runtime.lowering.interaction import find_interaction, tolerance_of
 from cohabit.runtime.lowering.model import FxModel, Port
-from cohabit.runtime.lowering.rewrite import rewrite
+from cohabit.runtime.lowering.rewrite import RewriteFailed, rewrite
 from cohabit.runtime.lowering.trace import Trace, build_graph, covering, run_model, trace_model
+from cohabit.runtime.lowering.validation import LeftOut, Reference, Validation, samples_of, validated
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.options import DEFAULTS, Options
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 _log = logging.getLogger("cohabit.runtime")
 MOST_BUCKETS = 64
 """Each has a plan, and programs in memory."""
 _CHECKED_BATCHES = 2
 """How many batch sizes are traced at several shapes of a bucket: a batch of 1 is special to torch, others are alike."""
-_LOWERING = "17"
+_LOWERING = "18"
 """Changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 
@@ -58,6 +63,10 @@ class Lowered:
     """How the rows of a batch influence one another; None if they were not seen to. See `find_interaction`."""
     dynamic: DynamicShape = STATIC
     """Dynamic dimensions other than the batch."""
+    changed_inputs: tuple[str, ...] = ()
+    """Inputs that the archive's program changes in place. Callers do not see it."""
+    validation: Validation | None = None
+    """How the program was compared with the archive's; None if it is not from an archive."""
 
     @cached_property
     def graphs(self) -> dict[Bucket, Graph]:
@@ -149,17 +158,13 @@ def cached(
 
 
 def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callable[[str], None]) -> Lowered:
-    options, wanted, shape_buckets, folder = entry.options, entry.batches, entry.shape_buckets, entry.folder
-    model = _read(archive, name)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.folder = folder
-    buckets = _buckets(model, wanted, shape_buckets)
-    rewrite(model, options, [_symbols(model, bucket) for bucket in _without_ones(buckets)])
-    from cohabit.runtime.lowering.exported import compute_sizes_first  # torch's deserializer, as in `_read`
+    from cohabit.runtime.lowering.archive import read  # torch's deserializer takes seconds to import
 
-    compute_sizes_first(model)
-    own = own_storages(model.weights)
-    runs, usable = _Runs(model, own, _without_ones(buckets)[0].sizes), sorted({b.batch for b in buckets})
+    program, guards = read(archive)
+    entry.folder.mkdir(parents=True, exist_ok=True)
+    on_progress(f"{name}: comparing with the archive's program")
+    runs, validation = _validated(name, program, guards, entry)
+    model, own, buckets, usable = runs.model, runs.own, runs.buckets, sorted({b.batch for b in runs.buckets})
     on_progress(f"{name}: tracing batches{', and comparing their rows' if entry.compare_rows else ''}")
     interaction = find_interaction(model, usable, runs.symbols, runs.outputs) if entry.compare_rows else None
     traces: dict[Bucket, Trace] = {}
@@ -174,7 +179,7 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     if weights.read(weights_path) != manifest:
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(weights_path, manifest, own, model.tables, archive.refuse_change)
-    program = artifact.LoweredProgram(
+    lowered = artifact.LoweredProgram(
         inputs=model.inputs,
         outputs=model.outputs,
         batched=model.max_batch is not None,
@@ -182,11 +187,59 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         weights=manifest.fingerprint,
         interaction=interaction,
         dynamic=model.dynamic,
+        changed_inputs=model.changed_inputs,
+        validation=validation,
     )
-    encoded = artifact.encode(entry.stamp, program)
+    encoded = artifact.encode(entry.stamp, lowered)
     archive.refuse_change()
     cache_file.write(entry.program_path, encoded)
-    return _lowered(name, entry, program, manifest)
+    return _lowered(name, entry, lowered, manifest)
+
+
+def _validated(
+    name: str, program: "ExportedProgram", guards: Sequence[str], entry: "Entry"
+) -> tuple["_Runs", Validation]:
+    """Rewrite a program, and compare it with itself as it was exported. Raises UnsupportedModel."""
+
+    failed: dict[str, LeftOut] = {}
+
+    def make(left_out: frozenset[str]) -> _Runs:
+        while True:
+            try:
+                return _rewritten(name, program, guards, entry, left_out.union(failed))
+            except RewriteFailed as error:
+                failed[error.rewrite] = LeftOut(error.rewrite, (), f"it fails: {error}")
+
+    reference, runs = Reference(program, entry.options), make(frozenset())
+    if (drawing := reference.random_op) is not None:
+        return runs, Validation(0, 0.0, tuple(failed.values()), f"op {drawing} draws random numbers")
+    model, symbols = runs.model, {b: runs.model.dynamic.symbols(b.sizes) for b in runs.buckets}
+    samples = samples_of(reference, model.inputs, runs.buckets, symbols)
+    if not samples:
+        return runs, Validation(
+            0, 0.0, tuple(failed.values()), "the program takes none of the inputs that were tried"
+        )
+    limit = max(tolerance_of(model), entry.options.tolerance)
+    try:
+        runs, validation = validated(reference, samples, model.outputs, limit, runs, make)
+        left_out = (*validation.left_out, *failed.values())
+        return runs, msgspec.structs.replace(validation, left_out=left_out)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{name}: {error}") from error
+
+
+def _rewritten(
+    name: str, program: "ExportedProgram", guards: Sequence[str], entry: "Entry", left_out: frozenset[str]
+) -> "_Runs":
+    from cohabit.runtime.lowering.exported import compute_sizes_first, from_program
+
+    model = from_program(name, program, guards)
+    model.folder = entry.folder
+    buckets = _buckets(model, entry.batches, entry.shape_buckets)
+    shapes = [_symbols(model, bucket) for bucket in _without_ones(buckets)]
+    applied = rewrite(model, entry.options, shapes, left_out)
+    compute_sizes_first(model)
+    return _Runs(model, own_storages(model.weights), buckets, applied)
 
 
 def _lowered(name: str, entry: "Entry", program: artifact.LoweredProgram, manifest: Manifest) -> Lowered:
@@ -201,6 +254,8 @@ def _lowered(name: str, entry: "Entry", program: artifact.LoweredProgram, manife
         options=entry.options,
         interaction=program.interaction,
         dynamic=program.dynamic,
+        changed_inputs=program.changed_inputs,
+        validation=program.validation,
     )
 
 
@@ -254,14 +309,6 @@ def _weights_name(manifest: str) -> str:
     return f"weights-{manifest[:16]}.bin"
 
 
-def _read(archive: ArchiveFile, name: str) -> FxModel:
-    """Read an archive. Torch's deserializer takes seconds to import, which a server with a full cache need not."""
-    from cohabit.runtime.lowering.archive import read
-    from cohabit.runtime.lowering.exported import from_program
-
-    return from_program(name, *read(archive))
-
-
 def folders_of(cache: Path) -> dict[Path, str]:
     """Return the folders of lowered models, with the first 32 digits of the fingerprints of their archives."""
     if not cache.is_dir():
@@ -305,6 +352,7 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets
             " cohabit.shape_buckets of config.pbtxt"
         )
     usable = _usable(model, batches)
+    usable = [b for b in usable if _takes(model, b, wanted)] or usable
     constraints = tuple(_at_batches(model, usable))
     model.dynamic = msgspec.structs.replace(model.dynamic, constraints=constraints).bucketed(*wanted.values())
     model.dynamic = _limited(model, len(usable), [not sizes for sizes in wanted.values()])
@@ -325,6 +373,13 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets
             f" combinations to plan, the limit is {MOST_BUCKETS}; name fewer with --shape-buckets or --batch-sizes"
         )
     return [Bucket(batch, sizes) for batch in usable for sizes in model.dynamic.buckets]
+
+
+def _takes(model: FxModel, batch: int, wanted: Mapping[str, Sequence[int]]) -> bool:
+    """Whether there are sizes of the dynamic dimensions that a program takes in a batch of this size."""
+    constraints = tuple(_at_batches(model, [batch]))
+    own = msgspec.structs.replace(model.dynamic, constraints=constraints).bucketed(*wanted.values())
+    return all(d.buckets for d in own.dimensions)
 
 
 def _refuse_unknown(model: FxModel, shape_buckets: ShapeBuckets) -> None:
@@ -401,37 +456,47 @@ def _without_ones(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
 
 
 class _Runs:
-    """Runs a model at some sizes of its dynamic dimensions, and traces its first run at each batch size."""
+    """Runs a model after its rewrites, and traces its first run in each bucket."""
 
-    def __init__(self, model: FxModel, own: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> None:
-        self._model, self._own, self._sizes = model, own, sizes
+    def __init__(
+        self,
+        model: FxModel,
+        own: dict[str, torch.Tensor],
+        buckets: Sequence[Bucket],
+        applied: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        self.model, self.own, self.buckets, self.applied = model, own, buckets, applied
+        self._sizes = _without_ones(buckets)[0].sizes
         self._traces: dict[Bucket, Trace] = {}
 
     @property
     def symbols(self) -> dict[str, int]:
-        return self._model.dynamic.symbols(self._sizes)
+        return self.model.dynamic.symbols(self._sizes)
 
     def outputs(self, batch: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a model's outputs. Its own in-place operators may change the inputs."""
-        bucket = Bucket(batch, self._sizes)
+        """Return a model's outputs in a batch."""
+        return self.run(Bucket(batch, self._sizes), inputs)
+
+    def run(self, bucket: Bucket, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a model's outputs in a bucket, at its largest shape."""
         if bucket in self._traces:
-            return run_model(self._model, self._own, inputs)
-        self._traces[bucket], outputs = trace_model(self._model, self._own, bucket, inputs)
+            return run_model(self.model, self.own, inputs)
+        self._traces[bucket], outputs = trace_model(self.model, self.own, bucket, inputs)
         return outputs
 
     def trace(self, bucket: Bucket, sizes: tuple[int, ...]) -> Trace:
         """Return the trace of a bucket's program at these sizes. Raises UnsupportedModel."""
         if sizes == bucket.sizes and bucket in self._traces:
             return self._traces[bucket]
-        examples = example_inputs(self._model.inputs, bucket.batch, self._model.dynamic.symbols(sizes))
+        examples = example_inputs(self.model.inputs, bucket.batch, self.model.dynamic.symbols(sizes))
         try:
-            return trace_model(self._model, self._own, bucket, examples)[0]
+            return trace_model(self.model, self.own, bucket, examples)[0]
         except UnsupportedModel:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             at = f" and size {', '.join(map(str, sizes))}" if sizes else ""
             raise UnsupportedModel(
-                f"{self._model.name}: does not run at batch {bucket.batch}{at}: {error}"
+                f"{self.model.name}: does not run at batch {bucket.batch}{at}: {error}"
             ) from error
 
 

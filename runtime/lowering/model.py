@@ -57,6 +57,8 @@ class FxModel:
     """Largest batch that the program was exported for; None where the batch is fixed."""
     batch_symbol: str | None = None
     dynamic: DynamicShape = STATIC
+    changed_inputs: tuple[str, ...] = ()
+    """Inputs that the exported program changes in place; the functional one leaves them as they are."""
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     folder: Path | None = None
     """Where computed weights have their files; None for anonymous memory."""
@@ -106,6 +108,21 @@ def _file_memory(nbytes: int, folder: Path) -> torch.Tensor:
     with tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def is_linear_layer(model: FxModel, node: fx.Node) -> bool:
+    """Whether a node is a product with a matrix, and a bias with an element per row of it or none."""
+    if node.target is not torch.ops.aten.linear.default or node.kwargs:
+        return False
+    weight, bias = (_value_of(model, n) for n in (*node.args[1:], None)[:2])
+    whole = len(node.args) < 3 or node.args[2] is None or bias is not None
+    return weight is not None and weight.dim() == 2 and whole and (bias is None or bias.shape == weight.shape[:1])
+
+
+def _value_of(model: FxModel, node: Any) -> torch.Tensor | None:
+    """A weight, or what export wrote of a value."""
+    value = model.weight_of(node)
+    return value if value is not None or node is None else node.meta.get("val")
 
 
 def same_form(first: fx.Node, second: fx.Node) -> bool:

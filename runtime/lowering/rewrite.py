@@ -5,21 +5,21 @@ Splits depend on the model alone, never on the budget, so that outputs are bit-e
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from cohabit.runtime.lowering.allowed_ops import is_random
+from cohabit.runtime.lowering.allowed_ops import is_assertion, is_random
 from cohabit.runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from cohabit.runtime.lowering.model import TABLE_OPS, FxModel
 from cohabit.runtime.lowering.rewrites.attention import attend_plainly, join_projections, rotate_pairs
-from cohabit.runtime.lowering.rewrites.in_place import undo_own_changes, work_in_place
+from cohabit.runtime.lowering.rewrites.in_place import work_in_place
 from cohabit.runtime.lowering.rewrites.padding import absorb_padding
 from cohabit.runtime.lowering.rewrites.precision import apply_options
 from cohabit.runtime.lowering.rewrites.recurrent import pack_lstms, split_directions, split_recurrent_layers
-from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, slice_sizes, split_large_layers
+from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, slice_sizes, split_large_layers, write_parts
 from cohabit.runtime.lowering.rewrites.tables import join_tables
 from cohabit.runtime.lowering.rewrites.transposed import convolve_transposed
 from cohabit.runtime.options import Options
@@ -38,49 +38,66 @@ _PADDED_BY_WORD = {
     aten.conv2d.padding: aten.conv2d.default,
     aten.conv3d.padding: aten.conv3d.default,
 }
-_DROPOUTS = (aten.dropout.default, aten.dropout_.default, aten.feature_dropout.default)
-_ASSERTIONS = (
-    "_assert_tensor_metadata",
-    "_assert_scalar",
-    "_assert_async",
-    "sym_constrain_range",
-    "sym_constrain_range_for_size",
-)
 
 
-def rewrite(model: FxModel, options: Options, symbols: Sequence[Mapping[str, int]]) -> None:
-    """Apply every rewrite, in an order in which each sees what the one before it made.
+_REQUIRED = frozenset({"inline_grad_regions", "drop_assertions", "apply_options", "drop_unused"})
+"""What a program needs to be served as its options say."""
 
-    Weights are packed for the shapes that these values of the symbols give.
+
+class RewriteFailed(Exception):
+    """A rewrite met a program that it does not understand."""
+
+    def __init__(self, rewrite: str, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.rewrite = rewrite
+
+
+def rewrite(
+    model: FxModel, options: Options, symbols: Sequence[Mapping[str, int]], left_out: Collection[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Apply every rewrite but some, in an order in which each sees what the one before it made.
+
+    Weights are packed for the shapes that these values of the symbols give. Returns the names of the ops that each
+    rewrite replaced. Raises RewriteFailed.
     """
-    inline_grad_regions(model)
-    drop_assertions(model)
-    drop_dropouts(model)
-    pad_by_numbers(model)
-    fold_constants(model)
-    fold_rows(model, symbols)
-    use_linear(model)
-    fold_batch_norms(model)
-    split_recurrent_layers(model)
+    applied: dict[str, tuple[str, ...]] = {}
+    for step, *given in _steps(model, options, symbols):
+        name = step.__name__
+        if name in left_out:
+            continue
+        before = {node: node.target for node in model.graph.nodes if node.op == "call_function"}
+        try:
+            step(model, *given)
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
+            if name in _REQUIRED:
+                raise
+            raise RewriteFailed(name, error) from error
+        kept = {node: node.target for node in model.graph.nodes}
+        replaced = tuple(node.name for node, target in before.items() if kept.get(node) is not target)
+        if name not in _REQUIRED and (replaced or len(kept) != len(before)):
+            applied[name] = replaced
+    return applied
+
+
+def _steps(
+    model: FxModel, options: Options, symbols: Sequence[Mapping[str, int]]
+) -> Iterator[tuple[Callable[..., None], *tuple[Any, ...]]]:
+    """Yield the rewrites in their order, with what they take beside the model."""
+    yield from ((inline_grad_regions,), (drop_assertions,), (pad_by_numbers,))
+    yield from ((fold_constants,), (fold_rows, symbols), (use_linear,), (fold_batch_norms,))
+    yield (split_recurrent_layers,)
     if options.packed:
-        absorb_padding(model)
-        convolve_transposed(model)
-        join_tables(model)
-        rotate_pairs(model)
-        attend_plainly(model)
-        join_projections(model, slice_sizes(model, packed=True)[1])
-    leave_tables_on_host(model)
-    split_large_layers(model, packed=options.packed)
-    undo_own_changes(model)
-    apply_options(model, options)
+        yield from ((absorb_padding,), (convolve_transposed,), (join_tables,), (rotate_pairs,), (attend_plainly,))
+        yield join_projections, slice_sizes(model, packed=True)[1]
+    yield (leave_tables_on_host,)
+    yield split_large_layers, options.packed
+    yield apply_options, options
     if options.packed:
-        pack_lstms(model)
-        fuse(model, OneDnnKernels(model.weights, symbols))
+        yield (pack_lstms,)
+        yield fuse, OneDnnKernels(model.weights, symbols)
     elif options.fused:
-        fuse(model, CudnnKernels())
-    split_directions(model)
-    work_in_place(model)
-    drop_unused(model)
+        yield fuse, CudnnKernels()
+    yield from ((split_directions,), (work_in_place,), (write_parts,), (drop_unused,))
 
 
 def inline_grad_regions(model: FxModel) -> None:
@@ -108,16 +125,7 @@ def inline_grad_regions(model: FxModel) -> None:
 def drop_assertions(model: FxModel) -> None:
     """Remove export's run-time assertions: the server checks shapes and types before the model sees them."""
     for node in reversed(list(model.graph.nodes)):
-        name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
-        if node.op == "call_function" and name in _ASSERTIONS and not node.users:
-            model.graph.erase_node(node)
-
-
-def drop_dropouts(model: FxModel) -> None:
-    """Remove dropouts, which pass on what they read unless a model trains."""
-    for node in list(model.graph.nodes):
-        if node.op == "call_function" and node.target in _DROPOUTS and node.args[2] is False:
-            node.replace_all_uses_with(node.args[0])
+        if node.op == "call_function" and is_assertion(node.target) and not node.users:
             model.graph.erase_node(node)
 
 
@@ -155,7 +163,6 @@ def fold_constants(model: FxModel) -> None:
             depends[node] = set().union(*(depends[n] for n in node.all_input_nodes))
             if not node.all_input_nodes or not made_of_nothing.isdisjoint(node.all_input_nodes):
                 made_of_nothing.add(node)
-    written = _written(model)
     groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
     for node, weights in depends.items():
         if node.op == "call_function" and any(user not in depends for user in node.users):
@@ -166,32 +173,19 @@ def fold_constants(model: FxModel) -> None:
         given = sum(model.weights[w.name].nbytes for w in weights if all(user in depends for user in w.users))
         made = [v.nbytes for n in results if isinstance(v := n.meta.get("val"), torch.Tensor)]
         constant = sum(made) <= _CONSTANT_BYTES and made_of_nothing.issuperset(results)
-        if len(made) == len(results) and (sum(made) <= given or constant) and written.isdisjoint(results):
+        if len(made) == len(results) and (sum(made) <= given or constant):
             for node in results:
                 value = model.in_file(_value(model, node).contiguous())
                 node.replace_all_uses_with(model.add_weight(f"{node.name}_value", value))
 
 
-def _written(model: FxModel) -> set[fx.Node]:
-    """Values that an op changes in place, under their own name or another one."""
-    written: set[fx.Node] = set()
-    for node in reversed(model.graph.nodes):
-        for user in node.users:
-            schema = getattr(user.target, "_schema", None)
-            if schema is None:
-                continue
-            if schema.is_mutable or (user in written and any(r.alias_info for r in schema.returns)):
-                written.add(node)
-    return written
-
-
 def _is_pure(node: fx.Node) -> bool:
-    """Whether a node has the same result whenever it is called, and changes nothing."""
+    """Whether a node has the same result whenever it is called."""
     target: Any = node.target
     if target is operator.getitem:
         return True
     known = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
-    return known and not target._schema.is_mutable and not is_random(target)
+    return known and not is_random(target)
 
 
 def _makes_constant(node: fx.Node) -> bool:
@@ -234,8 +228,7 @@ def fold_rows(model: FxModel, symbols: Sequence[Mapping[str, int]]) -> None:
         elif not batch.isdisjoint(node.all_input_nodes):
             batch.add(node)
         known.add(node)
-    written = _written(model)
-    for node in sorted(batch - written):
+    for node in sorted(batch):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or known.issuperset(node.users):
             continue
@@ -265,7 +258,7 @@ def use_linear(model: FxModel) -> None:
             continue
         *bias, x, weight_node = node.args
         weight = model.weight_of(weight_node)
-        if weight is None or any((b := model.weight_of(n)) is None or b.dim() != 1 for n in bias):
+        if weight is None or any((b := model.weight_of(n)) is None or b.shape != weight.shape[1:] for n in bias):
             continue
         if weight_node not in turned:
             value = model.in_file(weight.t().contiguous())
@@ -282,9 +275,11 @@ def fold_batch_norms(model: FxModel) -> None:
         if conv.target not in CONVOLUTIONS or len(conv.users) != 1:
             continue
         weight = model.weight_of(conv.args[1])
+        if weight is None or norm.meta["val"].dim() != weight.dim():
+            continue  # an image without a batch: the norm takes its rows for channels
         statistics = [model.weight_of(a) for a in norm.args[1:5]]
         bias = model.weight_of(conv.args[2]) if len(conv.args) > 2 else None
-        if weight is None or any(s is None for s in statistics[2:]):
+        if any(s is None for s in statistics[2:]):
             continue
         if any(a is not None and s is None for a, s in zip(norm.args[1:3], statistics[:2], strict=True)):
             continue

@@ -122,8 +122,8 @@ def trace_model(
 ) -> tuple[Trace, list[torch.Tensor]]:
     """Run the model in one bucket; return the trace and the outputs.
 
-    `weights` have a storage each, shared only by tied ones. The model's own in-place operators may change the examples.
-    Raises UnsupportedModel where sizes depend on values, weights are changed, or an operator is not allowed.
+    `weights` have a storage each, shared only by tied ones.
+    Raises UnsupportedModel where sizes depend on values, or an operator is not allowed.
     """
     tracer = OpTracer(model, weights, bucket, examples)
     with torch.inference_mode(), measuring_allocations() as peaks:
@@ -193,7 +193,7 @@ def _require_same(model: str, first: Trace, other: Trace) -> None:
 def run_model(
     model: FxModel, weights: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return a model's outputs. Its own in-place operators may change the inputs."""
+    """Return a model's outputs."""
     tracer = OpTracer(model, weights, Bucket(0), inputs)
     with torch.inference_mode():
         tracer.run()
@@ -328,7 +328,7 @@ class OpTracer:
         return len(self.ops) - 1
 
     def _mutated(self, node: fx.Node, inputs: Any) -> list[Storage]:
-        """Storages that an in-place operator changes. Raises UnsupportedModel where one must not change."""
+        """Storages that an in-place operator changes."""
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return []
@@ -341,9 +341,6 @@ class OpTracer:
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, torch.Tensor):
                     changed[storage_key(tensor)] = self.storages[storage_key(tensor)]
-        for storage in changed.values():
-            if storage.kind == "weight":
-                self.require_mutable(node, storage)
         return list(changed.values())
 
     def require_allowed(self, target: Any) -> None:
@@ -352,13 +349,6 @@ class OpTracer:
             raise UnsupportedModel(
                 f"{self.model.name}: the program calls {target}, which is not an operator that a model may use"
             )
-
-    def require_mutable(self, node: fx.Node, storage: Storage) -> None:
-        """Raise UnsupportedModel for an op that changes a weight."""
-        raise UnsupportedModel(
-            f"{self.model.name}: op {node.name} changes the weight {storage.weight};"
-            " a served model has no state, so return it as an output instead"
-        )
 
     def _refuse_value_sizes(self, node: fx.Node) -> None:
         for value in pytree.tree_leaves(node.meta.get("val")):

@@ -114,7 +114,7 @@ def capture(
 
 
 class StepTracer(OpTracer):
-    """Traces a step on fake tensors. Any operator is allowed, and weights may change."""
+    """Traces a step on fake tensors. Any operator is allowed."""
 
     def __init__(self, model: FxModel, names: Mapping[str, str], inputs: Sequence[torch.Tensor]) -> None:
         """`names` has the state's name of each placeholder."""
@@ -124,9 +124,6 @@ class StepTracer(OpTracer):
 
     def require_allowed(self, target: Any) -> None:
         """Allow everything: the program is the user's own, in the user's own process."""
-
-    def require_mutable(self, node: fx.Node, storage: Storage) -> None:
-        """Allow it: what changes is state."""
 
     def _enter(self, node: fx.Node) -> None:
         super()._enter(node)

@@ -165,7 +165,7 @@ class Trainer:
             raise TrainingLost(self._lost)
         forms = forms_of(batch)
         if forms != self._forms:
-            raise ValueError(f"the batch has {_written(forms)}; the step was captured for {_written(self._forms)}")
+            raise ValueError(f"the batch has {_text_of(forms)}; the step was captured for {_text_of(self._forms)}")
         for n, (known, found) in enumerate(zip(self._constants, constants_of(self._optimizer), strict=True)):
             if found != known:
                 key = next(key for key in {**known, **found} if known.get(key) != found.get(key))
@@ -416,5 +416,5 @@ def constants_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k not in changing} for group in optimizer.param_groups]
 
 
-def _written(forms: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+def _text_of(forms: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in forms)

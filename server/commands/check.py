@@ -87,6 +87,11 @@ def _show(found: "ServabilityReport", out: Console) -> None:
 
         hint = f"; {FORGOTTEN_EVAL}" if is_training(found.random_ops) else ""
         out.print(f"random        numbers are drawn by {', '.join(found.random_ops)}{hint}", soft_wrap=True)
+    if found.changed_inputs:
+        from cohabit.server.deploy.prepare import CHANGES_ARE_LOST
+
+        out.print(f"changed       {', '.join(found.changed_inputs)}: {CHANGES_ARE_LOST}", soft_wrap=True)
+    _show_validation(found, out)
     offloaded = memory.least_without_offloading_bytes
     note = (
         f", with activations offloaded; {format_bytes(offloaded)} without" if offloaded > memory.least_bytes else ""
@@ -99,6 +104,19 @@ def _show(found: "ServabilityReport", out: Console) -> None:
             out.print(f"{format_bytes(budget.memory_bytes)} is not enough: {budget.reason}", soft_wrap=True)
     verdict = "can be served" if found.servable else "cannot be served in every memory size of --memory"
     out.print(f"{found.name} {verdict}")
+
+
+def _show_validation(found: "ServabilityReport", out: Console) -> None:
+    validation = found.validation
+    if validation is None:
+        return
+    if validation.unchecked is not None:
+        out.print(f"archive       not compared with it: {validation.unchecked}", soft_wrap=True)
+    else:
+        said = f"{validation.runs} sets of inputs, largest difference {validation.largest:.0e}"
+        out.print(f"archive       compared with it on {said} of an output's largest element", soft_wrap=True)
+    for left_out in validation.left_out:
+        out.print(f"left out      rewrite {left_out}", soft_wrap=True)
 
 
 def _budgets(memory: "MemoryReport") -> Table:

@@ -11,7 +11,12 @@ from cohabit.runtime.memory import DeviceArena
 from cohabit.runtime.shared_region.sharing import SharedRegion, Sharing
 from cohabit.server.deploy.model import Model, Plans, Programs
 from cohabit.server.deploy.partitions import Extent, Partitions
-from cohabit.server.deploy.prepare import warn_of_interaction, warn_of_random_ops
+from cohabit.server.deploy.prepare import (
+    warn_of_changed_inputs,
+    warn_of_interaction,
+    warn_of_random_ops,
+    warn_of_validation,
+)
 from cohabit.server.engine.device_thread import BackgroundWork
 from cohabit.server.engine.servable import ProgramServable, describe
 from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelKey, lane_name
@@ -106,6 +111,8 @@ class PartitionedMemory:
         """Add a model whose residents are loaded: it can be served."""
         lowered, config = model.lowered, model.source.config
         warn_of_interaction(lowered)
+        warn_of_validation(lowered)
+        warn_of_changed_inputs(lowered)
         warn_of_random_ops(lowered)
         most = max(lowered.batches)
         if config is not None and config.max_batch_size:

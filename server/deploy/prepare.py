@@ -55,6 +55,23 @@ def warn_of_interaction(lowered: Lowered) -> None:
         )
 
 
+def warn_of_validation(lowered: Lowered) -> None:
+    """Log which rewrites a model is served without, because its outputs differed from its archive's with them."""
+    for left_out in () if lowered.validation is None else lowered.validation.left_out:
+        text = f"served without a rewrite that changes the model's outputs: {left_out}"
+        _log.warning(text, extra={"fields": {"model": lowered.name, "rewrite": left_out.rewrite}})
+
+
+CHANGES_ARE_LOST = "the program changes them in place, which callers do not see; return them as outputs instead"
+
+
+def warn_of_changed_inputs(lowered: Lowered) -> None:
+    """Log which of its inputs a model's program changes."""
+    if lowered.changed_inputs:
+        names = ", ".join(lowered.changed_inputs)
+        _log.warning(f"inputs {names}: {CHANGES_ARE_LOST}", extra={"fields": {"model": lowered.name}})
+
+
 def random_ops(lowered: Lowered) -> list[str]:
     """Return the names of the operators with which a model draws random numbers."""
     calls = [i for trace in lowered.traces.values() for i in trace.instructions]

@@ -9,6 +9,7 @@ from cohabit.planner.errors import CohabitError, InfeasibleBudget
 from cohabit.planner.sizing.demand import Demand
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model, split_budget
+from cohabit.runtime.lowering.validation import Validation
 from cohabit.server.activations import Activations, workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
@@ -72,6 +73,10 @@ class ServabilityReport(msgspec.Struct, frozen=True):
     memory: MemoryReport | None = None
     random_ops: tuple[str, ...] = ()
     """Operators with which the model draws random numbers."""
+    validation: Validation | None = None
+    """How the lowered program was compared with the archive's own."""
+    changed_inputs: tuple[str, ...] = ()
+    """Inputs that the program changes in place, which callers do not see."""
 
 
 def report(
@@ -108,6 +113,8 @@ def report(
         lowered.interaction,
         memory,
         tuple(random_ops(lowered)),
+        lowered.validation,
+        lowered.changed_inputs,
     )
 
 

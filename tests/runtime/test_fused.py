@@ -71,12 +71,12 @@ PATTERNS: dict[str, tuple[Pattern, int, int]] = {
     "a sum of fused ones": (Pattern(lambda m, x: relu(m.a(x)) + relu(m.b(relu(m.a(x))) + x)), 2, 1),
     "a result that is read again": (Pattern(lambda m, x: (lambda y: relu(y) + y)(m.a(x))), 0, 0),
     "a sum that is read again": (Pattern(lambda m, x: (lambda y: relu(y) + y)(m.a(x) + x)), 0, 0),
-    "a result read through a view": (Pattern(read_in_place), 0, 0),
+    "a result read through a view": (Pattern(read_in_place), 1, 0),
     "a result added to itself": (Pattern(lambda m, x: (lambda y: relu(y + y))(m.a(x))), 0, 0),
     "a number added": (Pattern(lambda m, x: relu(m.a(x) + 1)), 0, 0),
     "a broadcast residual": (Pattern(lambda m, x: relu(m.a(x) + x[:, :1])), 0, 0),
     "a scaled residual": (Pattern(lambda m, x: relu(torch.add(m.a(x), x, alpha=2))), 0, 0),
-    "operands that change in between": (Pattern(in_place_between), 0, 0),
+    "operands that change in between": (Pattern(in_place_between), 1, 0),
     "no relu": (Pattern(lambda m, x: torch.sigmoid(m.a(x) + x)), 0, 0),
 }
 

@@ -127,7 +127,7 @@ def test_small_constants_of_a_fixed_length_are_computed_once(by_row: bool, tmp_p
     model = Positions(by_row=by_row)
     lowered = models.lowered(model, {"x": torch.zeros(3, 6, 4)}, tmp_path, "positions", [1, 2])
     targets = [op.target for op in lowered.graphs[Bucket(2)].ops]
-    once = ["aten.mul.Tensor", "aten.masked_fill.Scalar"]
+    once = ["aten.mul.Tensor", "aten.masked_fill_.Scalar"]
     assert (targets == once) == (not by_row), "what differs from row to row is computed for each batch"
     for batch in (1, 2):
         inputs = {"x": torch.randn(batch, 6, 4)}

@@ -1,6 +1,7 @@
 """`cohabit check` as a user meets it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.export import Dim
 
 from cohabit.loadgen.zoo.exporting import save_model
+from cohabit.runtime.lowering import rewrite
 from cohabit.runtime.lowering.lower import lower
 from cohabit.server.cli import main
 from cohabit.server.engine.servable import describe
@@ -186,3 +188,33 @@ def test_values_that_index_a_table_directly_have_its_range(tmp_path: Path) -> No
     lowered = lower(tmp_path / "model.pt2", "indexing", [2], tmp_path / "cache")
     rows = {tensor.name: tensor.rows for tensor in describe(lowered, 1, 2).inputs}
     assert rows == {"direct": 7, "part": None, "moved": None, "twice": 5, "viewed": 9}
+
+
+class Changing(nn.Module):
+    """Changes an input, and has a batch norm that is folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+        nn.init.uniform_(self.layers[1].running_var, 0.5, 2.0)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        image[:, 0] = 0
+        return self.layers(image)
+
+
+def test_changed_inputs_and_rewrites_that_are_left_out_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = rewrite._fold
+    monkeypatch.setattr(rewrite, "_fold", lambda *given: (right(*given)[0] * 1.5, right(*given)[1]))
+    models.export(Changing(), {"image": torch.zeros(3, 3, 4, 4)}, tmp_path / "model.pt2")
+    flags = ["--threads", "1", "--cache", str(tmp_path / "cache"), "--batch-sizes", "1,2"]
+    assert main(["check", str(tmp_path / "model.pt2"), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "changed       image: the program changes them in place, which callers do not see" in shown
+    assert "archive       compared with it on 3 sets of inputs" in shown
+    assert re.search(
+        r"left out      rewrite fold_batch_norms of batch_norm\w*: output output at batch \d differs by 0\.\d+",
+        shown,
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from cohabit.runtime.lowering.fused_ops import rotate, short_attention
-from cohabit.runtime.lowering.model import FxModel, same_form
+from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_form
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def join_projections(model: FxModel, most_bytes: int) -> None:
     by_input: dict[Any, list[Any]] = defaultdict(list)
     nodes: list[Any] = list(model.graph.nodes)
     for node in nodes:
-        if node.target is aten.linear.default and not node.kwargs and _only_reshaped(node):
+        if is_linear_layer(model, node) and _only_reshaped(node):
             weight, bias = model.weight_of(node.args[1]), node.args[2] if len(node.args) > 2 else None
             if (
                 weight is None
@@ -155,7 +155,7 @@ def _rotation(model: FxModel, total: Any) -> _Rotation | None:
         return None
     heads, size = cast(Any, x.args[0]), _last(x)
     layer = heads.args[0] if heads.target in _RESHAPES else None
-    if layer is None or layer.target is not aten.linear.default or layer.kwargs or not isinstance(size, int):
+    if layer is None or not is_linear_layer(model, layer) or not isinstance(size, int):
         return None
     read = [n for n in layer.args[1:] if n is not None]
     alone = all(len(n.users) == 1 for n in (layer, heads, *read))

@@ -1,87 +1,168 @@
-"""Which ops may overwrite an operand."""
+"""In-place ops: an op writes its result over an operand that nothing else reads any more.
 
-from typing import Any
+The last rewrite: the others take each value to be written once. It gives a model back the changes that it makes itself.
+"""
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.fused_ops import FUSED_OPS
+from cohabit.runtime.lowering.functional import in_place_form, makes_new_bytes
 from cohabit.runtime.lowering.model import FxModel, same_form
-from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS
 
 aten = torch.ops.aten
 
-_FRESH = frozenset(
+_WHOLE_VIEWS = frozenset(
     {
-        *CONVOLUTIONS,
-        *(aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default),
-        *(aten.batch_norm.default, aten.layer_norm.default, aten.group_norm.default, aten.cat.default),
-        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.max_pool2d.default),
-        *(aten.mean.dim, aten.adaptive_avg_pool2d.default, aten.scaled_dot_product_attention.default),
-        *(packing.CONVOLUTION, packing.CONVOLUTION_SUM, packing.LINEAR, packing.LINEAR_SUM),
-        *FUSED_OPS,
+        *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints),
+        *(aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+        *(aten.transpose.int, aten.permute.default, aten.t.default, aten.mT.default, aten.alias.default),
+        *(aten.detach.default, aten.contiguous.default),
     }
 )
-"""Operators whose result is always new bytes."""
-_UNARY_IN_PLACE = {
-    aten.relu.default: aten.relu_.default,
-    aten.gelu.default: aten.gelu_.default,
-    aten.silu.default: aten.silu_.default,
-    aten.tanh.default: aten.tanh_.default,
-    aten.sigmoid.default: aten.sigmoid_.default,
-    aten.hardtanh.default: aten.hardtanh_.default,
-    aten.hardswish.default: aten.hardswish_.default,
+"""Operators whose result has the bytes of their first operand, all of them, or a copy of them."""
+_OTHER_VIEWS = frozenset(
+    {
+        *(aten.slice.Tensor, aten.select.int, aten.narrow.default, aten.diagonal.default, aten.expand.default),
+        *(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, operator.getitem),
+    }
+)
+"""Those whose result has some of them, or has one several times."""
+_PLACES = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
 }
-_BINARY_IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.mul.Tensor: aten.mul_.Tensor}
-_AS_IF_NEW = {changing: new for new, changing in (_UNARY_IN_PLACE | _BINARY_IN_PLACE).items()}
+"""Operators that return their first operand with the second one in a place of it, and the view that is the place."""
 
-
-def undo_own_changes(model: FxModel) -> None:
-    """Replace the model's own in-place ops by plain ones where no other op can see the difference.
-
-    `work_in_place` then decides again: a ReLU after an in-place sum of the model's would make new bytes otherwise.
-    """
-    for node in model.graph.nodes:
-        new = _AS_IF_NEW.get(node.target) if node.op == "call_function" else None
-        if new is not None and _dies_with(node.args[0], node, set()) and _keeps_dtype(node):
-            node.target = new
-
-
-def _keeps_dtype(node: fx.Node) -> bool:
-    """Whether an op's tensors all have one dtype, so that its result does not depend on being in place."""
-    values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    return all(isinstance(v, torch.Tensor) for v in values) and len({v.dtype for v in values}) == 1
+_Place = tuple[tuple[Any, tuple[Any, ...]], ...]
+"""Views of a value, each of the one before: operators, and their arguments after the operand."""
 
 
 def work_in_place(model: FxModel) -> None:
-    """Let elementwise ops overwrite an operand that nothing else reads: half the activations, and the same bits."""
-    ours: set[fx.Node] = set()
-    for node in model.graph.nodes:
+    """Let ops overwrite an operand that nothing else reads: fewer activations, and the same bits."""
+    names = _Names(model.graph)
+    for node in list(model.graph.nodes):
         if node.op != "call_function" or not node.args:
             continue
-        if node.target is packing.CONVOLUTION_SUM and _dies_with(node.args[1], node, ours):
+        operand: Any = node.args[0]
+        if node.target is packing.CONVOLUTION_SUM and names.last_read(node.args[1], node):
             x, residual, *rest = node.args
             node.target, node.args = packing.CONVOLUTION_SUM_IN_PLACE, (residual, x, *rest)
-            ours.add(node)
-        elif not _dies_with(node.args[0], node, ours):
-            continue
-        elif node.target in _UNARY_IN_PLACE:
-            node.target = _UNARY_IN_PLACE[node.target]
-            ours.add(node)
-        elif node.target in _BINARY_IN_PLACE and same_form(node.args[0], node):
-            node.target = _BINARY_IN_PLACE[node.target]
-            ours.add(node)
+            names.join(residual, node)
+        elif node.target in _PLACES and not node.kwargs and names.last_read(operand, node):
+            _write(model, names, operand, (), (node,))
+            names.join(operand, node)
+            node.replace_all_uses_with(operand)
+            model.graph.erase_node(node)
+        elif (form := _form_of(node)) is not None and names.last_read(operand, node):
+            node.target = form
+            names.join(operand, node)
+    model.graph.eliminate_dead_code()
 
 
-def _dies_with(operand: Any, reader: fx.Node, ours: set[fx.Node]) -> bool:
-    """Whether an operand is new bytes whose last reader is this op, reads them once, and which have no other name.
+def _form_of(node: fx.Node) -> Any:
+    """The operator that writes an op's result over its first operand, if that is of the same form."""
+    form = in_place_form(node.target)
+    return form if form is not None and node.args and same_form(cast(fx.Node, node.args[0]), node) else None
 
-    What the model itself changed in place does not count: it may be read under its older name.
-    """
-    return (
-        isinstance(operand, fx.Node)
-        and (operand.target in _FRESH or operand in ours)
-        and all(user is reader or (user.target in _FRESH and user < reader) for user in operand.users)
-        and sum(a is operand for a in reader.args) == 1
-    )
+
+class _Names:
+    """Which values may share their bytes, and who reads them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._root: dict[Any, fx.Node] = {}
+        self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._whole: set[Any] = set()
+        """Values that have all bytes of their storage, once."""
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            root = self._root.get(node.args[0]) if node.args else None
+            if makes_new_bytes(node):
+                self._add(node, node, whole=True)
+            elif node.target in _WHOLE_VIEWS | _OTHER_VIEWS and root is not None:
+                self._add(node, root, whole=node.target in _WHOLE_VIEWS and node.args[0] in self._whole)
+            elif not _returns_numbers(node):
+                self._forget(node.all_input_nodes)
+
+    def _add(self, node: fx.Node, root: fx.Node, *, whole: bool) -> None:
+        self._root[node] = root
+        self._members[root].append(node)
+        if whole:
+            self._whole.add(node)
+
+    def _forget(self, nodes: Sequence[fx.Node]) -> None:
+        """Take these values' bytes for ones that may have more names."""
+        for root in {self._root[n] for n in nodes if n in self._root}:
+            for member in self._members.pop(root):
+                del self._root[member]
+
+    def last_read(self, operand: Any, reader: fx.Node) -> bool:
+        """Whether an operand is all of its bytes, which are read by this op last, and once."""
+        if operand not in self._whole or operand not in self._root:
+            return False
+        members = self._members[self._root[operand]]
+        times = sum(argument in members for argument in _leaves(reader))
+        return times == 1 and all(user <= reader for member in members for user in member.users)
+
+    def can_write(self, base: fx.Node, writer: fx.Node, replaced: Sequence[fx.Node]) -> bool:
+        """Whether an op reads the bytes of `base` once, and after it only ops that are being replaced do."""
+        members = self._members[self._root[base]]
+        times = sum(argument in members for argument in _leaves(writer))
+        return times == 1 and all(u <= writer or u in replaced for member in members for u in member.users)
+
+    def join(self, operand: fx.Node, result: fx.Node) -> None:
+        """Note that a result is written over an operand."""
+        root, other = self._root[operand], self._root.get(result)
+        for member in [result] if other is None else self._members.pop(other):
+            self._add(member, root, whole=member in self._whole or member is result)
+
+
+def _returns_numbers(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not any("Tensor" in str(r.type) for r in schema.returns)
+
+
+def _leaves(node: fx.Node) -> list[fx.Node]:
+    """The operands of a node, each as often as it is one."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _write(model: FxModel, names: _Names, base: fx.Node, place: _Place, replaced: tuple[fx.Node, ...]) -> None:
+    """Write what the last one of `replaced` returns into a place of `base`, which it has read there."""
+    _, value, *where = cast(Any, replaced[-1].args)
+    place = (*place, (_PLACES[replaced[-1].target], tuple(where)))
+    alone = len(value.users) == 1 and bool(value.args) and _is(value.args[0], base, place)
+    if alone and value.target in _PLACES and not value.kwargs:
+        _write(model, names, base, place, (*replaced, value))
+        return
+    form = _form_of(value) if alone else None
+    if form is not None and names.can_write(base, value, replaced):
+        value.target = form
+        return
+    with model.graph.inserting_before(replaced[0]):
+        part = base
+        for view, arguments in place:
+            part = model.graph.call_function(view, (part, *arguments))
+        model.graph.call_function(aten.copy_.default, (part, value))
+
+
+def _is(node: Any, base: fx.Node, place: _Place) -> bool:
+    """Whether a value is a place of `base`."""
+    if not place or not isinstance(node, fx.Node):
+        return node is base
+    view, where = place[-1]
+    source: Any = node.args[0] if node.args else None
+    if node.target is operator.getitem and source.target is aten.split.Tensor and view is aten.slice.Tensor:
+        size, dim = (*source.args, 0)[1:3]
+        start: Any = node.args[1] * size if isinstance(size, int) else None
+        return start is not None and where == (dim, start, start + size) and _is(source.args[0], base, place[:-1])
+    return node.target is view and node.args[1:] == where and _is(source, base, place[:-1])

@@ -52,7 +52,7 @@ def _cast(model: FxModel, dtype: torch.dtype) -> None:
         tensors |= {n: model.in_file(t.to(dtype)) for n, t in tensors.items() if t.dtype is torch.float32}
     for node in model.graph.nodes:
         if node.op == "call_function":
-            _compute_in(node, dtype)
+            compute_in(node, dtype)
     to_copy = aten._to_copy.default
     first_op = next(n for n in model.graph.nodes if n.op != "placeholder")
     for node, port in zip(model.input_nodes, model.inputs, strict=True):
@@ -71,7 +71,7 @@ def _cast(model: FxModel, dtype: torch.dtype) -> None:
     model.graph.eliminate_dead_code()
 
 
-def _compute_in(node: fx.Node, dtype: torch.dtype) -> None:
+def compute_in(node: fx.Node, dtype: torch.dtype) -> None:
     """Let an op that names float32, or makes a tensor of it out of none, use the other type."""
 
     def replaced(argument: Any) -> Any:

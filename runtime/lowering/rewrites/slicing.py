@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from cohabit.runtime.lowering.fusion import ACTIVATIONS
-from cohabit.runtime.lowering.model import FxModel
+from cohabit.runtime.lowering.model import FxModel, is_linear_layer
 
 aten = torch.ops.aten
 
@@ -25,6 +25,8 @@ LEAST_WHOLE_BYTES = 1 << 20
 """Parts of a result with as many bytes per row of the batch are written into it one by one; smaller ones are joined."""
 _BLOCK_ROWS = 64
 """Packed layouts hold so many outputs together, and are padded to a multiple of that."""
+_PARTS = "parts"
+"""Key in the `meta` of joined parts that are to be written into the result: its sizes, and the rows of a part."""
 CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 _BY_ELEMENT = (aten.to.dtype, aten.mul.Tensor, aten.sub.Tensor, aten.add.Tensor, aten.div.Tensor)
 """Operators by which weights become others of the same shape, such as integers and their scales."""
@@ -52,7 +54,7 @@ def slice_sizes(model: FxModel, *, packed: bool) -> tuple[int, int]:
     return most, min(slice_bytes, max(LEAST_SLICE_BYTES, int(total * SLICE_SHARE)))
 
 
-def split_large_layers(model: FxModel, *, packed: bool) -> None:
+def split_large_layers(model: FxModel, packed: bool) -> None:
     """Compute layers with large weights in parts: of output features, of output channels, or of experts.
 
     Each part has its part of the weight, so that it can start, and be dropped, on its own. A weight that is stored
@@ -71,9 +73,7 @@ def split_large_layers(model: FxModel, *, packed: bool) -> None:
         call: Callable[..., fx.Node] = model.graph.call_function
         after = _activation_after(node)
         with model.graph.inserting_before(node):
-            sizes = _whole_sizes(model, node, after or node, count)
             parts: list[fx.Node] = []
-            whole: fx.Node | None = None
             for start in range(0, count, rows):
                 own = [
                     o if cut is None or o is None else _rows(model, known, o, cut, start, min(start + rows, count))
@@ -81,20 +81,29 @@ def split_large_layers(model: FxModel, *, packed: bool) -> None:
                 ]
                 part = call(node.target, layer.arguments(own))
                 parts.append(part if after is None else call(after.target, (part, *after.args[1:]), after.kwargs))
-                if sizes is not None:
-                    whole = whole or call(aten.new_empty.default, (parts[0], [*sizes, count]))
-                    place = call(aten.slice.Tensor, (whole, -1, start, min(start + rows, count)))
-                    call(aten.copy_.default, (place, parts[-1]))
-            whole = whole or call(aten.cat.default, (parts, layer.joined))
+                form = _part_of(node.meta.get("val"), layer.joined, min(rows, count - start))
+                part.meta["val"] = parts[-1].meta["val"] = form
+            whole = call(aten.cat.default, (parts, layer.joined))
+        if (sizes := _whole_sizes(model, node, after or node)) is not None:
+            whole.meta[_PARTS] = sizes, rows
         for replaced in [node] if after is None else [after, node]:
-            whole.meta = dict(replaced.meta)
+            whole.meta |= replaced.meta
             replaced.replace_all_uses_with(whole)
             model.graph.erase_node(replaced)
     model.graph.eliminate_dead_code()  # what whole weights were computed by
 
 
-def _whole_sizes(model: FxModel, node: fx.Node, last: fx.Node, count: int) -> list[Any] | None:
-    """The sizes before the last one of a linear layer's large result, into which its parts are written one by one.
+def _part_of(value: Any, dim: int, size: int) -> Any:
+    """The form of a part of a value."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes: list[Any] = list(value.shape)
+    sizes[dim] = size
+    return value.new_empty(sizes)
+
+
+def _whole_sizes(model: FxModel, node: fx.Node, last: fx.Node) -> list[int | None] | None:
+    """The sizes of a linear layer's large result, into which its parts are written one by one; the batch's is None.
 
     Then the result and one part are in memory, not the result twice. None where parts are joined: where the result is
     small, where the op after it can overwrite it, and where sizes other than the batch's are dynamic.
@@ -104,16 +113,33 @@ def _whole_sizes(model: FxModel, node: fx.Node, last: fx.Node, count: int) -> li
         return None
     if any(user.target in (*_BY_ELEMENT, *ACTIVATIONS) for user in last.users):
         return None
-    symbolic = [n for n, d in enumerate(value.shape[:-1]) if not isinstance(d, int)]
-    fixed = math.prod(d for d in value.shape[:-1] if isinstance(d, int))
-    if fixed * count * value.itemsize < LEAST_WHOLE_BYTES or any(
-        str(value.shape[n]) != model.batch_symbol for n in symbolic
-    ):
+    sizes = [d if isinstance(d, int) else None for d in value.shape]
+    row_bytes = math.prod(d for d in sizes if d is not None) * value.itemsize
+    dynamic = [d for d in value.shape if not isinstance(d, int)]
+    if row_bytes < LEAST_WHOLE_BYTES or any(str(d) != model.batch_symbol for d in dynamic):
         return None
-    call = model.graph.call_function
-    return [
-        call(aten.sym_size.int, (node.args[0], n)) if n in symbolic else d for n, d in enumerate(value.shape[:-1])
-    ]
+    return sizes
+
+
+def write_parts(model: FxModel) -> None:
+    """Write the parts of large results into them one by one. Makes a program that is not functional any more."""
+    call: Callable[..., fx.Node] = model.graph.call_function
+    for node in list(model.graph.nodes):
+        if (written := node.meta.get(_PARTS)) is None:
+            continue
+        sizes, rows = written
+        whole = None
+        for part, start in zip(cast(Any, node.args[0]), range(0, sizes[-1], rows), strict=True):
+            with model.graph.inserting_before(part.next):
+                if whole is None:
+                    own = [call(aten.sym_size.int, (part, n)) if d is None else d for n, d in enumerate(sizes)]
+                    whole = call(aten.new_empty.default, (part, own))
+                    whole.meta = dict(node.meta)
+                place = call(aten.slice.Tensor, (whole, -1, start, min(start + rows, sizes[-1])))
+                call(aten.copy_.default, (place, part))
+        assert whole is not None
+        node.replace_all_uses_with(whole)
+        model.graph.erase_node(node)
 
 
 def _activation_after(node: fx.Node) -> fx.Node | None:
@@ -124,7 +150,7 @@ def _activation_after(node: fx.Node) -> fx.Node | None:
 
 def _layer(model: FxModel, node: fx.Node) -> _Layer | None:
     """How an op can be computed in parts; None if it cannot, or has no weight."""
-    if node.target is aten.linear.default or (node.target in CONVOLUTIONS and not _grouped(node)):
+    if is_linear_layer(model, node) or (node.target in CONVOLUTIONS and not _grouped(node)):
         x, weight, bias, *rest = cast(Any, (*node.args, None)[: max(3, len(node.args))])
         if not _stored_bytes(model, weight) or (bias is not None and not _stored_bytes(model, bias)):
             return None

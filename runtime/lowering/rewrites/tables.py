@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -59,11 +59,13 @@ def _source(model: FxModel, part: Any) -> tuple[Any, ...] | None:
     if not isinstance(ids, fx.Node) or ids.target is not aten.select.int or ids.args[1] != 1:
         return None
     value = ids.args[0].meta["val"]  # type: ignore[union-attr]
-    return (ids.args[0], table.shape[1], table.dtype) if value.dim() == 2 and value.dtype is torch.int64 else None
+    columns = value.dim() == 2 and value.dtype is torch.int64 and isinstance(value.shape[1], int)
+    return (ids.args[0], table.shape[1], table.dtype) if columns and isinstance(ids.args[2], int) else None
 
 
 def _column(part: fx.Node) -> int:
-    return int(part.args[1].args[2])  # type: ignore[union-attr, arg-type]
+    ids, _, column = cast(Any, part.args[1]).args
+    return int(column) if column >= 0 else int(ids.meta["val"].shape[1]) + int(column)
 
 
 def _in_order(parts: Sequence[fx.Node]) -> bool:

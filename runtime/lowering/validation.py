@@ -1,0 +1,315 @@
+"""Translation validation: a lowered program and its archive's own run on the same inputs, and their outputs compared.
+
+Where they differ, rewrites are left out until they do not. This is the last line of defence against a wrong rewrite.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import gt
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.utils import _pytree as pytree
+
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.lowering.allowed_ops import draws, is_assertion
+from cohabit.runtime.lowering.interaction import comparable, difference
+from cohabit.runtime.lowering.model import Port
+from cohabit.runtime.lowering.rewrites.precision import compute_in
+from cohabit.runtime.options import Options
+
+_INTEGERS = (1000, 100, 10, 2, 1)
+"""Bounds of random integers, in the order in which they are tried: a model's indices must be valid."""
+_LARGE = 1e3
+"""Factor of every second row."""
+_ROUNDING, _MOVED = 1e-6, 8.0
+"""Where outputs differ, inputs and weights are changed by this share, and outputs may differ by this multiple of what
+that changes: some models amplify rounding, such as by sorting."""
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+"""What a model raises for inputs that it does not take."""
+
+_NAMED = 4
+"""Ops that are named of those that a rewrite replaces."""
+
+
+class LeftOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rewrite that is not made for a model, because outputs differ with it."""
+
+    rewrite: str
+    ops: tuple[str, ...]
+    """The program's ops that it replaces."""
+    reason: str
+
+    def __str__(self) -> str:
+        more = f" and {len(self.ops) - _NAMED} more" if len(self.ops) > _NAMED else ""
+        ops = f" of {', '.join(self.ops[:_NAMED])}{more}" if self.ops else ""
+        return f"{self.rewrite}{ops}: {self.reason}"
+
+
+class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a lowered program was compared with its archive's own."""
+
+    runs: int
+    """Sets of inputs that both ran on; 0 where `unchecked` says why there are none."""
+    largest: float = 0.0
+    """The largest difference, as a share of an output's largest element."""
+    left_out: tuple[LeftOut, ...] = ()
+    unchecked: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Inputs of one bucket, and what the archive's program returns for them."""
+
+    bucket: Bucket
+    inputs: list[torch.Tensor]
+    expected: list[torch.Tensor]
+    broken: bool = False
+    """Whether inputs have a NaN and an infinity."""
+
+
+class Rewritten(Protocol):
+    """A program after its rewrites."""
+
+    @property
+    def applied(self) -> Mapping[str, tuple[str, ...]]:
+        """The program's ops that each rewrite replaced, by the rewrite's name."""
+        ...
+
+    def run(self, bucket: Bucket, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+
+_R = TypeVar("_R", bound=Rewritten)
+
+
+class Reference:
+    """An archive's program as it was exported, run op by op. With a reduced type, it computes in that."""
+
+    def __init__(self, program: ExportedProgram, options: Options) -> None:
+        self._dtype: torch.dtype = getattr(torch, options.dtype)
+        self._program, self._graph = program, fx.Graph()
+        self._graph.output(self._graph.graph_copy(program.graph, {}))
+        for node in self._graph.nodes:
+            if self._dtype is not torch.float32:
+                compute_in(node, self._dtype)
+        self._last_use = {n: user for user in self._graph.nodes for n in user.all_input_nodes}
+
+    @property
+    def exact(self) -> bool:
+        """Whether it computes in the archive's own types."""
+        return self._dtype is torch.float32
+
+    @property
+    def random_op(self) -> str | None:
+        """The name of an op that draws random numbers."""
+        calls = (node for node in self._graph.nodes if node.op == "call_function")
+        return next((node.name for node in calls if draws(node.target, node.args, node.kwargs)), None)
+
+    def run(self, inputs: Sequence[torch.Tensor], noise: torch.Generator | None = None) -> list[torch.Tensor]:
+        """Return the outputs. `noise` rounds inputs and weights otherwise."""
+        specs, given = iter(self._program.graph_signature.input_specs), iter(inputs)
+        frame: dict[fx.Node, Any] = {}
+
+        def value(node: fx.Node) -> Any:
+            return frame[node]() if isinstance(frame[node], partial) else frame[node]
+
+        with torch.inference_mode():
+            for node in self._graph.nodes:
+                if node.op == "placeholder":
+                    frame[node] = self._entered(next(specs), given, noise)
+                elif node.op == "get_attr":
+                    frame[node] = getattr(self._program.graph_module, str(node.target))
+                elif node.op == "call_function" and not (is_assertion(node.target) and not node.users):
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+                    frame[node] = cast(Any, node.target)(*args, **kwargs)
+                elif node.op == "output":
+                    leaves = pytree.tree_leaves(node.args[0])
+                    kinds = [spec.kind for spec in self._program.graph_signature.output_specs]
+                    own = [n for n, kind in zip(leaves, kinds, strict=True) if kind is OutputKind.USER_OUTPUT]
+                    return [value(n) for n in own if isinstance(n, fx.Node)]
+                for used in node.all_input_nodes:
+                    if self._last_use[used] is node:
+                        frame.pop(used, None)
+        raise AssertionError("a program has an output")
+
+    def _entered(self, spec: Any, given: Iterator[torch.Tensor], noise: torch.Generator | None) -> Any:
+        """What a placeholder stands for; a weight that is not read as it is in the archive is made for each reader."""
+        if spec.kind is InputKind.USER_INPUT:
+            return self._own(next(given).clone(), noise) if isinstance(spec.arg, TensorArgument) else spec.arg.value
+        weight = self._program.state_dict.get(spec.target, self._program.constants.get(spec.target))
+        return partial(self._own, weight, noise)
+
+    def _own(self, tensor: torch.Tensor, noise: torch.Generator | None) -> torch.Tensor:
+        if tensor.dtype is torch.float32:
+            tensor = tensor.to(self._dtype)
+        if noise is None or not tensor.is_floating_point():
+            return tensor.detach()
+        step = max(_ROUNDING, torch.finfo(tensor.dtype).eps)
+        return tensor.detach() * (1 + step * torch.randn(tensor.shape, generator=noise)).to(tensor.dtype)
+
+
+def samples_of(
+    reference: Reference,
+    ports: Sequence[Port],
+    buckets: Sequence[Bucket],
+    symbols: Mapping[Bucket, Mapping[str, int]],
+) -> list[Sample]:
+    """Return seeded inputs of the smallest bucket and one more, and the archive's outputs for them.
+
+    Floats have both signs; one sample has every second row a thousand times larger, one a NaN and an infinity. Integers
+    are below the largest bound that the program takes. Empty if it takes none.
+    """
+
+    def sample(bucket: Bucket, bound: int, *, large: bool = False, broken: bool = False) -> Sample | None:
+        generator = torch.Generator().manual_seed(bound)
+        shapes = [port.at(bucket.batch, symbols[bucket]) for port in ports]
+        inputs = [_random(p.dtype, s, bound, generator) for p, s in zip(ports, shapes, strict=True)]
+        for tensor in inputs:
+            if tensor.is_floating_point() and large and tensor.dim():
+                (tensor[1::2] if len(tensor) > 1 else tensor).mul_(_LARGE)
+            elif tensor.is_floating_point() and broken and tensor.numel() > 1:
+                flat = tensor.view(-1)
+                flat[len(flat) // 2], flat[-1] = torch.nan, torch.inf
+        try:
+            return Sample(bucket, inputs, reference.run(inputs), broken)
+        except _REFUSALS:
+            return None
+
+    first, found = min(buckets), list[tuple[float, int, Sample]]()
+    for bound in _INTEGERS if any(not p.dtype.is_floating_point for p in ports) else _INTEGERS[:1]:
+        if (own := sample(first, bound)) is not None:
+            found.append((_finite(own.expected), bound, own))
+            if found[-1][0] == 1:
+                break
+    if not found:
+        return []
+    _, bound, ordinary = max(found, key=lambda item: item[:2])
+    if reference.exact:  # a reduced type has its own NaN and infinities
+        more = [sample(_another(buckets), bound, large=True), sample(first, bound, broken=True)]
+    else:
+        more = [sample(_another(buckets), bound)]
+    return [ordinary, *(own for own in more if own is not None)]
+
+
+def _another(buckets: Sequence[Bucket]) -> Bucket:
+    """The smallest bucket that is larger than the smallest in every size that has more than one."""
+    first, largest = min(buckets), max(buckets)
+    larger = [b for b in buckets if b.batch > first.batch or first.batch == largest.batch]
+    return min((b for b in larger if all(map(gt, b.sizes, first.sizes))), default=min(larger))
+
+
+def _random(dtype: torch.dtype, shape: tuple[int, ...], bound: int, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype)
+    most = min(bound, 2) if dtype is torch.bool else min(bound, torch.iinfo(dtype).max)
+    return torch.randint(0, most, shape, generator=generator).to(dtype)
+
+
+def _finite(outputs: Sequence[torch.Tensor]) -> float:
+    """The share of finite elements of the output with the fewest."""
+    return min((float(t.isfinite().double().mean()) for t in outputs if t.numel()), default=1.0)
+
+
+def validated(
+    reference: Reference,
+    samples: Sequence[Sample],
+    ports: Sequence[Port],
+    limit: float,
+    program: _R,
+    make: Callable[[frozenset[str]], _R],
+) -> tuple[_R, Validation]:
+    """Return a program that agrees with the archive's, the given one or one of `make`, and what was found.
+
+    Rewrites are left out one by one, then all, of which those that do no harm are made again. Raises UnsupportedModel
+    if outputs differ without any.
+    """
+    compare = partial(_compare, reference, samples, ports, limit)
+    largest, difference = compare(program)
+    if difference is None:
+        return program, Validation(len(samples), largest)
+    applied, first = program.applied, difference
+    for name in reversed(applied):
+        del program
+        program = make(frozenset({name}))
+        largest, difference = compare(program)
+        if difference is None:
+            return program, Validation(len(samples), largest, (LeftOut(name, applied[name], first),))
+    left_out = frozenset(applied)
+    largest, difference = compare(make(left_out))
+    if difference is not None:
+        raise UnsupportedModel(
+            f"its lowered program is not the archive's, with and without rewrites: {first}; without, {difference}"
+        )
+    for name in applied:
+        if compare(make(left_out - {name}))[1] is None:
+            left_out -= {name}
+    del program
+    program = make(left_out)
+    named = tuple(LeftOut(name, applied[name], first) for name in applied if name in left_out)
+    return program, Validation(len(samples), compare(program)[0], named)
+
+
+def _compare(
+    reference: Reference, samples: Sequence[Sample], ports: Sequence[Port], limit: float, program: Rewritten
+) -> tuple[float, str | None]:
+    """Return the largest difference as a share of an output's largest element, and what is over the limit."""
+    largest = 0.0
+    for sample in samples:
+        try:
+            found = program.run(sample.bucket, [t.clone() for t in sample.inputs])
+        except _REFUSALS as error:
+            reason = str(error).split("\n", 1)[0][:200]
+            return largest, f"it fails at batch {sample.bucket}: {type(error).__name__}: {reason}"
+        shares = _shares(sample, found)
+        largest = max([largest, *filter(math.isfinite, shares)])
+        moved = _moved(reference, sample) if max(shares, default=0.0) > limit else shares
+        for port, share, own in zip(ports, shares, moved, strict=True):
+            if share > max(limit, _MOVED * own):
+                return largest, f"output {port.name} at batch {sample.bucket} {_how(share, limit)}"
+    return largest, None
+
+
+def _how(share: float, limit: float) -> str:
+    if math.isinf(share):
+        return "has another form, or numbers where the archive's program has NaN or infinities"
+    return f"differs by {share:.2g} of its largest element, or of its integers, and the limit is {limit:.0e}"
+
+
+def _moved(reference: Reference, sample: Sample) -> list[float]:
+    """How much the archive's own outputs change by rounding inputs and weights otherwise."""
+    return _shares(sample, reference.run(sample.inputs, torch.Generator().manual_seed(0)))
+
+
+def _shares(sample: Sample, found: Sequence[torch.Tensor]) -> list[float]:
+    """The largest difference of each output, as a share of its largest element among equally large inputs."""
+    return [
+        max(
+            (_share(sample, own[k::2], other[k::2]) for k in range(2))
+            if other.dim()
+            else [_share(sample, own, other)]
+        )
+        if own.shape == other.shape and own.dtype == other.dtype
+        else math.inf
+        for own, other in ((comparable(a), comparable(b)) for a, b in zip(found, sample.expected, strict=True))
+    ]
+
+
+def _share(sample: Sample, own: torch.Tensor, expected: torch.Tensor) -> float:
+    """The difference of an output; infinite where the archive's is no number and the program's is another.
+
+    NaN where the archive's has a number is another rounding of infinities: kernels may multiply them by a zero.
+    """
+    if own.is_floating_point():
+        kept = expected.isfinite() | own.isnan() | (own == expected)
+        if not bool(kept.all()):
+            return math.inf
+        if sample.broken:
+            own = torch.where(expected.isfinite() & ~own.isnan(), own, expected)
+    return difference(own, expected, expected)
