@@ -19,6 +19,7 @@ from cohabit.server.deploy import lifecycle, place
 from cohabit.server.deploy.model import Programs
 from cohabit.server.deploy.polling import Poller
 from cohabit.server.deploy.worker import WorkerFailed
+from cohabit.server.errors import LoadFailed, Refused
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import by_name
 from tests.e2e.serving import Running
@@ -71,6 +72,11 @@ def asked(server: Running, names: str) -> Iterator[list[str]]:
             stop.set()
         for client in running:
             client.result()
+
+
+def load(server: Running, model: str, config: str | None = None) -> None:
+    """Load as a client's order does, however long that takes."""
+    server.on_loop(server.engine.lifecycle.load(model, config))
 
 
 @dataclass
@@ -149,7 +155,7 @@ def test_a_stage_that_fails_takes_nothing_from_what_is_served(
 ) -> None:
     for seed, name in enumerate("abc"):
         stacks.put(tmp_path, name, seed)
-    with controlled(tmp_path, memory, plans, load_models=tuple(served)) as (server, client):
+    with controlled(tmp_path, memory, plans, load_models=tuple(served)) as (server, _):
         server.until_planned()
         monkeypatch.setattr(server.placement.improver, "begin", lambda *_, **__: None)
         if loaded == "a":
@@ -161,13 +167,13 @@ def test_a_stage_that_fails_takes_nothing_from_what_is_served(
                     with monkeypatch.context() as patch:
                         patch.setattr(server.engine.registry, "served", Failing(lambda: None, error))
                         patch.setattr(module, name, replacement)
-                        with pytest.raises(InferenceServerException):
-                            client.load_model(loaded)
+                        with pytest.raises(LoadFailed):
+                            load(server, loaded)
                     failed |= {stage} if failing.failed else set()
                     assert state_of(server) == before, (fault, stage)
                     assert wrong == [], (fault, stage)
         assert len(failed) >= least, failed
-        client.load_model(loaded)
+        load(server, loaded)
         assert is_answer_of(3 if loaded == "a" else 2, answer(server, loaded))
 
 
@@ -189,7 +195,7 @@ def test_a_file_that_cannot_be_served_takes_nothing_from_what_is(
     second, config = repository / "a/2/model.pt2", repository / "a/config.pbtxt"
     changes: dict[str, Any] = {"poll_interval_s": 1e6} if control == "poll" else {"load_models": ("a",)}
     sound = good.read_bytes()
-    with controlled(repository, memory, plans, model_control=control, **changes) as (server, client):
+    with controlled(repository, memory, plans, model_control=control, **changes) as (server, _):
         server.until_planned()
         engine = server.engine
         poller = Poller(repository, engine.lifecycle, engine.registry, by_name(scan(repository)))
@@ -198,8 +204,8 @@ def test_a_file_that_cannot_be_served_takes_nothing_from_what_is(
             if control == "poll":
                 server.on_loop(poller.poll())
                 return
-            with pytest.raises(InferenceServerException) if fails else nullcontext():
-                client.load_model("a", config=config)
+            with pytest.raises((LoadFailed, Refused)) if fails else nullcontext():
+                load(server, "a", config)
 
         with asked(server, "a") as wrong:
             for path, content in (
@@ -237,7 +243,7 @@ def test_a_search_whose_process_cannot_start_is_made_again(
     monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.0)
     for seed, name in enumerate("ab"):
         stacks.put(tmp_path / "models", name, seed)
-    with controlled(tmp_path / "models", "6MiB", tmp_path / "cache") as (server, client):
+    with controlled(tmp_path / "models", "6MiB", tmp_path / "cache") as (server, _):
         planner = server.placement.planner
         best, tries = planner.best_plans, list[str]()
 
@@ -248,8 +254,8 @@ def test_a_search_whose_process_cannot_start_is_made_again(
             return best(demand, memory)
 
         monkeypatch.setattr(planner, "best_plans", failing_first)
-        client.load_model("a")
-        client.load_model("b")
+        load(server, "a")
+        load(server, "b")
         server.until_planned()
         assert all(model.searched for model in server.placement.memory.models.values())
         assert tries.count(tries[0]) == 2

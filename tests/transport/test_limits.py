@@ -367,6 +367,7 @@ def every_kind_of(error: type[RequestError]) -> Iterator[type[RequestError]]:
 REFUSALS = {
     "Unauthenticated": (401, "UNAUTHENTICATED"),
     "PermissionMissing": (403, "PERMISSION_DENIED"),
+    "ForeignSite": (403, "PERMISSION_DENIED"),
     "InvalidRequest": (400, "INVALID_ARGUMENT"),
     "TensorMismatch": (400, "INVALID_ARGUMENT"),
     "ModelNotListed": (400, "INVALID_ARGUMENT"),
