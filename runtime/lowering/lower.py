@@ -151,8 +151,12 @@ def cached(
     shape_buckets: ShapeBuckets = DEFAULT_BUCKETS,
 ) -> Lowered:
     """Return what `lower` has left in the cache for an archive of this fingerprint. Raises NotCached."""
-    known = _known(name, Entry(cache, archive, sorted(set(batches)), options, shape_buckets))
+    entry = Entry(cache, archive, sorted(set(batches)), options, shape_buckets)
+    known = _known(name, entry)
     if known is None:
+        others = [path for path in entry.folder.glob("program-*.json") if path != entry.program_path]
+        if others and not entry.program_path.exists():
+            raise NotCached(f"{name}: it was lowered for other batch sizes or shape buckets only")
         raise NotCached(f"{name}: the cache has no undamaged copy of it")
     return known
 

@@ -121,8 +121,8 @@
       const known = values.filter((value) => value !== null);
       line.hidden = known.length < 2;
       if (line.hidden) return;
-      const most = Math.max(...known) || 1;
-      const points = values.map((value, i) => (value === null ? null : `${COURSE_S - values.length + i},${(28 - (value / most) * 26).toFixed(1)}`));
+      const most = Math.max(...known);
+      const points = values.map((value, i) => (value === null ? null : `${COURSE_S - values.length + i},${(28 - (value / (most || 1)) * 26).toFixed(1)}`));
       const svg = draw(make("div"), "svg", { viewBox: `0 0 ${COURSE_S} 30`, preserveAspectRatio: "none", role: "img" });
       svg.setAttribute("aria-label", `${figure.name} in the last minutes, at most ${write([most, figure.value[1]])}`);
       draw(svg, "polyline", { points: points.filter((point) => point !== null).join(" ") });

@@ -17,7 +17,7 @@ from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.host.store import StoreKind, open_store
 from cohabit.runtime.lowering import fusion
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered, NotCached, cached, lower
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
@@ -225,6 +225,16 @@ def test_in_place_ops_are_marked_with_what_they_change(constructs: models.Constr
     changed = {op.target: [graph.tensors[i].kind for i in op.mutates] for op in graph.ops if op.mutates}
     assert changed["aten.relu_.default"] == ["activation"]
     assert changed["aten.fill_.Tensor"] == ["activation"], "through a view"
+
+
+def test_what_was_lowered_for_other_batch_sizes_is_not_called_damaged(
+    constructs: models.Constructs, tmp_path: Path
+) -> None:
+    lowered = constructs.lowered("wide", tmp_path, batches=[1])
+    with pytest.raises(NotCached, match="it was lowered for other batch sizes or shape buckets only"):
+        cached(lowered.archive, "wide", [1, 2], tmp_path, lowered.options)
+    with pytest.raises(NotCached, match="the cache has no undamaged copy of it"):
+        cached("0" * 64, "wide", [1], tmp_path, lowered.options)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"format_version": 1}', b'{"format_version": 99}'])
