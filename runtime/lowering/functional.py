@@ -109,7 +109,9 @@ def makes_new_bytes(node: fx.Node) -> bool:
     if not isinstance(op, OpOverload) or op._schema.is_mutable or len(op._schema.returns) != 1:
         return False
     (result,) = op._schema.returns
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        str(cast(Any, op).name()), "CompositeImplicitAutograd"
+    )
     return str(result.type) == "Tensor" and result.alias_info is None and (not composite or op in _NEW_COMPOSITES)
 
 
@@ -144,12 +146,7 @@ def _out_of_place(node: fx.Node) -> OpOverload | None:
     op = cast(OpOverload, node.target)
     written = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     new = _variant(op, op._schema.name.removesuffix("_"))
-    if (
-        new is None
-        or new.name() == op.name()
-        or written != [op._schema.arguments[0]]
-        or in_place_form(new) is not op
-    ):
+    if new is None or new is op or written != [op._schema.arguments[0]] or in_place_form(new) is not op:
         return None
     return new if new in _WRITING or _result_type(node, new) == _dtype(node.args[0]) else None
 

@@ -235,7 +235,7 @@ def validated(
     if difference is None:
         return program, Validation(len(samples), largest)
     applied, first = program.applied, difference
-    for name in reversed(applied):
+    for name in reversed(list(applied)):
         del program
         program = make(frozenset({name}))
         largest, difference = compare(program)

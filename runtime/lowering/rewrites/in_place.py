@@ -139,7 +139,7 @@ def _leaves(node: fx.Node) -> list[fx.Node]:
 def _write(model: FxModel, names: _Names, base: fx.Node, place: _Place, replaced: tuple[fx.Node, ...]) -> None:
     """Write what the last one of `replaced` returns into a place of `base`, which it has read there."""
     _, value, *where = cast(Any, replaced[-1].args)
-    place = (*place, (_PLACES[replaced[-1].target], tuple(where)))
+    place = (*place, (_PLACES[cast(Any, replaced[-1].target)], tuple(where)))
     alone = len(value.users) == 1 and bool(value.args) and _is(value.args[0], base, place)
     if alone and value.target in _PLACES and not value.kwargs:
         _write(model, names, base, place, (*replaced, value))
@@ -163,6 +163,6 @@ def _is(node: Any, base: fx.Node, place: _Place) -> bool:
     source: Any = node.args[0] if node.args else None
     if node.target is operator.getitem and source.target is aten.split.Tensor and view is aten.slice.Tensor:
         size, dim = (*source.args, 0)[1:3]
-        start: Any = node.args[1] * size if isinstance(size, int) else None
+        start: Any = cast(Any, node.args[1]) * size if isinstance(size, int) else None
         return start is not None and where == (dim, start, start + size) and _is(source.args[0], base, place[:-1])
     return node.target is view and node.args[1:] == where and _is(source, base, place[:-1])

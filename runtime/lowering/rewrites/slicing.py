@@ -113,7 +113,7 @@ def _whole_sizes(model: FxModel, node: fx.Node, last: fx.Node) -> list[int | Non
         return None
     if any(user.target in (*_BY_ELEMENT, *ACTIVATIONS) for user in last.users):
         return None
-    sizes = [d if isinstance(d, int) else None for d in value.shape]
+    sizes: list[int | None] = [d if isinstance(d, int) else None for d in value.shape]
     row_bytes = math.prod(d for d in sizes if d is not None) * value.itemsize
     dynamic = [d for d in value.shape if not isinstance(d, int)]
     if row_bytes < LEAST_WHOLE_BYTES or any(str(d) != model.batch_symbol for d in dynamic):
