@@ -79,10 +79,15 @@ def functional(name: str, program: ExportedProgram) -> tuple[fx.Graph, ExportedP
 
 
 def _copy(program: ExportedProgram) -> fx.Graph:
-    """Return a copy of a program's graph without dropouts, which return what they read unless a model trains."""
+    """Return a copy of a program's graph without dropouts, which return what they read unless a model trains.
+
+    Views become reshapes, which take every layout: kernels for a rewritten layer may have another than was exported.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
     for node in list(graph.nodes):
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
         if node.op == "call_function" and node.target in _DROPOUTS and node.args[2] is False:
             node.replace_all_uses_with(cast(fx.Node, node.args[0]))
             graph.erase_node(node)

@@ -167,6 +167,10 @@ CASES: dict[str, Forward] = {
     "a mask": mask_made_in_place,
     "outputs of one value": outputs_of_one_value,
     "a type that an out-of-place op would change": another_type,
+    "a view of a convolution's rows": lambda m, x: m.conv(x).view(x.shape[0], 24, 6).sum(-1),
+    "a view of a convolution that is changed": lambda m, x: (lambda h: (h.view(h.shape[0], -1)[:, 1:5].zero_(), h))(
+        m.conv(x)
+    ),
     "itself": written(lambda h: h.add_(h), lambda m, h: m.b(h)),
     "itself, rolled": written(lambda h: h.copy_(torch.roll(h, 1, -1)), lambda m, h: m.b(h)),
     "a slice": written(set_to(0, ..., slice(0, 2)), lambda m, h: m.b(h).view(h.shape)),
