@@ -286,9 +286,7 @@ def _growing_queue(report: Report) -> tuple[float, float] | None:
 
 def runs_table(reports: Sequence[Report]) -> Table:
     """Compare the runs of a sweep, a row each."""
-    table = Table(
-        title="All rates, latencies in ms", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for heading in ("offered/s", "answered/s", f"within {reports[0].slo_s * 1e3:g} ms", "p50", "p99", "p99.9"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)

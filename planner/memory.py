@@ -37,7 +37,7 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"'{text}' is not a size; write it like 64MiB, 8GiB or 82MB")
     nbytes = round(float(match[1]) * _UNITS[match[2]])
-    if not match[2] and nbytes < _LEAST_WITHOUT_UNIT:
+    if not match[2] and 0 < nbytes < _LEAST_WITHOUT_UNIT:
         raise ValueError(
             f"'{text}' has no unit, and would be {nbytes} bytes; write {match[1]}MiB or {match[1]}GiB, or {match[1]}B"
         )

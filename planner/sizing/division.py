@@ -118,7 +118,7 @@ def _partition(demands: Sequence[Demand], room: _Room) -> _Shares:
                 break  # it does not matter how much more memory parameters get
     if not found:
         *_, fewest = _with_fewer_batches(demands, 0)
-        for tried in (demands, fewest)[: 1 + any(d.model.splits_batches for d in demands)]:
+        for tried in (demands, fewest)[: 1 + (fewest is not demands)]:
             try:
                 return _partition_for([demand.with_offloading() for demand in tried], room)
             except InfeasibleBudget as error:
@@ -134,8 +134,12 @@ def _partition(demands: Sequence[Demand], room: _Room) -> _Shares:
 def _with_fewer_batches(demands: Sequence[Demand], memory_bytes: int) -> Iterator[Sequence[Demand]]:
     """Yield the demands, then without the batches that take most activations, until those of one model must stay.
 
-    Steps that save less than a share of the memory are not worth to be tried one by one.
+    Steps that save less than a share of the memory are not worth to be tried one by one. A model by itself keeps its
+    batches: no other model pays for them.
     """
+    if len(demands) == 1:
+        yield demands
+        return
     left, yielded_bytes = list(demands), max(demand.activation_bytes for demand in demands)
     yielded: Sequence[Demand] = demands
     yield yielded

@@ -9,7 +9,7 @@ import torch
 from torch._ops import HigherOrderOperator
 
 from cohabit.planner.graph import aligned
-from cohabit.planner.plan import Plan, SwapIn
+from cohabit.planner.plan import Compute, Plan, SwapIn
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
@@ -193,7 +193,9 @@ class CudaProgram(Program):
 
     def _limited(self, index: int) -> AbstractContextManager[None]:
         """Limit the scratch of an op whose kernel is being chosen, for the block."""
-        op = self.graph.ops[index]
+        step = self.plan.steps[self.computes[index].step]
+        assert isinstance(step, Compute)
+        op = self.graph.ops[step.op]
         if not self.admission.choosing or _CHOOSES not in op.target:
             return nullcontext()
         results = sum(aligned(self.graph.tensors[i].nbytes, ALIGNMENT_BYTES) for i in op.writes)

@@ -16,8 +16,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from cohabit.planner.shapes import Dimension, DynamicShape, UnknownExpression, evaluate
 from cohabit.runtime.errors import UnsupportedModel
-from cohabit.runtime.lowering.functional import functional
 from cohabit.runtime.lowering.model import FxModel, Port
+from cohabit.runtime.lowering.rewrites.functional import functional
 from cohabit.runtime.lowering.trace import DYNAMIC, is_unbacked
 
 _UNLIMITED = 1 << 20

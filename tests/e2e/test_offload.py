@@ -81,7 +81,7 @@ def least(repository: Path, cache: Path) -> int:
 def small(request: pytest.FixtureRequest, repository: Path, cache: Path, least: int) -> Iterator[Deployed]:
     """The model in the least memory that will do."""
     store: StoreKind = request.param
-    with deployed(repository, str(least), cache, store=store, search="best") as device:
+    with deployed(repository, f"{least}B", cache, store=store, search="best") as device:
         yield device
 
 
@@ -134,9 +134,9 @@ def test_it_is_served_in_the_least_memory_and_a_page_less_is_refused(
 ) -> None:
     x = np.random.default_rng(0).random((BATCH, 3, 64, 64), np.float32)
     answers = []
-    for memory in (str(least), "256MiB"):
+    for memory in (f"{least}B", "256MiB"):
         with serving(repository, memory, cache, batch_sizes=(1, BATCH), search="best") as server:
             answers.append(infer(server.address, "skips", {"x": x})["y"])
     assert np.array_equal(*answers)
-    with pytest.raises(InfeasibleBudget), deployed(repository, str(least - 4096), cache, search="best"):
+    with pytest.raises(InfeasibleBudget), deployed(repository, f"{least - 4096}B", cache, search="best"):
         pass

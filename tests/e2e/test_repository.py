@@ -117,7 +117,7 @@ def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archive
         changes = {"layout": layout, "batch_sizes": (1, 4), "search": "best"}
         return serving(repository, f"{nbytes}B", archives.cache, **changes)
 
-    with pytest.raises(InfeasibleBudget) as refused, start(1 << 20):
+    with pytest.raises(InfeasibleBudget) as refused, start(64 << 10):
         pass
     least = refused.value.least_bytes
     with pytest.raises(InfeasibleBudget) as again, start(least - PAGE_BYTES):
@@ -139,7 +139,7 @@ def test_a_start_that_cannot_work_names_model_op_and_least_budget(archives: Arch
     assert status == 1
     message = re.search(r"cohabit: ranker: op linear\S* needs a budget of \S+ [KM]iB \((\d+) bytes\)", said)
     assert message is not None, said
-    with process(repository, message[1], archives.cache, *flags) as server:
+    with process(repository, f"{message[1]}B", archives.cache, *flags) as server:
         server.until_ready()
         assert infer(server.address, "ranker", archives.inputs("ranker", 4))["score"].shape == (4, 1)
 

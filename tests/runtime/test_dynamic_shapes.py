@@ -444,7 +444,9 @@ def test_an_export_that_fixes_a_dynamic_size_is_refused_with_the_condition(tmp_p
     torch.export.save(program, tmp_path / "model.pt2")
     needs = r"dimension 1 of input x is 8 or larger; its export needs .* == 20, so export it with a fixed size$"
     with pytest.raises(UnsupportedModel, match=needs):
-        lower(tmp_path / "model.pt2", "refused", [1, 2], tmp_path / "cache")
+        lower(tmp_path / "model.pt2", "refused", [1], tmp_path / "cache")
+    lowered = lower(tmp_path / "model.pt2", "fixed", [1, 2], tmp_path / "cache")
+    assert lowered.buckets == (Bucket(2, (80,)),), "what its conditions leave"
 
 
 class Checked(nn.Module):

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.lowering import fusion, packing
-from cohabit.runtime.lowering.functional import is_change, write_once
 from cohabit.runtime.lowering.lower import lower
+from cohabit.runtime.lowering.rewrites.functional import is_change, write_once
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, opened

@@ -188,7 +188,7 @@ def test_a_gpu_s_measurement_and_its_plans_belong_to_the_model_that_was_lowered(
         graph, ops=tuple(msgspec.structs.replace(op, scratch_bytes=64) for op in graph.ops)
     )
     profile = Profile(scratched.fingerprint, "cuda", (0.1,) * len(graph.ops), link, link)
-    measured = Measurement(((),), (profile,), ((),), "key", (graph.fingerprint,))
+    measured = Measurement(((),), (profile,), link, ((),), "key", (graph.fingerprint,))
     cache_file.write(folder / "profiles" / f"cuda-{'0' * 32}.json", msgspec.json.encode(measured))
     cache_file.write(folder / "plans" / f"{'0' * 64}.json", encode(resident_plan(scratched)))
     capsys.readouterr()

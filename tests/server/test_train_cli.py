@@ -132,7 +132,7 @@ def test_too_little_memory_is_refused_with_op_bytes_and_the_least(capsys: pytest
     assert to_folder("run", 1, "--memory", "1KiB") == 1
     refused = re.search(r"op \S+ needs a budget of \S+ \S+ \((\d+) bytes\)", capsys.readouterr().err)
     assert refused is not None
-    assert to_folder("run", 1, "--memory", refused[1]) == 0
+    assert to_folder("run", 1, "--memory", f"{refused[1]}B") == 0
 
 
 def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.functional import in_place_form, makes_new_bytes
 from cohabit.runtime.lowering.model import FxModel, same_form
+from cohabit.runtime.lowering.rewrites.functional import in_place_form, makes_new_bytes
 
 aten = torch.ops.aten
 

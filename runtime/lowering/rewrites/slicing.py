@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -99,7 +100,8 @@ def _part_of(value: Any, dim: int, size: int) -> Any:
         return None
     sizes: list[Any] = list(value.shape)
     sizes[dim] = size
-    return value.new_empty(sizes)
+    with getattr(value, "fake_mode", nullcontext()):  # another one may be active
+        return value.new_empty(sizes)
 
 
 def _whole_sizes(model: FxModel, node: fx.Node, last: fx.Node) -> list[int | None] | None:
