@@ -363,16 +363,23 @@ def test_all_batches_stay_where_memory_is_enough_or_batching_gains_more() -> Non
 
 
 def test_a_memory_that_is_too_small_for_all_batches_may_be_enough_for_fewer() -> None:
-    memory = 60 * PAGE
+    models, memory = [hungry(), MODELS[0]], 60 * PAGE
     with pytest.raises(InfeasibleBudget):
-        divide([replace(hungry(splits=False), name="h")], memory // 2)
-    division = divide([hungry()], memory)
-    assert division.most_batches == (2,)
-    (entry,) = deploy([hungry()], memory).entries
-    assert set(entry.plans) == {Bucket(1), Bucket(2)}
+        divide([hungry(splits=False), MODELS[0]], memory)
+    division = divide(models, memory)
+    assert division.most_batches[0] < 8
+    own, _ = deploy(models, memory).entries
+    assert set(own.plans) == {Bucket(b) for b in (1, 2, 4, 8) if b <= division.most_batches[0]}
     with pytest.raises(InfeasibleBudget) as refused:
-        divide([hungry()], PAGE)
-    assert divide([hungry()], refused.value.least_bytes).most_batches == (1,)
+        divide(models, PAGE)
+    assert divide(models, refused.value.least_bytes).most_batches[0] == 1
+
+
+def test_a_model_by_itself_keeps_its_batches() -> None:
+    """No other model pays for them, and its operator has chosen them."""
+    with pytest.raises(InfeasibleBudget) as refused:
+        divide([hungry()], 60 * PAGE)
+    assert divide([hungry()], refused.value.least_bytes).most_batches == (8,)
 
 
 @pytest.mark.parametrize("pages", [15, 20, 30, 40])
