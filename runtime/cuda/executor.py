@@ -23,19 +23,16 @@ from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.cuda.api import CapturedGraph, Driver
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
-from cohabit.runtime.cuda.commands import Commands
 from cohabit.runtime.cuda.issue import Feeder, Streams, issue_inference
 from cohabit.runtime.cuda.profiling.dry_run import SMALL_SEGMENT_BYTES, fitting_pools
 from cohabit.runtime.cuda.profiling.stopwatch import CudaStopwatch
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
-from cohabit.runtime.cuda.transfers import Piece, Transfer, Transfers
+from cohabit.runtime.cuda.transfers import Transfer, Transfers, pieces_of
 from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
 from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import Follow, Recording
 
 _log = logging.getLogger("cohabit.cuda")
-_PIECE_BYTES = 8 << 20
-"""Restores give way to an inference's copies after so many bytes."""
 _MOST_TRIALS = 16
 """Runs until the gaps in a pool are those that a run before has found; two or three are usual."""
 
@@ -137,7 +134,7 @@ class CudaExecutor:
         with self._faults(program):
             self._adopt()
             graph = program.admission.residents
-            pieces = _pieces(program, program.schedule.residents) if graph is None else [graph.replay]
+            pieces = pieces_of(program, program.schedule.residents) if graph is None else [graph.replay]
             transfer = self._transfers.issue(program.name, pieces)
             self._transfers.take(program.name)
             self._driver.synchronize(transfer.event)
@@ -330,7 +327,7 @@ class CudaExecutor:
             perform = watch.timing(program.performing(self._driver, []))
             self._transfers.issue(program.name, [partial(perform, command) for command in commands])
         elif commands:
-            self._transfers.submit(program.name, _pieces(program, commands))
+            self._transfers.submit(program.name, pieces_of(program, commands))
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
@@ -466,25 +463,6 @@ class CudaExecutor:
 def _timeline(program: CudaProgram, spans: tuple[Span, ...]) -> Timeline:
     latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
     return Timeline(spans, latency_s, None, program.link_bytes)
-
-
-def _pieces(program: CudaProgram, commands: Commands) -> list[Piece]:
-    """Return calls that issue copies, neighbours in the order together up to `_PIECE_BYTES`."""
-    groups: list[list[int]] = []
-    group_bytes = 0
-    for command in commands:
-        nbytes = program.schedule.copies[command.index].nbytes
-        if not groups or group_bytes + nbytes > _PIECE_BYTES:
-            groups.append([])
-            group_bytes = 0
-        groups[-1].append(command.index)
-        group_bytes += nbytes
-
-    def issue(group: Sequence[int]) -> None:
-        for copy in group:
-            program.copies[copy]()
-
-    return [partial(issue, group) for group in groups]
 
 
 def _check_refusal(program: CudaProgram, *, failed: bool) -> None:

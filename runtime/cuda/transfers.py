@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from cohabit.runtime.cuda.api import Event
+from cohabit.runtime.cuda.commands import Commands
 from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.program import CudaProgram
 
 Piece = Callable[[], None]
 """Issues some copies to the current stream."""
+_PIECE_BYTES = 8 << 20
+"""A restore gives way to an inference's copies after so many bytes."""
 
 
 @dataclass(slots=True)
@@ -121,3 +126,22 @@ class Transfers:
     def _fail(self, transfer: Transfer, error: Exception) -> None:
         transfer.error = transfer.error or error
         transfer.pieces.clear()
+
+
+def pieces_of(program: CudaProgram, commands: Commands) -> list[Piece]:
+    """Return calls that issue copies, neighbours in the order together up to `_PIECE_BYTES`."""
+    groups: list[list[int]] = []
+    group_bytes = 0
+    for command in commands:
+        nbytes = program.schedule.copies[command.index].nbytes
+        if not groups or group_bytes + nbytes > _PIECE_BYTES:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(command.index)
+        group_bytes += nbytes
+
+    def issue(group: Sequence[int]) -> None:
+        for copy in group:
+            program.copies[copy]()
+
+    return [partial(issue, group) for group in groups]

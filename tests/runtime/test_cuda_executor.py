@@ -10,6 +10,7 @@ import torch
 from cohabit.runtime.backend import Capture
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda import executor as executor_module
+from cohabit.runtime.cuda import transfers
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
 from cohabit.runtime.cuda.transfers import Transfers
@@ -94,10 +95,10 @@ def test_copies_of_a_restore_are_pieces_of_a_limited_size(bench: Bench, monkeypa
     program = beside(bench, evicting_plan(bench.graph), 0, "a")
     commands = (*program.schedule.epilogue, *program.schedule.residents)
     sizes = [program.schedule.copies[command.index].nbytes for command in commands]
-    monkeypatch.setattr(executor_module, "_PIECE_BYTES", max(sizes))
-    assert len(executor_module._pieces(program, commands)) == len(commands) > 1
-    monkeypatch.setattr(executor_module, "_PIECE_BYTES", sum(sizes))
-    assert len(executor_module._pieces(program, commands)) == 1
+    monkeypatch.setattr(transfers, "_PIECE_BYTES", max(sizes))
+    assert len(transfers.pieces_of(program, commands)) == len(commands) > 1
+    monkeypatch.setattr(transfers, "_PIECE_BYTES", sum(sizes))
+    assert len(transfers.pieces_of(program, commands)) == 1
 
 
 def test_a_graph_that_gets_no_memory_refuses_the_load(bench: Bench) -> None:
