@@ -12,8 +12,6 @@ import torch
 from torch.export import Dim
 
 from cohabit.loadgen.zoo.exporting import save_model
-from cohabit.planner.memory import Memory
-from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.deployment import Division
 from cohabit.server.deploy import improve
 from cohabit.server.deploy.divide import Planner
@@ -134,8 +132,6 @@ def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
         server.until_planned()
         assert divisions[1:] == [(False, True)]
         then = {name: infer(server.address, name, given) for name, given in REQUESTS.items()}
-        partitions = server.placement.memory.partitions
-        found = partitions.workspace_bytes, memories(server)
     for name, outputs in first.items():
         for output, array in outputs.items():
             np.testing.assert_allclose(then[name][output], array, rtol=1e-5, atol=1e-6)
@@ -143,13 +139,6 @@ def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
     with serving(folder, MEMORY, tmp_path / "cache", engine="process", batch_sizes=BATCHES) as server:
         assert not server.placement.is_divided_roughly
         assert not server.placement.improver.is_busy, "the start before has planned this one"
-        partitions = server.placement.memory.partitions
-        assert (partitions.workspace_bytes, memories(server)) == found, "the next start begins there"
-
-
-def memories(server: Running) -> dict[str, dict[Bucket, Memory]]:
-    models = server.placement.memory.models.values()
-    return {model.key.name: {bucket: plan.memory for bucket, plan in model.plans.items()} for model in models}
 
 
 REQUESTS = {HUNGRY: {"x": rows(8)}, "b": {"x": np.ones((1, 512), np.float32)}}
