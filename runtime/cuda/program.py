@@ -193,7 +193,7 @@ class CudaProgram(Program):
 
     def _limited(self, index: int) -> AbstractContextManager[None]:
         """Limit the scratch of an op whose kernel is being chosen, for the block."""
-        step = self.plan.steps[self.computes[index].step]
+        step = self.plan.steps[self.draft.computes[index].step]  # a relocated program numbers its own steps
         assert isinstance(step, Compute)
         op = self.graph.ops[step.op]
         if not self.admission.choosing or _CHOOSES not in op.target:
