@@ -83,6 +83,13 @@ class Fit(msgspec.Struct, frozen=True):
         return self.p99_s <= slo_s and self.refused == 0.0 and not self.is_saturated
 
 
+class HighestRate(msgspec.Struct, frozen=True):
+    """The highest total rate that meets an SLO in some memory; 0 if none does."""
+
+    memory_bytes: int
+    rate_per_s: float
+
+
 @dataclass(frozen=True)
 class _PlannedModels:
     """A division of memory, and the models by their plans for it."""
@@ -169,8 +176,8 @@ class Capacity:
         """Return the smallest of some fits that meets an SLO."""
         return next((fit for fit in sorted(fits, key=lambda f: f.memory_bytes) if fit.meets(slo_s)), None)
 
-    def highest_rate(self, memory_bytes: int, rates_per_s: Sequence[float], slo_s: float) -> float:
-        """Return the highest total rate in the proportions of `rates_per_s` that meets an SLO; 0 if none does."""
+    def highest_rate(self, memory_bytes: int, rates_per_s: Sequence[float], slo_s: float) -> HighestRate:
+        """Search the highest total rate in the proportions of `rates_per_s` that meets an SLO."""
         total = sum(rates_per_s)
 
         def meets(factor: float) -> bool:
@@ -183,11 +190,11 @@ class Capacity:
         high = 1.0 / sum(rate * seconds for rate, seconds in zip(rates_per_s, least_s, strict=True))
         low = _LEAST_SHARE * high
         if not meets(low):
-            return 0.0  # requests that meet no other are too slow already
+            return HighestRate(memory_bytes, 0.0)  # requests that meet no other are too slow already
         while high - low > _RATE_PRECISION * high:
             middle = (low + high) / 2
             low, high = (middle, high) if meets(middle) else (low, middle)
-        return low * total
+        return HighestRate(memory_bytes, low * total)
 
     @property
     def _demands(self) -> list[ModelDemand]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from cohabit.planner.errors import format_bytes
 from cohabit.server.format import gap, milliseconds, nice_ticks, percent
+from cohabit.server.view.page import static_policy, style_sheet
 
 if TYPE_CHECKING:
-    from cohabit.server.capacity.fit import Fit
+    from cohabit.server.capacity.fit import Fit, HighestRate
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 800, 320, 70, 40, 10
 """Of the chart, in its own units."""
@@ -28,25 +29,42 @@ def sentence(fit: "Fit", slo_s: float | None) -> str:
     )
 
 
-def fit_page(name: str, curve: "Sequence[Fit]", fit: "Fit | None", slo_s: float | None) -> str:
+def missed(slo_s: float, highest: "HighestRate | None") -> str:
+    """Say that no memory meets an SLO, and which rate would."""
+    found = f"No memory meets {milliseconds(slo_s)} at this rate."
+    if highest is None:
+        return found
+    where = f"in {format_bytes(highest.memory_bytes)}, where all weights stay"
+    if not highest.rate_per_s:
+        return f"{found} Even a request that meets no other takes longer {where} (simulated)."
+    return f"{found} {highest.rate_per_s:.3g} requests/s would, {where} (simulated)."
+
+
+def fit_page(
+    name: str, curve: "Sequence[Fit]", fit: "Fit | None", slo_s: float | None, highest: "HighestRate | None" = None
+) -> str:
     """Return a self-contained page of a repository's fits."""
     points = [
         [format_bytes(p.memory_bytes), *map(milliseconds, (p.p50_s, p.p99_s, p.mean_s)), percent(p.busy)]
         for p in curve
     ]
-    models = (
-        []
-        if fit is None
-        else [
-            [
-                *(m.name, f"{m.rate_per_s:.3g}/s", format_bytes(m.partition_bytes), milliseconds(m.latency_s)),
-                *(gap(m.latency_s, m.resident_s), milliseconds(m.p50_s), milliseconds(m.p99_s)),
-            ]
-            for m in fit.models
+    models = [
+        [
+            m.name,
+            f"{m.rate_per_s:.3g}/s",
+            format_bytes(m.partition_bytes),
+            milliseconds(m.resident_s),
+            milliseconds(m.latency_s),
+            gap(m.latency_s, m.resident_s),
+            milliseconds(m.p50_s),
+            milliseconds(m.p99_s),
         ]
-    )
-    none = "" if slo_s is None else f"No memory meets {milliseconds(slo_s)}."
+        for m in ([] if fit is None else fit.models)
+    ]
+    none = "" if slo_s is None else missed(slo_s, highest)
     return _template().substitute(
+        policy=escape(static_policy(), quote=True),
+        style=style_sheet(),
         title=escape(f"What fits: {name}"),
         sentence=escape(none if fit is None else sentence(fit, slo_s)),
         chart=_chart(curve, slo_s),
@@ -57,7 +75,8 @@ def fit_page(name: str, curve: "Sequence[Fit]", fit: "Fit | None", slo_s: float 
 
 
 def _rows(cells: Sequence[Sequence[str]]) -> str:
-    return "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in cells)
+    rows = ("".join(f'<td class="n">{escape(cell)}</td>' for cell in row) for row in cells)
+    return "".join(f"<tr>{row}</tr>\n" for row in rows)
 
 
 def _chart(curve: "Sequence[Fit]", slo_s: float | None) -> str:
@@ -81,21 +100,23 @@ def _chart(curve: "Sequence[Fit]", slo_s: float | None) -> str:
 
     parts = []
     for tick_ms in nice_ticks(top_s * 1e3, 5):
-        parts.append(level(tick_ms / 1e3, 'stroke="#8884"'))
+        parts.append(level(tick_ms / 1e3, 'class="tick"'))
         parts.append(label(_LEFT - 6, y(tick_ms / 1e3) + 4, "end", f"{tick_ms:g} ms"))
     ticks = nice_ticks(most / (1 << 20), 6)
     parts += [label(x(tick * (1 << 20)), _HEIGHT - 15, "middle", f"{tick:g} MiB") for tick in ticks]
     if slo_s is not None:
-        parts.append(level(slo_s, 'stroke="var(--slo)" stroke-dasharray="6 4"'))
+        parts.append(level(slo_s, 'class="slo"'))
         parts.append(label(_WIDTH - 4, y(slo_s) - 5, "end", f"SLO {milliseconds(slo_s)}"))
     line = " ".join(f"{x(p.memory_bytes):.1f},{y(p.p99_s):.1f}" for p in curve)
-    parts.append(f'<polyline points="{line}" fill="none" stroke="var(--line)" stroke-width="2"/>')
+    parts.append(f'<polyline points="{line}"/>')
     for p in curve:
         about = escape(f"{format_bytes(p.memory_bytes)}: p99 {milliseconds(p.p99_s)}")
         center = f'cx="{x(p.memory_bytes):.1f}" cy="{y(p.p99_s):.1f}"'
-        parts.append(f'<circle {center} r="4" fill="var(--line)"><title>{about}</title></circle>')
+        parts.append(f'<circle {center} r="4"><title>{about}</title></circle>')
     drawn = "".join(parts)
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="p99 over memory">{drawn}</svg>'
+    return (
+        f'<svg class="curve" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="p99 over memory">{drawn}</svg>'
+    )
 
 
 @cache

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.capacity.page import fit_page, sentence
+from cohabit.server.capacity.page import fit_page, missed, sentence
 from cohabit.server.commands.planning.board_profiles import BOARD_PROFILES
 from cohabit.server.commands.planning.files import write_file
 from cohabit.server.commands.planning.subject import MEASURING, add_measuring, budget
@@ -21,7 +21,7 @@ from cohabit.server.errors import ConfigError
 from cohabit.server.format import gap, make_table, milliseconds, percent
 
 if TYPE_CHECKING:
-    from cohabit.server.capacity.fit import Candidate, Fit
+    from cohabit.server.capacity.fit import Candidate, Fit, HighestRate
     from cohabit.server.commands.planning.board_profiles import BoardProfile
     from cohabit.server.config.config import ServeConfig
 
@@ -138,10 +138,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                 highest = capacity.highest_rate(memory_bytes, rates, slo_s)
         elif slo_s is not None:
             fit = capacity.least_memory(curve, slo_s)
+            if fit is None:
+                highest = capacity.highest_rate(curve[-1].memory_bytes, rates, slo_s)
     if options.html is not None:
-        write_file(options.html, fit_page(options.repository.resolve().name, curve, fit, slo_s).encode())
+        write_file(options.html, fit_page(options.repository.resolve().name, curve, fit, slo_s, highest).encode())
     if options.json:
-        document = {"fit": fit, "curve": curve, "highest_rate_per_s": highest, "left_out": left_out}
+        document = {"fit": fit, "curve": curve, "highest_rate": highest, "left_out": left_out}
         print(msgspec.json.format(msgspec.json.encode(document)).decode())
     else:
         for name, reason in left_out.items():
@@ -196,7 +198,9 @@ def candidates(
     return found, left_out
 
 
-def _show(out: Console, fit: "Fit | None", curve: "list[Fit]", slo_s: float | None, highest: float | None) -> None:
+def _show(
+    out: Console, fit: "Fit | None", curve: "list[Fit]", slo_s: float | None, highest: "HighestRate | None"
+) -> None:
     if curve:
         table = make_table("memory", "p50", "p99", "mean", "busy", *(() if slo_s is None else ("meets the SLO",)))
         for point in curve:
@@ -207,7 +211,7 @@ def _show(out: Console, fit: "Fit | None", curve: "list[Fit]", slo_s: float | No
         out.print(table)
     if fit is None:
         if slo_s is not None:
-            out.print(f"no memory meets {milliseconds(slo_s)} at {curve[0].rate_per_s:.4g} requests/s")
+            out.print(missed(slo_s, highest), soft_wrap=True)
         return
     models = make_table(
         "model", "rate", "partition", "resident", "planned", "over resident", "p50", "p99", left=("model",)
@@ -226,4 +230,6 @@ def _show(out: Console, fit: "Fit | None", curve: "list[Fit]", slo_s: float | No
     out.print(models)
     out.print(sentence(fit, slo_s), soft_wrap=True)
     if highest is not None and slo_s is not None:
-        out.print(f"highest rate with p99 within {milliseconds(slo_s)}: {highest:.3g} requests/s (simulated)")
+        out.print(
+            f"highest rate with p99 within {milliseconds(slo_s)}: {highest.rate_per_s:.3g} requests/s (simulated)"
+        )

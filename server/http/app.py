@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import hdrs, web
@@ -15,15 +16,17 @@ from cohabit.server.frontend.access import OPEN, Access, Permission
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.sites import ANY_NAME, Sites
 from cohabit.server.http.answers import JSON
+from cohabit.server.http.api_page import api_page
 from cohabit.server.http.endpoints import Endpoint, endpoints
 from cohabit.server.http.errors import error_response, response_of
-from cohabit.server.http.live_page import live_events, live_page_file
+from cohabit.server.http.live_page import live_events, live_page_file, page_file
 from cohabit.server.log import log_internal_error
 from cohabit.server.observe.prometheus import CONTENT_TYPE
 from cohabit.server.observe.request_trace import HEADER
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol.descriptions import product_version
 from cohabit.server.view.live import LiveFeed
+from cohabit.server.view.page import static_policy, style_sheet
 
 _log = logging.getLogger("cohabit.http")
 
@@ -35,11 +38,16 @@ def make_app(
     feed: LiveFeed | None = None,
     sites: Sites = ANY_NAME,
 ) -> web.Application:
-    """Make the application of the HTTP port; a body may take `max_body_bytes`. With a feed, it has the live page."""
-    described = _described()
+    """Make the application of the HTTP port; a body may take `max_body_bytes`. With a feed, it has pages."""
+    document = _described()
+    encoded = msgspec.json.encode(document)
+    drawn = api_page(document, style_sheet())
 
     async def openapi(request: web.Request) -> web.Response:
-        return web.Response(body=described, content_type=JSON)
+        return web.Response(body=encoded, content_type=JSON)
+
+    async def docs(request: web.Request) -> web.Response:
+        return page_file(drawn, static_policy())
 
     app = web.Application(middlewares=[_traced(plane.tracer)])
     # Here the metrics need what statistics need; a scraper without it has the metrics port.
@@ -55,7 +63,9 @@ def make_app(
     )
     if feed is not None:
         _add(app, access, [live_events(feed)])
-        app.router.add_get("/", live_page_file)  # anyone may have it: it has no data, and asks for the token
+        # Anyone may have the pages: they have no data of the server, and the live page asks for the token.
+        app.router.add_get("/", live_page_file)
+        app.router.add_get("/docs", docs)
     return app
 
 
@@ -67,11 +77,11 @@ def make_metrics_app(plane: DataPlane, access: Access = OPEN) -> web.Application
     return app
 
 
-def _described() -> bytes:
+def _described() -> dict[str, Any]:
     """Return the OpenAPI document, with the server's version."""
-    document = msgspec.json.decode(Path(__file__).with_name("openapi.json").read_bytes())
+    document: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("openapi.json").read_bytes())
     document["info"]["version"] = product_version()
-    return msgspec.json.encode(document)
+    return document
 
 
 def _metrics(plane: DataPlane, permission: Permission) -> Endpoint:

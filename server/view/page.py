@@ -30,13 +30,26 @@ def live_policy() -> str:
     return _policy("'self'")
 
 
+def style_sheet() -> str:
+    """Return the style of every page."""
+    return _part("view.css")
+
+
+def static_policy() -> str:
+    """Return the Content-Security-Policy of a page without a script, which may load nothing but this style."""
+    return (
+        f"default-src 'none'; style-src 'sha256-{_digest(style_sheet())}'; img-src data:; base-uri 'none';"
+        " form-action 'none'"
+    )
+
+
 def _page(document: PlanDocument | NoDocument, title: str, policy: str) -> str:
     # No closing tag of a script can be in it, whatever the names of a model are.
     data = msgspec.json.encode(document).decode().replace("<", "\\u003c")
     return Template(_part("view.html")).substitute(
         title=html.escape(title),
         policy=html.escape(policy, quote=True),
-        style=_part("view.css"),
+        style=style_sheet(),
         script=_part("view.js"),
         data=data,
     )

@@ -14,7 +14,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Link
 from cohabit.planner.shapes import Bucket
 from cohabit.server.capacity import fit as fit_module
-from cohabit.server.capacity.fit import Candidate, Capacity, Fit, shared_out
+from cohabit.server.capacity.fit import Candidate, Capacity, Fit, HighestRate, shared_out
 from cohabit.server.capacity.page import fit_page
 from cohabit.server.capacity.simulation import IDLE_AFTER_S, Overheads, SimulatedModel, poisson, simulate
 from cohabit.server.cli import main
@@ -181,7 +181,9 @@ def test_a_fit_in_some_memory_has_the_highest_rate(repository: Path, capsys: pyt
 
 def test_an_slo_that_is_missed_is_a_status(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(repository, "--rate", "5", "--slo-ms", "0.0001") == 1
-    assert "no memory meets" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "No memory meets" in printed
+    assert "Even a request that meets no other takes longer" in printed
 
 
 @pytest.mark.parametrize(
@@ -221,10 +223,10 @@ def test_the_highest_rate_meets_the_slo_and_more_does_not(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(capacity, "_plans_in", lambda memory_bytes: Planned)
     monkeypatch.setattr(capacity, "fit", fit)
-    highest = capacity.highest_rate(1, [1.0], 0.02)
+    highest = capacity.highest_rate(1, [1.0], 0.02).rate_per_s
     assert fit(1, [highest]).meets(0.02)
     assert not fit(1, [highest * 1.05]).meets(0.02)
-    assert capacity.highest_rate(1, [1.0], SERVICE_S / 2) == 0.0, "slower than the SLO even alone"
+    assert capacity.highest_rate(1, [1.0], SERVICE_S / 2).rate_per_s == 0.0, "slower than the SLO even alone"
 
 
 @pytest.mark.parametrize(("window_bytes", "load_s"), [(0, 0.001), (4096, 0.002)])
@@ -241,4 +243,5 @@ def test_a_whole_model_is_copied_through_ram_even_if_its_profile_copies_in_the_c
 
 def test_a_page_without_a_fit_says_so() -> None:
     point = Fit("partitioned", 1 << 20, 0, 300.0, 0.1, 0.2, 0.1, 1.0, 0.1, ())
-    assert "No memory meets 50.00 ms" in fit_page("models", [point], None, 0.05)
+    page = fit_page("models", [point], None, 0.05, HighestRate(1 << 20, 120.0))
+    assert "No memory meets 50.00 ms at this rate. 120 requests/s would, in 1.0 MiB" in page
