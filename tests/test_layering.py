@@ -106,7 +106,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "http": {"frontend", "ipc", "observe", "protocol", "triton", "view"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
         "importing": {"config", "deploy", "engine", "ipc", "protocol", "repository", "triton"},
-        "capacity": {"ipc", "scheduling"},
+        "capacity": {"ipc", "scheduling", "view"},
         "scale": {"config", "frontend", "http", "ipc", "protocol", "repository"},
         "commands": {"capacity", "config", "deploy", "engine", "importing", "repository", "scale", "view"},
     },

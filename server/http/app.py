@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,13 @@ def make_app(
     sites: Sites = ANY_NAME,
 ) -> web.Application:
     """Make the application of the HTTP port; a body may take `max_body_bytes`. With a feed, it has pages."""
-    document = _described()
-    encoded = msgspec.json.encode(document)
-    drawn = api_page(document, style_sheet())
+    described = msgspec.json.encode(_described())
 
     async def openapi(request: web.Request) -> web.Response:
-        return web.Response(body=encoded, content_type=JSON)
+        return web.Response(body=described, content_type=JSON)
 
     async def docs(request: web.Request) -> web.Response:
-        return page_file(drawn, static_policy())
+        return page_file(await asyncio.to_thread(_docs_page), static_policy())
 
     app = web.Application(middlewares=[_traced(plane.tracer)])
     # Here the metrics need what statistics need; a scraper without it has the metrics port.
@@ -82,6 +81,11 @@ def _described() -> dict[str, Any]:
     document: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("openapi.json").read_bytes())
     document["info"]["version"] = product_version()
     return document
+
+
+@cache
+def _docs_page() -> str:
+    return api_page(_described(), style_sheet())
 
 
 def _metrics(plane: DataPlane, permission: Permission) -> Endpoint:
