@@ -13,6 +13,7 @@ from cohabit.server.protocol.matching import InputBody, RequestBody, errors_of, 
 from cohabit.server.protocol.shared_memory import RegionUse
 from cohabit.server.protocol.tensors import (
     answered,
+    compact,
     count_separated,
     from_json,
     nested_shape,
@@ -64,15 +65,16 @@ def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
 def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody[list[int]]:
     """Give a value the shape of its nesting; a batch of one is added where it is left out."""
     shape = info.wire_shape(tensor)
-    depth = nesting(raw)
+    text = compact(raw)
+    depth = nesting(text)
     if depth == 0:
         return InputBody(tensor.name, tensor.datatype, [1] * len(shape), msgspec.Raw(b"[%b]" % bytes(raw)))
     if depth > _MOST_DIMENSIONS:
         raise InvalidRequest(
             f"the value of '{tensor.name}' is nested {depth} deep, the limit is {_MOST_DIMENSIONS}"
         )
-    count_separated(bytes(raw), tensor.name)
-    nested = nested_shape(bytes(raw), depth)
+    count_separated(text, tensor.name)
+    nested = nested_shape(text, depth)
     if info.max_batch_size > 0 and depth == len(shape) - 1:
         nested, raw = [1, *nested], msgspec.Raw(b"[%b]" % bytes(raw))
     return InputBody(tensor.name, tensor.datatype, nested, raw)

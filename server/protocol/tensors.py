@@ -24,8 +24,8 @@ _READ_TOGETHER_BYTES = 64 << 10
 _WRITTEN_TOGETHER = 16 << 10
 """Values that are written as JSON while the GIL is held."""
 _LENGTH = struct.Struct("<I")
-_OPENING = re.compile(rb"[\s\[]*")
-_EMPTY = re.compile(rb"[\s\[]*\]")
+_OPENING = re.compile(rb"\[*")
+_EMPTY = re.compile(rb"\[*\]")
 _VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
 """What a JSON array of numbers has besides its structure."""
 _FLATTENED = bytes.maketrans(b"[]", b"  ")
@@ -68,14 +68,14 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input"
             f" '{name}'"
         )
-    depth, count = nesting(data), math.prod(shape)
+    text = compact(data)
+    depth, count = nesting(text), math.prod(shape)
     if depth not in (1, len(shape)):
         raise InvalidRequest(
             f"data of input '{name}' is nested {depth} deep; it must be a flat array"
             + (f", or nested {len(shape)} deep like its shape" if len(shape) > 1 else "")
         )
     _require_few(count, name)
-    text = bytes(data)
     separated = count_separated(text, name)
     if separated > math.prod(max(size, 1) for size in shape):
         raise InvalidRequest(f"input '{name}' has {separated} values, but its shape {list(shape)} takes {count}")
@@ -107,10 +107,15 @@ def _require_few(values: int, name: str) -> None:
         )
 
 
-def nesting(data: msgspec.Raw) -> int:
-    """Return how many brackets open before the first value."""
-    opening = _OPENING.match(memoryview(data))
-    return opening[0].count(b"[") if opening else 0
+def compact(data: msgspec.Raw) -> bytes:
+    """Return valid JSON of numbers without the white space between them, however much of it there is."""
+    return bytes(data).translate(None, _SPACE)
+
+
+def nesting(text: bytes) -> int:
+    """Return how many brackets open before the first value of compact JSON."""
+    opening = _OPENING.match(text)
+    return opening.end() if opening else 0
 
 
 def _structure_of(text: bytes) -> bytes:
@@ -119,7 +124,7 @@ def _structure_of(text: bytes) -> bytes:
 
 
 def nested_shape(text: bytes, depth: int) -> list[int]:
-    """Return the length of each level's first array, counted without its values; `from_json` checks the others."""
+    """Return the length of each level's first array in compact JSON; `from_json` checks the others."""
     if _EMPTY.match(text):
         return [1] * (depth - 1) + [0]
     structure = _structure_of(text)
@@ -159,7 +164,7 @@ def _has_structure(structure: bytes, shape: Sequence[int]) -> bool:
 def _flat_values(text: bytes, name: str, datatype: str) -> Iterator[Array]:
     """Yield the values of an array of any nesting, a piece at a time."""
     flat, start = text.translate(_FLATTENED), 0
-    if not flat.strip(b"," + _SPACE):
+    if not flat.strip(b", "):
         return
     while start < len(flat):
         end = flat.find(b",", start + _READ_TOGETHER_BYTES)
