@@ -14,6 +14,7 @@ COMMANDS = {
     "figure8": "figure8 --record",
     "overload": "overload --record",
     "faults": "faults --record",
+    "worst-bodies": "worst_bodies --record",
     "faults-kills": "faults --kinds SIGKILL --every 20 --faults 18 --rate 50 --record-as faults-kills --record",
     "scale": "scale --replicas 2 --rate 20 --seconds 40 --kills 20 --record",
     "scale-demo": "scale --demo --memory 24MiB --record --record-as scale-demo",
