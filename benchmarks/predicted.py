@@ -17,6 +17,7 @@ from rich.console import Console
 
 import cohabit.planner.graph
 import cohabit.planner.profile
+from benchmarks.captured.trainer import Trainer
 from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.training_nets import NETS, loss
 from cohabit.planner.graph import Graph
@@ -27,7 +28,6 @@ from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
-from cohabit.runtime.training.trainer import Trainer
 
 Measured = Mapping[str, tuple[Graph, Profile]]
 

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.captured.trainer import MEASURED_FIRST, Trainer
 from benchmarks.record import RESULTS, markdown_table, parser_of, record
 from benchmarks.training_nets import TINY, loss
 from cohabit.planner.check import check
@@ -29,7 +30,6 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.runtime.binding.program import Program
-from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer
 
 MODULE = "benchmarks.training_candidates"
 SHARE = 0.7

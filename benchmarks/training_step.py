@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.captured.cpu import KEPT_BYTES
+from benchmarks.captured.trainer import MEASURED_FIRST, Trainer
 from benchmarks.edge.cgroup import MIB
 from benchmarks.training_nets import NETS, TINY, Blocks, eager_step, loss
 from cohabit.runtime.heap import keep_freed_memory, release_free_memory
-from cohabit.runtime.training.cpu import KEPT_BYTES
-from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer
 
 TORCH = ("eager", "checkpoint", "activation_budget", "saved_to_file")
 LEAST_SAVED_BYTES = 64 << 10

@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     from cohabit.module import ModulePlan as ModulePlan
     from cohabit.module import load as load
     from cohabit.module import plan as plan
-    from cohabit.runtime.training.trainer import Trainer as Trainer
+    from cohabit.runtime.training.budget import budget as budget
     from cohabit.serving import Server as Server
 
 _HOMES = {
     "LoadedModule": "cohabit.module",
     "ModulePlan": "cohabit.module",
     "Server": "cohabit.serving",
-    "Trainer": "cohabit.runtime.training.trainer",
+    "budget": "cohabit.runtime.training.budget",
     "load": "cohabit.module",
     "plan": "cohabit.module",
 }

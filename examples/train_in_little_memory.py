@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from cohabit import Trainer
+import cohabit
 
 STEPS = 5
 Batch = tuple[Tensor, Tensor]
@@ -29,13 +29,12 @@ def make_step() -> tuple[nn.Module, torch.optim.Optimizer, object, list[Batch]]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), loss, batches
 
 
-def eager() -> list[float]:
-    model, optimizer, _, batches = make_step()
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]) -> list[float]:
     losses = []
     for batch in batches:
         optimizer.zero_grad()
         value = loss(model, *batch)
-        torch.autograd.backward(value)
+        value.backward()
         optimizer.step()
         losses.append(value.item())
     return losses
@@ -43,11 +42,14 @@ def eager() -> list[float]:
 
 def main() -> None:
     model, optimizer, _, batches = make_step()
-    with Trainer(model, optimizer, loss, batches[0], memory="60%", search_seconds=2) as trainer:
-        print(f"{trainer.memory_bytes} of {trainer.peak_bytes} bytes, {trainer.swapped_bytes} swapped per step")
-        losses = [trainer.step(*batch).item() for batch in batches]
+    with cohabit.budget("60%", model, optimizer, store="file") as budget:
+        losses = train(model, optimizer, batches)
+        print(
+            f"tensors took up to {budget.peak_bytes} of {budget.limit_bytes} bytes, {budget.moved_bytes} were moved"
+        )
     print("losses", losses)
-    print("the same as PyTorch's" if losses == eager() else "other than PyTorch's")
+    model, optimizer, _, batches = make_step()
+    print("the same as PyTorch's" if losses == train(model, optimizer, batches) else "other than PyTorch's")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.captured.trainer import MEASURED_FIRST, Trainer
 from benchmarks.gpu import steps
 from benchmarks.record import markdown_table
 from benchmarks.training_nets import NETS, Gpt, Net, WideResNet, eager_step, loss
-from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer
 
 NETS_OF_A_GPU = {
     "wide_resnet": Net(lambda: WideResNet(8, 4), NETS["wide_resnet"].inputs, 512),

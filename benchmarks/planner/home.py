@@ -18,6 +18,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.bisection import largest
+from benchmarks.captured.capture import BUCKET, StepOptions, capture
+from benchmarks.captured.state import TrainingState
 from benchmarks.planner.time_parts import TimeParts
 from benchmarks.predicted import measured_profile
 from benchmarks.record import RESULTS, markdown_table, parser_of, record
@@ -33,8 +35,6 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import make
-from cohabit.runtime.training.capture import BUCKET, StepOptions, capture
-from cohabit.runtime.training.state import TrainingState
 
 IMAGES = ("wide_resnet", "inception", "unet")
 """Nets for the bisection: those whose samples are images."""

@@ -1,28 +1,29 @@
-"""Checkpoints: all state of a training in one `safetensors` file, written whole or not at all.
+"""Checkpoints of a training loop: one `safetensors` file with everything that the next step depends on.
 
-The file is written tensor by tensor, which the library cannot, so that a checkpoint takes the memory of one tensor. Its
-metadata have a CRC-32 of the data, the number of steps, and whose state it is.
+It has the model's parameters and buffers, the optimizer's state and settings, and the states of the random generators
+of torch, numpy and Python. It is written tensor by tensor, so that it takes the memory of one, and whole or not at all.
+Its checksum is of the whole file, the header included.
 """
 
 import json
 import os
+import random
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from cohabit.planner.cache_file import unfinished
 from cohabit.planner.errors import FormatError
-from cohabit.runtime.host.spill_buffers import bytes_of
-from cohabit.runtime.memory import SpillBuffer
-from cohabit.runtime.training.state import RNG, StateTensor, TrainingState
 
-GENERATOR: Final = "torch.random"
-"""Name of the state of torch's generator, from which random ops take their numbers."""
+_FORMAT: Final = "2"
+_TENSOR: Final = "$tensor"
+"""The key of a reference to a tensor of the file, in what is stored as JSON."""
 _DTYPES: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -30,33 +31,41 @@ _DTYPES: Final = {
 _NO_CHECKSUM: Final = "0" * 8
 
 
-def write_checkpoint(
-    path: Path, steps: int, state: TrainingState, buffers: Mapping[str, SpillBuffer], generator: torch.Tensor
-) -> None:
-    """Write all state to a file beside `path`, then give it that name. No copy may be in progress. Raises OSError.
-
-    `generator` is the state of the one that random ops take their numbers from.
-    """
-    tensors = {name: tensor for name, tensor in state.tensors.items() if name != RNG}
+def write_checkpoint(path: Path, steps: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write a checkpoint to a file beside `path`, then give it that name. Raises OSError, and ValueError for state that
+    is neither tensors nor plain values."""
+    tensors: dict[str, torch.Tensor] = {}
+    about = {
+        "format": _FORMAT,
+        "steps": str(steps),
+        "state": json.dumps(
+            {
+                "model": _stored(dict(model.state_dict()), "model", tensors),
+                "optimizer": _stored(optimizer.state_dict(), "optimizer", tensors),
+                "random": _stored(_random_state(), "random", tensors),
+            }
+        ),
+    }
     fields: dict[str, Any] = {}
     end = 0
-    for name, (dtype, shape, nbytes) in {
-        **{name: (t.dtype, t.shape, t.nbytes) for name, t in tensors.items()},
-        GENERATOR: (generator.dtype, generator.shape, generator.nbytes),
-    }.items():
-        fields[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        fields[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + nbytes],
+        }
         end += nbytes
     beside = unfinished(path)
     try:
         with beside.open("wb") as file:
-            _write_header(file, fields, steps, _NO_CHECKSUM)
-            checksum = 0
-            for name, tensor in tensors.items():
-                with _here(tensor, buffers[name]):
-                    checksum = _write(file, tensor.value(), checksum)
-            checksum = _write(file, generator, checksum)
+            checksum = zlib.crc32(_write_header(file, fields, about, _NO_CHECKSUM))
+            for tensor in tensors.values():
+                data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+                file.write(data)
+                checksum = zlib.crc32(data, checksum)
             file.seek(0)
-            _write_header(file, fields, steps, f"{checksum:08x}")
+            _write_header(file, fields, about, f"{checksum:08x}")
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -67,71 +76,102 @@ def write_checkpoint(
     os.close(folder)
 
 
-def read_checkpoint(
-    path: Path, state: TrainingState, buffers: Mapping[str, SpillBuffer], generator: torch.Tensor
-) -> tuple[int, torch.Tensor]:
-    """Fill the buffers of a state that has left memory; return the number of steps and the generator's state.
+def read_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load a checkpoint into a model and an optimizer, and set the random generators. Returns the number of steps.
 
-    `generator` is such a state of this device. Raises FormatError.
+    Raises FormatError for a damaged file, and for one of another model or optimizer; then nothing has changed.
     """
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
-            if "steps" not in about or about.get("checksum") != _checksum(path):
+            if about.get("format") != _FORMAT:
+                raise FormatError(f"{path}: not a checkpoint of this version of `cohabit train`")
+            if about.get("checksum") != _checksum(path, about.get("checksum", "")):
                 raise FormatError(f"{path}: the checkpoint is damaged: its checksum is another")
-            expected = {name for name in state.tensors if name != RNG} | {GENERATOR}
-            for name in sorted(expected ^ set(file.keys())):
-                raise FormatError(f"{path}: {name} is in the {'step' if name in expected else 'checkpoint'} only")
-            random: torch.Tensor = file.get_tensor(GENERATOR)
-            if random.shape != generator.shape:
-                raise FormatError(
-                    f"{path}: {GENERATOR} has {random.nbytes} bytes, the device's generator {generator.nbytes}: go on"
-                    " with the kind of device that the checkpoint is from"
-                )
-            for name, tensor in state.tensors.items():
-                if name != RNG:
-                    found = file.get_tensor(name)
-                    if found.shape != tensor.shape or found.dtype != tensor.dtype:
-                        raise FormatError(
-                            f"{path}: {name} is {found.dtype} {list(found.shape)},"
-                            f" the step has {tensor.dtype} {list(tensor.shape)}"
-                        )
-                    tensor.fill(found, buffers[name])
-            return int(about["steps"]), random
-    except (OSError, SafetensorError) as error:
+            state = json.loads(about["state"], object_hook=lambda d: _loaded(d, file))
+    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise FormatError(f"{path}: no checkpoint can be read: {error}") from error
+    expected, found = dict(model.state_dict()), state["model"]
+    for name in sorted(expected.keys() ^ found.keys()):
+        raise FormatError(f"{path}: {name} is in the {'model' if name in expected else 'checkpoint'} only")
+    for name, tensor in expected.items():
+        if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
+            raise FormatError(
+                f"{path}: {name} is {found[name].dtype} {list(found[name].shape)}, the model has {tensor.dtype}"
+                f" {list(tensor.shape)}"
+            )
+    optimizer_state = state["optimizer"]
+    optimizer_state["state"] = {int(n): values for n, values in optimizer_state["state"].items()}
+    try:
+        optimizer.load_state_dict(optimizer_state)
+    except ValueError as error:
+        raise FormatError(f"{path}: the optimizer is another: {error}") from error
+    model.load_state_dict(found)
+    _set_random_state(state["random"])
+    return int(about["steps"])
 
 
-def _write_header(file: BinaryIO, fields: Mapping[str, Any], steps: int, checksum: str) -> None:
-    about = {"format": "pt", "steps": str(steps), "checksum": checksum}
-    header = json.dumps({"__metadata__": about, **fields}).encode()
+def _stored(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a value for JSON, in which tensors are references to those that are put into `tensors`."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype not in _DTYPES or value.layout is not torch.strided:
+            raise ValueError(f"{name} is a {value.layout} tensor of {value.dtype}, which a checkpoint cannot have")
+        tensors[name] = value
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        return {str(key): _stored(item, f"{name}.{key}", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stored(item, f"{name}.{n}", tensors) for n, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{name} is a {type(value).__name__}, which a checkpoint cannot have")
+
+
+def _loaded(value: dict[str, Any], file: Any) -> Any:
+    return file.get_tensor(value[_TENSOR]) if value.keys() == {_TENSOR} else value
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), *rest]
+    return state
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, values, gauss = state["python"]
+    random.setstate((version, tuple(values), gauss))
+    if "numpy" in state:
+        import numpy
+
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def _write_header(file: BinaryIO, fields: Mapping[str, Any], about: Mapping[str, str], checksum: str) -> bytes:
+    header = json.dumps({"__metadata__": {**about, "checksum": checksum}, **fields}).encode()
     header += b" " * (-len(header) % 8)
-    file.write(len(header).to_bytes(8, "little") + header)
+    written = len(header).to_bytes(8, "little") + header
+    file.write(written)
+    return written
 
 
-def _write(file: BinaryIO, tensor: torch.Tensor, checksum: int) -> int:
-    """Write a tensor's elements in the order of its dimensions; return the checksum with them."""
-    dense = tensor.detach().cpu().contiguous()
-    data = bytes_of(dense.view(-1)).data
-    file.write(data)
-    return zlib.crc32(data, checksum)
-
-
-@contextmanager
-def _here(tensor: StateTensor, buffer: SpillBuffer) -> Iterator[None]:
-    """Have a tensor in memory for a while."""
-    was_here = tensor.is_here
-    if not was_here:
-        tensor.load(buffer)
-    yield
-    if not was_here:
-        tensor.storage.resize_(0)
-
-
-def _checksum(path: Path) -> str:
+def _checksum(path: Path, found: str) -> str:
+    """Return the checksum of a file, in whose header no checksum stands in the place of `found`."""
     with path.open("rb") as file:
-        file.seek(int.from_bytes(file.read(8), "little") + 8)
-        checksum = 0
-        while data := file.read(1 << 20):
+        length = file.read(8)
+        header = file.read(int.from_bytes(length, "little"))
+        field = f'"checksum": "{found}"'.encode()
+        if header.count(field) != 1:
+            return ""
+        checksum = zlib.crc32(length + header.replace(field, f'"checksum": "{_NO_CHECKSUM}"'.encode()))
+        for data in _pieces(file):
             checksum = zlib.crc32(data, checksum)
     return f"{checksum:08x}"
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    while data := file.read(1 << 20):
+        yield data

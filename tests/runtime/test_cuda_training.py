@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.captured import cuda
+from benchmarks.captured.trainer import PLACED_SHARE, Trainer, TrainingLost
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
-from cohabit.runtime.training import cuda
-from cohabit.runtime.training.trainer import PLACED_SHARE, Trainer, TrainingLost
 from tests.runtime.cuda_fake import FakeDriver, FakePool
 from tests.runtime.test_training import (
     adamw,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.captured import cuda
 from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2, training
 from benchmarks.gpu.steps import Step
 from benchmarks.training_nets import Net, WideResNet
@@ -23,7 +24,6 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.lowering import lower as lower_module
 from cohabit.runtime.options import CUDA_DEFAULTS, DEFAULTS, Options
-from cohabit.runtime.training import cuda
 from tests.runtime import gpu_dry_run
 from tests.runtime.cuda_fake import FakeDriver, pinned_array
 

@@ -24,6 +24,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from benchmarks.captured.capture import OpCall
+from benchmarks.captured.checkpoint import read_checkpoint
+from benchmarks.captured.cpu import CpuTraining, measure_contention
+from benchmarks.captured.learn import learned
+from benchmarks.captured.trainer import MEASURED_FIRST, Trainer, TrainingLost, memory_bytes
 from cohabit.planner.errors import FormatError, InfeasibleBudget
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Compute, Drop, Plan, Provenance, SwapIn, SwapOut
@@ -38,11 +43,6 @@ from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import Copy
-from cohabit.runtime.training.capture import OpCall
-from cohabit.runtime.training.checkpoint import read_checkpoint
-from cohabit.runtime.training.cpu import CpuTraining, measure_contention
-from cohabit.runtime.training.learn import learned
-from cohabit.runtime.training.trainer import MEASURED_FIRST, Trainer, TrainingLost, memory_bytes
 from tests.runtime.observing import observed
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -298,7 +298,7 @@ def test_times_of_steps_lead_to_a_new_plan_where_they_are_others(monkeypatch: py
     trainer = trainer_of(model, optimizer, "60%")
     slow = [1e-3 * (k % 3) for k in range(len(trainer.graph.ops))]
     monkeypatch.setattr(
-        "cohabit.runtime.training.trainer.learned",
+        "benchmarks.captured.trainer.learned",
         lambda profile, recording, weight: structs.replace(profile, op_seconds=tuple(slow)),
     )
     torch.manual_seed(2)
@@ -382,7 +382,7 @@ def test_contention_is_what_ops_and_copies_take_longer_at_once(
             copied.wait()
         return x
 
-    monkeypatch.setattr("cohabit.runtime.training.cpu._seconds", seconds)
+    monkeypatch.setattr("benchmarks.captured.cpu._seconds", seconds)
     calls = [OpCall(op, (torch.zeros(4),), {}), OpCall(op, (torch.zeros(8),), {})]
     assert measure_contention(calls, [5.0, 1.0], CpuTraining("ram", tmp_path).store) == (3.0, 2.0)
     assert {len(x) for x in calls_made} == {4}, "the longest op has half of the time"
@@ -787,7 +787,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from cohabit.runtime.heap import release_free_memory
-from cohabit.runtime.training.trainer import Trainer
+from benchmarks.captured.trainer import Trainer
 class Cell(nn.Module):
     def __init__(self):
         super().__init__()

@@ -13,6 +13,9 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.captured.capture import OpCall
+from benchmarks.captured.measure import longest, stand_ins
+from benchmarks.captured.store import StateStore
 from cohabit.planner.profile import Link
 from cohabit.runtime.binding.build import bind
 from cohabit.runtime.binding.draft import Draft
@@ -26,9 +29,6 @@ from cohabit.runtime.cuda.stores import pinned_spill_buffers
 from cohabit.runtime.devices import open_device
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.offload.storage import OffloadedTensor
-from cohabit.runtime.training.capture import OpCall
-from cohabit.runtime.training.measure import longest, stand_ins
-from cohabit.runtime.training.store import StateStore
 
 ALLOCATOR_SHARE: Final = 0.05
 """Of the memory: what torch's allocator is left for rounding sizes up, and for gaps between tensors."""

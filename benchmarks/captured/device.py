@@ -6,6 +6,9 @@ from typing import Protocol
 
 import torch
 
+from benchmarks.captured.capture import OpCall
+from benchmarks.captured.measure import Meter
+from benchmarks.captured.store import StateStore
 from cohabit.planner.profile import Link
 from cohabit.runtime.backend import Executor
 from cohabit.runtime.binding.draft import Draft
@@ -14,9 +17,6 @@ from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.offload.storage import OffloadedTensor
-from cohabit.runtime.training.capture import OpCall
-from cohabit.runtime.training.measure import Meter
-from cohabit.runtime.training.store import StateStore
 
 
 class TrainingDevice(Meter, Protocol):
@@ -78,11 +78,11 @@ class TrainingDevice(Meter, Protocol):
 def open_training_device(name: str, store: StoreKind, folder: Path) -> TrainingDevice:
     """Open a device by its name: `cpu`, `cuda`, or `cuda:1`. Raises DeviceError where there is none of that name."""
     if name == "cpu":
-        from cohabit.runtime.training.cpu import CpuTraining
+        from benchmarks.captured.cpu import CpuTraining
 
         return CpuTraining(store, folder)
     if store == "file":
         raise DeviceError(f"{name}: tensors leave a GPU for pinned memory; store='file' is for the CPU")
-    from cohabit.runtime.training.cuda import CudaTraining
+    from benchmarks.captured.cuda import CudaTraining
 
     return CudaTraining.open(name)

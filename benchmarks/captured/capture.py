@@ -21,14 +21,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
+from benchmarks.captured.state import RNG, TrainingState
+from benchmarks.captured.updates import updates_early
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.packing import storage_key
 from cohabit.runtime.lowering.trace import OpTracer, Storage
-from cohabit.runtime.training.state import RNG, TrainingState
-from cohabit.runtime.training.updates import updates_early
 
 Loss = Callable[..., torch.Tensor]
 """`loss(model, *batch)`, a 0-d tensor that is minimised."""

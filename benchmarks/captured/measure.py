@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
+from benchmarks.captured.capture import OpCall
 from cohabit.runtime.lowering.trace import Storage, Trace
-from cohabit.runtime.training.capture import OpCall
 
 RUNS: Final = 3
 """Of each call, after one that does not count."""

@@ -13,6 +13,12 @@ import msgspec
 import torch
 from torch import nn
 
+from benchmarks.captured.capture import BUCKET, Loss, OpCall, StepOptions, capture
+from benchmarks.captured.checkpoint import read_checkpoint, write_checkpoint
+from benchmarks.captured.device import open_training_device
+from benchmarks.captured.learn import learned
+from benchmarks.captured.measure import measured
+from benchmarks.captured.state import TrainingState
 from cohabit.planner.errors import CohabitError, FormatError, InfeasibleBudget, format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
@@ -30,12 +36,6 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import Recording
-from cohabit.runtime.training.capture import BUCKET, Loss, OpCall, StepOptions, capture
-from cohabit.runtime.training.checkpoint import read_checkpoint, write_checkpoint
-from cohabit.runtime.training.device import open_training_device
-from cohabit.runtime.training.learn import learned
-from cohabit.runtime.training.measure import measured
-from cohabit.runtime.training.state import TrainingState
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is, or 0 where that is not known."""

@@ -11,6 +11,10 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.captured.capture import OpCall
+from benchmarks.captured.measure import longest, stand_ins
+from benchmarks.captured.state import StateTensor
+from benchmarks.captured.store import StateStore
 from cohabit.planner.profile import Link
 from cohabit.runtime.allocations import measuring_allocations
 from cohabit.runtime.binding.build import bind
@@ -24,10 +28,6 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.profiling.stopwatch import repeating
-from cohabit.runtime.training.capture import OpCall
-from cohabit.runtime.training.measure import longest, stand_ins
-from cohabit.runtime.training.state import StateTensor
-from cohabit.runtime.training.store import StateStore
 
 KEPT_BYTES: Final = 256 << 10
 """Of freed memory, where it is to be had by others. Smaller tensors leave holes in the heap: with 1 MiB, an LSTM whose

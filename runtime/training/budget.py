@@ -1,0 +1,542 @@
+"""`cohabit.budget`: the tensors of a training loop within a byte budget.
+
+The loop runs eagerly. A dispatch mode sees every op of it, forward, backward and optimizer: before an op, the storages
+that it reads are brought back, and others leave memory to make room. So an op never reads what is not there, whatever
+the loop does. Which storages leave, and which come back ahead of time, follows from what the loop did before
+(`history.py`); where it does something else, the least recently used leave and are brought back on demand, as in the
+passive mode of Capuchin (ASPLOS 2020, section 4.2).
+"""
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cohabit.planner.errors import format_bytes
+from cohabit.planner.memory import parse_share, parse_size
+from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
+from cohabit.runtime.training.history import History
+from cohabit.runtime.training.outside import Pins, watching
+from cohabit.runtime.training.rehome import rehome
+from cohabit.runtime.training.residency import NEVER, Residency, Tracked, used_by
+from cohabit.runtime.training.schema import OpSchema, schema_of
+from cohabit.runtime.training.spill import FileSpill, RamSpill
+
+_log = logging.getLogger("cohabit.training")
+
+_WINDOW = 48
+"""Ops that are looked ahead."""
+_LOOK_EVERY = 8
+"""Ops between two looks ahead."""
+_PART = 4
+"""A call on lists of tensors is made in parts of at most a quarter of the budget."""
+
+Owner = nn.Module | torch.optim.Optimizer | torch.Tensor
+
+
+def budget(
+    memory: int | str,
+    *owners: Owner | Iterable[Owner],
+    store: Literal["ram", "file"] = "ram",
+    folder: Path | str | None = None,
+) -> "Budget":
+    """Return a context in which a training loop runs within a byte budget, with eager PyTorch's bits.
+
+        with cohabit.budget("2GiB", model, optimizer, store="file"):
+            for x, y in loader:
+                loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    `memory` is in bytes, a size such as "2GiB", or a share such as "60%" of the peak of the loop's first step, which
+    then takes what it takes. `owners` are the modules, optimizers and tensors whose memory counts, beside all that ops
+    inside of the context make. What leaves memory goes to RAM, or to a file without a name in `folder`, by default the
+    system's temporary folder. Leaving the context brings everything back, also after an error.
+
+    Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for tensors on another device
+    than the CPU. Inside of the context, an op that needs more than a given size raises MemoryExceeded; one that needs
+    more than a share runs, with a warning.
+    """
+    return Budget(memory, owners, store, folder)
+
+
+class Budget:
+    """The context that `budget` makes. It may be entered again after it was left, but not twice at a time."""
+
+    def __init__(
+        self,
+        memory: int | str,
+        owners: Sequence[Owner | Iterable[Owner]],
+        store: Literal["ram", "file"] = "ram",
+        folder: Path | str | None = None,
+    ) -> None:
+        self._share, limit_bytes = _parsed(memory)
+        self._owners = list(_flat(owners))
+        if not self._owners:
+            raise ValueError("budget: name the model and the optimizer, whose memory it counts")
+        if store not in ("ram", "file"):
+            raise ValueError(f"store '{store}' is unknown: 'ram' or 'file'")
+        if store == "ram" and folder is not None:
+            raise ValueError("folder is where store='file' keeps its file; leave it out, or set store='file'")
+        self._optimizers = [o for o in self._owners if isinstance(o, torch.optim.Optimizer)]
+        if self._share is not None and not self._optimizers:
+            raise ValueError(
+                f"memory '{memory}' is a share of the first step's peak, and a step ends with the optimizer's: name the"
+                " optimizer, or give a size such as '2GiB'"
+            )
+        self._limit_bytes = limit_bytes
+        self._warned_bytes = 0
+        spill = RamSpill() if store == "ram" else FileSpill(Path(folder or tempfile.gettempdir()))
+        self._residency = Residency(spill)
+        self._history = History()
+        self._lock = threading.RLock()
+        self._pins = Pins(self._residency)
+        self._context = ExitStack()
+        self._is_active = False
+        self._interrupt: tuple[int, FrameType | None] | None = None
+        self._handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The budget; None as long as a share's first step has not ended."""
+        return None if self._residency.limit_bytes == NEVER else self._residency.limit_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the tensors that are in memory now."""
+        return self._residency.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that tensors have taken at a time since the context was entered, or `reset_peak` was called."""
+        return self._residency.peak_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that were copied out and in."""
+        return self._residency.moved_bytes
+
+    def reset_peak(self) -> None:
+        self._residency.peak_bytes = self._residency.used_bytes
+
+    def __enter__(self) -> Self:
+        if self._is_active:
+            raise RuntimeError("budget: this context is entered already")
+        tensors = list(_tensors(self._owners))
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                raise UnsupportedModel(
+                    f"budget: a tensor of the owners is on {tensor.device}, and the budget is of the CPU's memory; on a"
+                    " GPU, use torch.utils.checkpoint or torch.autograd.graph.save_on_cpu"
+                )
+        rehome(tensors)
+        with ExitStack() as context:
+            context.enter_context(self._interrupts_held())
+            context.callback(self._restore)
+            self._is_active = True
+            for storage in _distinct_storages(tensors):
+                self._residency.track(storage)
+            self._residency.start()
+            context.callback(self._residency.stop)
+            self._pins = context.enter_context(watching(self._residency, self._lock, partial(_Mode, self)))
+            if self._limit_bytes is not None:
+                self._residency.limit_bytes = self._limit_bytes
+            elif self._share is not None:
+                context.enter_context(self._measured_step(self._share))
+            self._residency.peak_bytes = self._residency.used_bytes
+            _active.add(self)
+            context.callback(_active.discard, self)
+            context.enter_context(_Mode(self))
+            self._context = context.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.close()
+
+    def run(self, op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op with everything that it reads in memory. Raises MemoryExceeded, and what the op raises."""
+        if not all(map(_is_plain, types)):
+            return NotImplemented  # the subclass takes itself apart, and its parts come here
+        if not self._is_active:  # in a thread that has outlived the context
+            return op(*args, **kwargs)
+        if not isinstance(op, OpOverload):
+            raise UnsupportedModel(f"budget: {op} calls other functions from within torch, where no op can be seen")
+        schema = schema_of(op)
+        try:
+            with self._lock:
+                if schema.takes_lists:
+                    return self._run_in_parts(op, schema, args, kwargs)
+                return self._run(op, schema, args, kwargs)
+        finally:
+            if self._interrupt is not None:
+                self._deliver()
+
+    def _run(self, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        residency, history = self._residency, self._history
+        self._pins.collect()
+        history.died(residency.bury())
+        used, sizes = self._used(schema, args, kwargs)
+        signature = (op, *sizes)
+        history.begin(signature)
+        residency.position = history.position
+        for tracked in used:
+            tracked.uses += 1
+        made: list[Tracked] = []
+        try:
+            if schema.is_view:
+                with self._sized(used):
+                    result = op(*args, **kwargs)
+            else:
+                expected = history.made_bytes(signature)
+                self._require(schema, used_by(used) + (expected or 0))
+                for tracked in used:
+                    residency.bring_in(tracked)
+                    residency.touch(tracked)
+                if expected is None:
+                    expected = self._expected_bytes(op, schema, args, kwargs)
+                residency.make_room(expected)
+                result = op(*args, **kwargs)
+                made = self._made(result, used)
+                for tracked in used if schema.written else ():
+                    residency.resized(tracked)
+                residency.peak_bytes = max(residency.peak_bytes, residency.used_bytes)
+                if not residency.make_room(0):
+                    self._require(schema, used_by(used) + used_by(made))
+            history.record(signature, used, made)
+            if history.position % _LOOK_EVERY == 0:
+                self._look_ahead()
+            return result
+        finally:
+            for tracked in used:
+                tracked.uses -= 1
+            for tracked in made:
+                tracked.uses -= 1
+
+    def _run_in_parts(
+        self, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an op on lists of tensors, whose elements it computes one by one, on parts of them that fit."""
+        length = next((len(a) for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)), 0)
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and len(a) == length]
+        tensors = [[x for x in elements if isinstance(x, torch.Tensor)] for elements in zip(*lists, strict=True)]
+        sizes = [sum(x.nbytes for x in elements if x.layout is torch.strided) for elements in tensors]
+        most_bytes = self._residency.limit_bytes // _PART
+        if sum(sizes) <= most_bytes:
+            return self._run(op, schema, args, kwargs)
+        results: list[Any] = []
+        start = 0
+        while start < length:
+            end, nbytes = start + 1, sizes[start]
+            while end < length and nbytes + sizes[end] <= most_bytes:
+                nbytes += sizes[end]
+                end += 1
+
+            def part(value: Any, start: int = start, end: int = end) -> Any:
+                return value[start:end] if isinstance(value, list | tuple) and len(value) == length else value
+
+            result = self._run(op, schema, tuple(map(part, args)), {k: part(v) for k, v in kwargs.items()})
+            if isinstance(result, list | tuple):
+                results.extend(result)
+            start = end
+        return results if schema.makes_results else None
+
+    def _used(
+        self, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Tracked], list[Hashable]]:
+        """Return the tracked storages of an op's arguments, each once, and all sizes. Note which it writes."""
+        used: dict[Tracked, None] = {}
+        sizes: list[Hashable] = []
+        for key, value in (*enumerate(args), *kwargs.items()):
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if not isinstance(tensor, torch.Tensor):
+                    if isinstance(tensor, int):
+                        sizes.append(tensor)
+                    continue
+                sizes.append(tensor.shape)
+                is_written = key in schema.written or not schema.is_trusted
+                for storage in _storages(tensor):
+                    if (tracked := self._residency.find(storage)) is not None:
+                        used[tracked] = None
+                        if is_written:
+                            self._residency.changed(tracked)
+        return list(used), sizes
+
+    def _made(self, result: Any, used: Sequence[Tracked]) -> list[Tracked]:
+        """Track the storages that an op has made."""
+        made: dict[Tracked, None] = {}
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                for storage in _storages(tensor):
+                    tracked = self._residency.track(storage)
+                    if tracked is not None and tracked not in made and tracked not in used:
+                        made[tracked] = None
+                        tracked.uses += 1
+        return list(made)
+
+    def _expected_bytes(
+        self, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> int:
+        """Return the bytes that an op will make that was not seen before, by running it without data."""
+        if not schema.makes_results or self._residency.limit_bytes == NEVER:
+            return 0
+        given: set[int] = set()
+
+        def without_data(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+                given.add(empty.untyped_storage()._cdata)
+                return empty
+            if isinstance(value, list | tuple):
+                return type(value)(map(without_data, value))
+            return torch.device("meta") if isinstance(value, torch.device) else value
+
+        try:
+            result = op(*map(without_data, args), **{key: without_data(value) for key, value in kwargs.items()})
+        except Exception:  # it depends on values, or has no such form: like its largest argument
+            return max((tensor.nbytes for tensor in args if isinstance(tensor, torch.Tensor)), default=0)
+        made = [
+            t for t in (result if isinstance(result, list | tuple) else [result]) if isinstance(t, torch.Tensor)
+        ]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in made}
+        return sum(nbytes for storage, nbytes in storages.items() if storage not in given)
+
+    @contextmanager
+    def _sized(self, used: Sequence[Tracked]) -> Iterator[None]:
+        """Give storages that are out their size for the block: views check it, and read no bytes."""
+        sized = [tracked for tracked in used if tracked.is_out and tracked.copy is None]
+        try:
+            for tracked in sized:
+                self._residency.give_size(tracked)
+            yield
+        finally:
+            for tracked in sized:
+                self._residency.take_size(tracked)
+
+    def _require(self, schema: OpSchema, nbytes: int) -> None:
+        """Raise MemoryExceeded for an op that needs more than a size that was given; warn where a share was."""
+        limit_bytes = self._residency.limit_bytes
+        if nbytes <= limit_bytes:
+            return
+        needs = f"{schema.name}: the op needs {format_bytes(nbytes)} ({nbytes} bytes) at once, the budget is"
+        if self._share is None:
+            raise MemoryExceeded(f"{needs} {format_bytes(limit_bytes)}; raise it, or train with smaller batches")
+        if nbytes > self._warned_bytes:
+            self._warned_bytes = nbytes
+            _log.warning(
+                "%s %s, %.0f %% of the first step's peak", needs, format_bytes(limit_bytes), 100 * self._share
+            )
+
+    def _look_ahead(self) -> None:
+        """Begin copies that the next ops will need."""
+        limit_bytes = self._residency.limit_bytes
+        if limit_bytes == NEVER:
+            return
+        ahead = self._history.ahead(_WINDOW, limit_bytes // _PART)
+        if ahead is not None:
+            self._residency.write_ahead(ahead.needed_bytes, ahead.position)
+            for tracked in ahead.wanted:
+                if not self._residency.prefetch(tracked):
+                    break
+
+    def _restore(self) -> None:
+        with self._lock:
+            self._is_active = False
+            self._residency.bring_all_in()
+            self._history = History()
+
+    @contextmanager
+    def _measured_step(self, share: float) -> Iterator[None]:
+        """Set the limit to a share of what the first step takes, once every optimizer has made one.
+
+        The state that an optimizer makes in its first step is there in the whole of later ones.
+        """
+        residency = self._residency
+        left = set(map(id, self._optimizers))
+        before: dict[int, int] = {}
+        peak_bytes = updating_bytes = state_bytes = 0
+
+        def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal peak_bytes
+            residency.bury()
+            before[id(optimizer)] = residency.used_bytes
+            peak_bytes = max(peak_bytes, residency.peak_bytes)
+            residency.peak_bytes = residency.used_bytes
+
+        def ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal updating_bytes, state_bytes
+            if id(optimizer) not in left:
+                return
+            left.discard(id(optimizer))
+            residency.bury()
+            updating_bytes = max(updating_bytes, residency.peak_bytes)
+            state_bytes += max(residency.used_bytes - before[id(optimizer)], 0)
+            if not left:
+                residency.limit_bytes = int(share * max(peak_bytes + state_bytes, updating_bytes))
+                residency.peak_bytes = 0
+                for handle in handles:
+                    handle.remove()
+
+        handles = [o.register_step_pre_hook(begins) for o in self._optimizers]
+        handles += [o.register_step_post_hook(ends) for o in self._optimizers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _interrupts_held(self) -> Iterator[None]:
+        """Deliver an interrupt that comes in the middle of a move, or of an op, after it."""
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(handler):
+            yield
+            return
+
+        def hold(number: int, frame: FrameType | None) -> None:
+            at = frame
+            while at is not None:
+                if at.f_code.co_filename.startswith(_PACKAGE):
+                    self._interrupt = number, frame
+                    return
+                at = at.f_back
+            handler(number, frame)
+
+        self._handler = handler
+        signal.signal(signal.SIGINT, hold)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            if self._interrupt is not None:
+                self._deliver()
+
+    def _deliver(self) -> None:
+        if threading.current_thread() is threading.main_thread() and self._interrupt is not None:
+            interrupt, self._interrupt = self._interrupt, None
+            self._handler(*interrupt)
+
+    def _after_fork(self) -> None:
+        """Go on in a forked process, which has no copy thread: everything stays that comes in."""
+        self._lock = threading.RLock()
+        self._residency.after_fork()
+
+
+class _Mode(TorchDispatchMode):
+    """Sees the ops of one thread."""
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__()
+        self._run = budget.run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._run(func, types, args, kwargs or {})
+
+
+_PACKAGE = str(Path(__file__).parent)
+_active: "weakref.WeakSet[Budget]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for active in list(_active):
+        active._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@cache
+def _is_plain(kind: type) -> bool:
+    """Whether ops on such tensors are torch's own, and not the subclass's."""
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def _storages(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the storages that have a tensor's elements: several for a sparse one, none for what has no storage."""
+    try:
+        if tensor.layout is torch.strided:
+            return (tensor.untyped_storage(),)
+        if tensor.layout is torch.sparse_coo:
+            return (tensor._indices().untyped_storage(), tensor._values().untyped_storage())
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+        else:
+            return ()
+        return tuple(part.untyped_storage() for part in parts)
+    except (NotImplementedError, RuntimeError):
+        return ()
+
+
+def _distinct_storages(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    return list({id(s): s for tensor in tensors for s in _storages(tensor)}.values())
+
+
+def _flat(owners: Iterable[Any]) -> Iterator[Owner]:
+    for owner in owners:
+        if isinstance(owner, nn.Module | torch.optim.Optimizer | torch.Tensor):
+            yield owner
+        elif isinstance(owner, Mapping):
+            yield from _flat(owner.values())
+        elif isinstance(owner, Iterable):
+            yield from _flat(owner)
+        else:
+            raise ValueError(f"budget: {type(owner).__name__} is not a module, an optimizer or a tensor")
+
+
+def _tensors(owners: Iterable[Owner]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of owners with their gradients."""
+    for owner in owners:
+        if isinstance(owner, torch.optim.Optimizer):
+            found = [p for group in owner.param_groups for p in group["params"]]
+            found += [value for state in owner.state.values() for value in _tensors_in(state)]
+        elif isinstance(owner, nn.Module):
+            found = [*owner.parameters(), *owner.buffers()]
+        else:
+            found = [owner]
+        for tensor in found:
+            yield tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield tensor.grad
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from _tensors_in(element)
+
+
+def _parsed(memory: int | str) -> tuple[float | None, int | None]:
+    """Return a share, or a size in bytes. Raises ValueError."""
+    if isinstance(memory, str):
+        share = parse_share(memory)
+        if share is None:
+            return None, parse_size(memory)
+        if not 0 < share <= 1:
+            raise ValueError(f"memory '{memory}' is out of range; a share lies above 0% and up to 100%")
+        return share, None
+    if isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0:
+        raise ValueError(f"memory {memory!r} is not a number of bytes above 0, nor a size such as '2GiB' or '60%'")
+    return None, memory

@@ -1,0 +1,242 @@
+"""Reads that no op makes: numpy views, pointers, pickling, storages' own methods, other threads.
+
+A dispatch mode does not see them, and an empty storage read by one would be a null pointer. So the ways to a tensor's
+bytes that torch offers are replaced while a budget is active: each brings the bytes in first, and pins them for as long
+as somebody may read them.
+"""
+
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import Any, Final
+
+import torch
+from torch._C import StorageBase
+
+from cohabit.runtime.training.residency import Residency, Tracked
+
+_VIEWED: Final = ("numpy", "__array__")
+"""Methods of tensors that return an array of the same bytes: pinned until the array and its views are gone."""
+_READ: Final = ("__deepcopy__", "apply_", "map2_", "map_", "tolist")
+"""Those that read, or write, during the call only."""
+_TAKEN: Final = ("__dlpack__", "data_ptr", "share_memory_")
+"""Those after which nobody knows who reads: pinned until the budget's end, or the end of a call that saves."""
+_STORAGE_READ: Final = (
+    "__copy__", "__deepcopy__", "__getitem__", "__iter__", "__reduce__", "__repr__", "__setitem__", "__str__",
+    "_byteswap", "_set_from_file", "_to", "_write_file", "bfloat16", "bool", "byte", "byteswap", "char", "clone",
+    "complex_double", "complex_float", "copy_", "cpu", "cuda", "double", "fill_", "float", "half", "int", "long",
+    "new", "short", "to", "tolist", "type",
+)  # fmt: skip
+_STORAGE_TAKEN: Final = (
+    "_resize_with_addr_", "_set_cdata", "_share_cuda_", "_share_fd_cpu_", "_share_filename_cpu_", "_swap_data_ptr_",
+    "data_ptr", "pin_memory", "resize_", "share_memory_",
+)  # fmt: skip
+_STORAGE_SIZE: Final = ("__len__", "nbytes", "size")
+
+
+class _ArrayRef(weakref.ref[Any]):
+    """Its callback is a function in C, as `StorageRef`'s."""
+
+    __slots__ = ("tracked",)
+    tracked: Tracked
+
+
+class Pins:
+    """Counts who reads storages without ops. The lock is held around every call."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._arrays: dict[int, _ArrayRef] = {}
+        """By their ids: a reference's hash is its array's, which has none."""
+        self._gone: deque[_ArrayRef] = deque()
+        self._counts: dict[Tracked, int] = {}
+        self._temporary: list[Tracked] = []
+        self._saving = 0
+        """Depth of calls that save: what they take is theirs until the outermost one returns."""
+
+    def until_gone(self, tracked: Tracked, array: Any) -> None:
+        ref = _ArrayRef(array, self._gone.append)
+        ref.tracked = tracked
+        self._arrays[id(ref)] = ref
+        self.add(tracked)
+
+    def collect(self) -> None:
+        """End the pins of arrays that are gone."""
+        while self._gone:
+            ref = self._gone.popleft()
+            del self._arrays[id(ref)]
+            self.remove(ref.tracked)
+
+    @property
+    def is_saving(self) -> bool:
+        return self._saving > 0
+
+    def take(self, tracked: Tracked) -> None:
+        self.add(tracked)
+        if self._saving:
+            self._temporary.append(tracked)
+
+    def add(self, tracked: Tracked) -> None:
+        self._counts[tracked] = self._counts.get(tracked, 0) + 1
+        self._residency.pin(tracked)
+
+    def remove(self, tracked: Tracked) -> None:
+        self._counts[tracked] -= 1
+        if not self._counts[tracked]:
+            del self._counts[tracked]
+            self._residency.unpin(tracked)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        self._saving += 1
+        try:
+            yield
+        finally:
+            self._saving -= 1
+            if not self._saving:
+                for tracked in self._temporary:
+                    self.remove(tracked)
+                self._temporary.clear()
+
+
+@contextmanager
+def watching(
+    residency: Residency, lock: AbstractContextManager[Any], make_mode: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[Pins]:
+    """Replace the ways to a tensor's bytes besides ops for the block. Threads that start in it get a mode."""
+    pins = Pins(residency)
+
+    def storage_of(value: Any) -> Any:
+        if isinstance(value, torch.UntypedStorage):
+            return value
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            try:
+                return value.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                return None  # of a wrapper, which has none
+        return None
+
+    def found(*values: Any) -> list[Tracked]:
+        storages = [storage_of(value) for value in values]
+        trackeds = [residency.find(storage) for storage in storages if storage is not None]
+        return [tracked for tracked in trackeds if tracked is not None]
+
+    def viewed(real: Any) -> Any:
+        @wraps(real)
+        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            with lock:
+                for tracked in found(tensor):
+                    pins.add(tracked)
+                    try:
+                        array = real(tensor, *args, **kwargs)
+                        pins.until_gone(tracked, array)
+                    finally:
+                        pins.remove(tracked)
+                    return array
+            return real(tensor, *args, **kwargs)
+
+        return method
+
+    def read(real: Any) -> Any:
+        @wraps(real)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with lock, ExitStack() as stack:
+                for tracked in found(*args[:3]):
+                    pins.add(tracked)
+                    stack.callback(pins.remove, tracked)
+                return real(*args, **kwargs)
+
+        return method
+
+    def taken(real: Any) -> Any:
+        @wraps(real)
+        def method(value: Any, *args: Any, **kwargs: Any) -> Any:
+            with lock:
+                for tracked in found(value):
+                    pins.take(tracked)
+                return real(value, *args, **kwargs)
+
+        return method
+
+    def pickled(real: Any) -> Any:
+        """`torch.save` reads storages at its end. Other picklers reduce each storage, which reads it at once."""
+
+        @wraps(real)
+        def method(value: Any, *args: Any, **kwargs: Any) -> Any:
+            with lock:
+                for tracked in found(value) if pins.is_saving else ():
+                    pins.take(tracked)
+                return real(value, *args, **kwargs)
+
+        return method
+
+    def sized(real: Any) -> Any:
+        @wraps(real)
+        def method(storage: Any) -> Any:
+            tracked = residency.find(storage)
+            return real(storage) if tracked is None else tracked.nbytes
+
+        return method
+
+    def saving(real: Any) -> Any:
+        @wraps(real)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            with lock, pins.saving():
+                return real(*args, **kwargs)
+
+        return function
+
+    def started(real: Any) -> Any:
+        @wraps(real)
+        def start(thread: threading.Thread) -> None:
+            run = thread.run
+
+            def run_in_mode() -> None:
+                with make_mode():
+                    run()
+
+            thread.run = run_in_mode  # type: ignore[method-assign]
+            real(thread)
+
+        return start
+
+    with ExitStack() as stack:
+        for owner, names, wrap in (
+            (torch.Tensor, _VIEWED, viewed),
+            (torch.Tensor, _READ, read),
+            (torch.Tensor, _TAKEN, taken),
+            (torch.Tensor, ("__reduce_ex__",), pickled),
+            (torch.UntypedStorage, _STORAGE_READ, read),
+            (torch.UntypedStorage, _STORAGE_TAKEN, taken),
+            (torch.UntypedStorage, _STORAGE_SIZE, sized),
+            (torch, ("save",), saving),
+            (sys.modules.get("safetensors.torch"), ("save", "save_file", "save_model"), saving),
+            (threading.Thread, ("start",), started),
+        ):
+            for name in names:
+                if hasattr(owner, name):
+                    stack.enter_context(_replaced(owner, name, wrap))
+        yield pins
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    is_own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, wrap(before))
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+assert issubclass(torch.UntypedStorage, StorageBase), (
+    "the residency uses its base's methods, which stay as they are"
+)

@@ -1,0 +1,387 @@
+"""Which storages are in memory, and moving them out and in.
+
+At every moment a storage that is marked as out has all of its bytes in its slot, and any other has them in memory. So
+an interrupt between two lines loses nothing, and `bring_all_in` restores everything.
+"""
+
+import queue
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from typing import Any, Final, cast
+
+from torch._C import StorageBase
+
+from cohabit.runtime.training.spill import Slot, Spill
+
+LEAST_BYTES: Final = 16 << 10
+"""Smaller storages stay: moving them gains nothing, and torch's generators read theirs without an op."""
+NEVER: Final = 1 << 62
+"""The position of a next use that is not known."""
+_MOST_COPIES: Final = 16
+"""That wait for the copy thread, in each direction."""
+
+_nbytes: Callable[[Any], int] = StorageBase.nbytes
+_address: Callable[[Any], int] = StorageBase.data_ptr
+_resize: Callable[[Any, int], Any] = StorageBase.resize_
+"""As torch has them: reads past the dispatcher are watched by replacing these methods of `UntypedStorage`."""
+
+
+class StorageRef(weakref.ref[Any]):
+    """A reference whose callback is a function in C: an interrupt in one of Python's would be swallowed."""
+
+    __slots__ = ("tracked",)
+    tracked: "Tracked"
+
+
+class Tracked:
+    """A storage that counts, whether its bytes are in memory or out."""
+
+    __slots__ = (
+        "copy", "is_clean", "is_dead", "is_out", "is_pinned", "key", "last_use", "nbytes", "next_use", "ref", "slot",
+        "uses", "writes",
+    )  # fmt: skip
+
+    def __init__(self, storage: Any, deaths: deque[StorageRef]) -> None:
+        self.key = id(storage)
+        self.nbytes = _nbytes(storage)
+        self.ref = StorageRef(storage, deaths.append)
+        self.ref.tracked = self
+        self.slot: Slot | None = None
+        self.is_out = self.is_dead = False
+        self.is_clean = False
+        """The slot has the bytes as they are in memory."""
+        self.is_pinned = not storage.resizable()
+        """Somebody may read the bytes without an op: they stay."""
+        self.copy: Copy | None = None
+        self.writes = 0
+        self.uses = 0
+        """By ops that are running."""
+        self.next_use = NEVER
+        self.last_use: tuple[int, int] | None = None
+        """The position of an op, and which of its storages this was."""
+
+    @property
+    def storage(self) -> Any | None:
+        return self.ref()
+
+
+class Copy:
+    """A copy that another thread makes. It holds the storage, which cannot die meanwhile."""
+
+    __slots__ = ("done", "error", "is_load", "storage", "tracked", "writes")
+
+    def __init__(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
+        self.tracked, self.storage, self.is_load = tracked, storage, is_load
+        self.writes = tracked.writes
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+
+class Residency:
+    """Keeps the bytes of tracked storages within a limit. The caller holds a lock around every call."""
+
+    def __init__(self, spill: Spill, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = NEVER if limit_bytes is None else limit_bytes
+        self.used_bytes = self.peak_bytes = 0
+        self.position = 0
+        """Of the op that runs: uses that were expected before it did not come."""
+        self.moved_bytes = 0
+        """Copied in and out so far."""
+        self._spill = spill
+        self._tracked: dict[int, Tracked] = {}
+        self._here: OrderedDict[Tracked, None] = OrderedDict()
+        """Those in memory that may leave it, least recently used first."""
+        self._deaths: deque[StorageRef] = deque()
+        self._copies: deque[Copy] = deque()
+        self._waiting: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    # What is tracked.
+
+    def find(self, storage: Any) -> Tracked | None:
+        found = self._tracked.get(id(storage))
+        # The ids of dead storages are used again.
+        return found if found is not None and found.ref() is storage else None
+
+    def track(self, storage: Any) -> Tracked | None:
+        """Count a storage from now on. Returns None for what is too small, or on another device."""
+        found = self.find(storage)
+        if found is None and _nbytes(storage) >= LEAST_BYTES and storage.device.type == "cpu":
+            found = Tracked(storage, self._deaths)
+            self._tracked[found.key] = found
+            self.used_bytes += found.nbytes
+            if not found.is_pinned:
+                self._here[found] = None
+        return found
+
+    def bury(self) -> int:
+        """Forget storages that have died, and complete copies that have ended. Returns the bytes of memory freed."""
+        before = self.used_bytes
+        while self._deaths:
+            tracked = self._deaths.popleft().tracked
+            tracked.is_dead = True
+            if self._tracked.get(tracked.key) is tracked:
+                del self._tracked[tracked.key]
+            self._here.pop(tracked, None)
+            if not tracked.is_out:
+                self.used_bytes -= tracked.nbytes
+            self._release_slot(tracked)
+        freed_bytes = before - self.used_bytes
+        while self._copies and self._copies[0].done.is_set():
+            self._complete(self._copies.popleft())
+        return freed_bytes
+
+    def touch(self, tracked: Tracked) -> None:
+        """Note a use."""
+        if tracked in self._here:
+            self._here.move_to_end(tracked)
+
+    def changed(self, tracked: Tracked) -> None:
+        """Note that the bytes in memory are, or will be, other ones than those in the slot."""
+        tracked.is_clean = False
+        tracked.writes += 1
+
+    def resized(self, tracked: Tracked) -> None:
+        """Follow a storage that an op has given another size."""
+        storage = tracked.storage
+        if storage is not None and not tracked.is_out and (now := _nbytes(storage)) != tracked.nbytes:
+            self._wait(tracked)
+            self._release_slot(tracked)
+            self.used_bytes += now - tracked.nbytes
+            tracked.nbytes = now
+            self.changed(tracked)
+            if now < LEAST_BYTES:
+                tracked.is_pinned = True
+                self._here.pop(tracked, None)
+
+    def pin(self, tracked: Tracked) -> None:
+        """Bring bytes in that somebody will read, or write, without an op, and keep them there."""
+        self.bring_in(tracked)
+        tracked.is_pinned = True
+        self.changed(tracked)
+        self._here.pop(tracked, None)
+
+    def unpin(self, tracked: Tracked) -> None:
+        storage = tracked.storage
+        if storage is not None and tracked.is_pinned and storage.resizable():
+            tracked.is_pinned = False
+            self.changed(tracked)
+            self._here[tracked] = None
+
+    # Moving, while the caller waits.
+
+    def bring_in(self, tracked: Tracked) -> None:
+        """Raises MemoryExceeded where a full disk lets nothing else leave, and OSError of the file."""
+        self._wait(tracked)
+        storage = tracked.storage
+        if not tracked.is_out or storage is None:
+            return
+        tracked.uses += 1  # it must not be chosen to make room for itself
+        try:
+            self.make_room(tracked.nbytes)
+            _resize(storage, tracked.nbytes)
+            assert tracked.slot is not None
+            tracked.slot.load(_address(storage))
+            self._arrived(tracked)
+        finally:
+            tracked.uses -= 1
+
+    def make_room(self, nbytes: int) -> bool:
+        """Have storages leave until so much fits below the limit. Returns whether it does."""
+        while self.used_bytes + nbytes > self.limit_bytes:
+            self.bury()
+            if self.used_bytes + nbytes <= self.limit_bytes:
+                break
+            chosen = self._choose()
+            if chosen is None and self._copies:
+                copy = self._copies.popleft()
+                copy.done.wait()
+                self._complete(copy)
+                continue
+            if chosen is None:
+                return False
+            self._evict(chosen)
+        return True
+
+    def give_size(self, tracked: Tracked) -> None:
+        """Give a storage that is out its size, without its bytes."""
+        storage = tracked.storage
+        if storage is not None and tracked.is_out:
+            _resize(storage, tracked.nbytes)
+
+    def take_size(self, tracked: Tracked) -> None:
+        storage = tracked.storage
+        if storage is not None and tracked.is_out and tracked.copy is None:
+            _resize(storage, 0)
+
+    def bring_all_in(self) -> None:
+        """Give every storage its bytes back, whatever the limit is, and forget all."""
+        self.limit_bytes = NEVER
+        self.bury()
+        for tracked in list(self._tracked.values()):
+            self.bring_in(tracked)
+        self.bury()
+        for tracked in self._tracked.values():
+            self._release_slot(tracked)
+        self._tracked.clear()
+        self._here.clear()
+        self.used_bytes = 0
+
+    def _choose(self, after: int = -1, *, idle: bool = False) -> Tracked | None:
+        """Return the storage whose next use is farthest, if after a position; among unknown ones the least recent.
+
+        `idle`: only one that no copy has begun for.
+        """
+        chosen, farthest = None, after
+        for tracked in self._here:
+            if tracked.uses or (tracked.copy is not None and (idle or tracked.copy.is_load)):
+                continue
+            next_use = tracked.next_use if tracked.next_use >= self.position else NEVER
+            if next_use > farthest:
+                chosen, farthest = tracked, next_use
+                if farthest == NEVER:
+                    break
+        return chosen
+
+    def _evict(self, tracked: Tracked) -> None:
+        self._wait(tracked)
+        storage = tracked.storage
+        if storage is None:
+            return
+        if not tracked.is_out and not tracked.is_clean:
+            if tracked.slot is None:
+                tracked.slot = self._spill.take(tracked.nbytes)
+            tracked.slot.save(_address(storage))
+            self.moved_bytes += tracked.nbytes
+            tracked.is_clean = True
+        self._leave(tracked, storage)
+
+    def _leave(self, tracked: Tracked, storage: Any) -> None:
+        tracked.is_out = True
+        _resize(storage, 0)
+        if tracked in self._here:
+            del self._here[tracked]
+            self.used_bytes -= tracked.nbytes
+
+    def _arrived(self, tracked: Tracked) -> None:
+        tracked.is_out = False
+        if not tracked.is_pinned:
+            self._here[tracked] = None
+        self.used_bytes += tracked.nbytes
+        self.moved_bytes += tracked.nbytes
+
+    def _release_slot(self, tracked: Tracked) -> None:
+        slot, tracked.slot = tracked.slot, None
+        tracked.is_clean = False
+        if slot is not None:
+            self._spill.give_back(slot, tracked.nbytes)
+
+    # Moving, while ops run.
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._copy_all, name="cohabit-budget", daemon=True)
+        self._thread.start()
+
+    def after_fork(self) -> None:
+        """Go on without the copy thread, which a forked process does not have."""
+        self.limit_bytes = NEVER
+        self._thread = None
+        while self._copies:
+            copy = self._copies.popleft()
+            if not copy.done.is_set():
+                copy.error = InterruptedError()
+            self._complete(copy)
+
+    def stop(self) -> None:
+        """End the copy thread; copies under way are completed."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+        while self._copies:
+            self._complete(self._copies.popleft())
+
+    def prefetch(self, tracked: Tracked) -> bool:
+        """Begin to bring a storage in that fits. Returns whether further ones may."""
+        if self.used_bytes + tracked.nbytes > self.limit_bytes or self._copies_of(True) >= _MOST_COPIES:
+            return False
+        storage = tracked.storage
+        if storage is None or not tracked.is_out or tracked.copy is not None:
+            return True
+        _resize(storage, tracked.nbytes)
+        self.used_bytes += tracked.nbytes
+        self._begin(tracked, storage, is_load=True)
+        return True
+
+    def write_ahead(self, needed_bytes: int, after: int) -> None:
+        """Begin to save storages that are used only after a position, so that `needed_bytes` can be had at once."""
+        leaving = sum(copy.tracked.nbytes for copy in self._copies if not copy.is_load)
+        while self.used_bytes - leaving + needed_bytes > self.limit_bytes:
+            chosen = self._choose(after, idle=True)
+            if chosen is None or self._copies_of(False) >= _MOST_COPIES:
+                return
+            storage = chosen.storage
+            if storage is None:
+                return  # it has died just now
+            if chosen.is_clean:
+                self._leave(chosen, storage)
+                continue
+            if chosen.slot is None:
+                chosen.slot = self._spill.take(chosen.nbytes)
+            leaving += chosen.nbytes
+            self._begin(chosen, storage, is_load=False)
+
+    def _copies_of(self, is_load: bool) -> int:
+        return sum(copy.is_load == is_load for copy in self._copies)
+
+    def _begin(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
+        copy = Copy(tracked, storage, is_load)
+        tracked.copy = copy
+        self._copies.append(copy)
+        self._waiting.put(copy)
+
+    def _copy_all(self) -> None:
+        while (copy := self._waiting.get()) is not None:
+            slot = cast(Slot, copy.tracked.slot)
+            try:
+                (slot.load if copy.is_load else slot.save)(_address(copy.storage))
+            except BaseException as error:
+                copy.error = error
+            copy.done.set()
+            del copy
+
+    def _wait(self, tracked: Tracked) -> None:
+        copy = tracked.copy
+        if copy is not None:
+            copy.done.wait()
+            self._complete(copy)
+
+    def _complete(self, copy: Copy) -> None:
+        """Take over what a copy has done; the storage may have been used or written since it began."""
+        tracked, storage = copy.tracked, copy.storage
+        copy.storage = None
+        if tracked.copy is not copy:
+            return
+        tracked.copy = None
+        if copy.is_load:
+            if copy.error is not None:  # an op that needs it reads again, and raises
+                _resize(storage, 0)
+                self.used_bytes -= tracked.nbytes
+                return
+            tracked.is_out = False
+            if not tracked.is_pinned:
+                self._here[tracked] = None
+            self.moved_bytes += tracked.nbytes
+            return
+        if copy.error is not None or tracked.is_dead:
+            return
+        self.moved_bytes += tracked.nbytes
+        if tracked.writes == copy.writes and not tracked.is_pinned:
+            tracked.is_clean = True
+            if not tracked.uses:
+                self._leave(tracked, storage)
+
+
+def used_by(trackeds: Collection[Tracked]) -> int:
+    return sum(tracked.nbytes for tracked in trackeds)
