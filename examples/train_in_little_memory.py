@@ -34,7 +34,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batc
     for batch in batches:
         optimizer.zero_grad()
         value = loss(model, *batch)
-        value.backward()
+        torch.autograd.backward(value)
         optimizer.step()
         losses.append(value.item())
     return losses

@@ -209,7 +209,7 @@ class Budget:
                     residency.bring_in(tracked)
                     residency.touch(tracked)
                 if expected is None:
-                    expected = self._expected_bytes(op, schema, args, kwargs)
+                    expected = self._expected_bytes(op, schema, args, kwargs, used)
                 residency.make_room(expected)
                 result = op(*args, **kwargs)
                 made = self._made(result, used)
@@ -290,7 +290,12 @@ class Budget:
         return list(made)
 
     def _expected_bytes(
-        self, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        op: OpOverload,
+        schema: OpSchema,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        used: Sequence[Tracked],
     ) -> int:
         """Return the bytes that an op will make that was not seen before, by running it without data."""
         if not schema.makes_results or self._residency.limit_bytes == NEVER:
@@ -308,13 +313,12 @@ class Budget:
 
         try:
             result = op(*map(without_data, args), **{key: without_data(value) for key, value in kwargs.items()})
+            results = result if isinstance(result, list | tuple) else [result]
+            made = [tensor.untyped_storage() for tensor in results if isinstance(tensor, torch.Tensor)]
         except Exception:  # it depends on values, or has no such form: like its largest argument
-            return max((tensor.nbytes for tensor in args if isinstance(tensor, torch.Tensor)), default=0)
-        made = [
-            t for t in (result if isinstance(result, list | tuple) else [result]) if isinstance(t, torch.Tensor)
-        ]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in made}
-        return sum(nbytes for storage, nbytes in storages.items() if storage not in given)
+            return max((tracked.nbytes for tracked in used), default=0)
+        sizes = {storage._cdata: storage.nbytes() for storage in made}
+        return sum(nbytes for storage, nbytes in sizes.items() if storage not in given)
 
     @contextmanager
     def _sized(self, used: Sequence[Tracked]) -> Iterator[None]:
@@ -437,11 +441,11 @@ class Budget:
         self._residency.after_fork()
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the ops of one thread."""
 
     def __init__(self, budget: Budget) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._run = budget.run
 
     def __torch_dispatch__(

@@ -18,7 +18,7 @@ def rehome(tensors: Iterable[torch.Tensor]) -> None:
         if storage.resizable():
             continue
         if id(storage) not in moved:
-            copied = torch.UntypedStorage(storage.nbytes())
+            copied = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
             copied.copy_(storage, False)
             moved[id(storage)] = storage, copied  # the first stays referenced, so that its id is not used again
         _, copied = moved[id(storage)]

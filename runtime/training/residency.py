@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from torch._C import StorageBase
 
-from cohabit.runtime.training.spill import Slot, Spill
+from cohabit.runtime.training.spill import SpillSlot, SpillStore
 
 LEAST_BYTES: Final = 16 << 10
 """Smaller storages stay: moving them gains nothing, and torch's generators read theirs without an op."""
@@ -22,9 +22,9 @@ NEVER: Final = 1 << 62
 _MOST_COPIES: Final = 16
 """That wait for the copy thread, in each direction."""
 
-_nbytes: Callable[[Any], int] = StorageBase.nbytes
-_address: Callable[[Any], int] = StorageBase.data_ptr
-_resize: Callable[[Any, int], Any] = StorageBase.resize_
+_nbytes: Callable[[Any], int] = StorageBase.nbytes  # type: ignore[attr-defined]
+_address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
+_resize: Callable[[Any, int], Any] = StorageBase.resize_  # type: ignore[attr-defined]
 """As torch has them: reads past the dispatcher are watched by replacing these methods of `UntypedStorage`."""
 
 
@@ -48,13 +48,13 @@ class Tracked:
         self.nbytes = _nbytes(storage)
         self.ref = StorageRef(storage, deaths.append)
         self.ref.tracked = self
-        self.slot: Slot | None = None
+        self.slot: SpillSlot | None = None
         self.is_out = self.is_dead = False
         self.is_clean = False
         """The slot has the bytes as they are in memory."""
         self.is_pinned = not storage.resizable()
         """Somebody may read the bytes without an op: they stay."""
-        self.copy: Copy | None = None
+        self.copy: StorageCopy | None = None
         self.writes = 0
         self.uses = 0
         """By ops that are running."""
@@ -67,7 +67,7 @@ class Tracked:
         return self.ref()
 
 
-class Copy:
+class StorageCopy:
     """A copy that another thread makes. It holds the storage, which cannot die meanwhile."""
 
     __slots__ = ("done", "error", "is_load", "storage", "tracked", "writes")
@@ -82,7 +82,7 @@ class Copy:
 class Residency:
     """Keeps the bytes of tracked storages within a limit. The caller holds a lock around every call."""
 
-    def __init__(self, spill: Spill, limit_bytes: int | None = None) -> None:
+    def __init__(self, spill: SpillStore, limit_bytes: int | None = None) -> None:
         self.limit_bytes = NEVER if limit_bytes is None else limit_bytes
         self.used_bytes = self.peak_bytes = 0
         self.position = 0
@@ -94,8 +94,8 @@ class Residency:
         self._here: OrderedDict[Tracked, None] = OrderedDict()
         """Those in memory that may leave it, least recently used first."""
         self._deaths: deque[StorageRef] = deque()
-        self._copies: deque[Copy] = deque()
-        self._waiting: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._copies: deque[StorageCopy] = deque()
+        self._waiting: queue.SimpleQueue[StorageCopy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     # What is tracked.
@@ -336,14 +336,14 @@ class Residency:
         return sum(copy.is_load == is_load for copy in self._copies)
 
     def _begin(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
-        copy = Copy(tracked, storage, is_load)
+        copy = StorageCopy(tracked, storage, is_load)
         tracked.copy = copy
         self._copies.append(copy)
         self._waiting.put(copy)
 
     def _copy_all(self) -> None:
         while (copy := self._waiting.get()) is not None:
-            slot = cast(Slot, copy.tracked.slot)
+            slot = cast(SpillSlot, copy.tracked.slot)
             try:
                 (slot.load if copy.is_load else slot.save)(_address(copy.storage))
             except BaseException as error:
@@ -357,7 +357,7 @@ class Residency:
             copy.done.wait()
             self._complete(copy)
 
-    def _complete(self, copy: Copy) -> None:
+    def _complete(self, copy: StorageCopy) -> None:
         """Take over what a copy has done; the storage may have been used or written since it began."""
         tracked, storage = copy.tracked, copy.storage
         copy.storage = None

@@ -22,7 +22,7 @@ _PIECE_BYTES = 4 << 20
 """Size of one read or write. Each thread has an aligned buffer of it: torch's storages have any alignment."""
 
 
-class Slot(Protocol):
+class SpillSlot(Protocol):
     """Room for one storage's bytes. Calls of different slots may come from two threads at once."""
 
     def save(self, address: int) -> None: ...
@@ -30,12 +30,12 @@ class Slot(Protocol):
     def load(self, address: int) -> None: ...
 
 
-class Spill(Protocol):
+class SpillStore(Protocol):
     """Makes slots, and takes them back for storages of the same size. The owner's lock is held."""
 
-    def take(self, nbytes: int) -> Slot: ...
+    def take(self, nbytes: int) -> SpillSlot: ...
 
-    def give_back(self, slot: Slot, nbytes: int) -> None: ...
+    def give_back(self, slot: SpillSlot, nbytes: int) -> None: ...
 
 
 def bytes_at(address: int, nbytes: int) -> Bytes:
@@ -57,13 +57,13 @@ class RamSpill:
     """Keeps bytes in RAM, as pinned memory does beside a GPU. A process on a CPU saves nothing by it."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Slot]] = defaultdict(list)
+        self._free: dict[int, list[SpillSlot]] = defaultdict(list)
 
-    def take(self, nbytes: int) -> Slot:
+    def take(self, nbytes: int) -> SpillSlot:
         free = self._free[nbytes]
         return free.pop() if free else _RamSlot(nbytes)
 
-    def give_back(self, slot: Slot, nbytes: int) -> None:
+    def give_back(self, slot: SpillSlot, nbytes: int) -> None:
         self._free[nbytes].append(slot)
 
 
@@ -102,10 +102,10 @@ class FileSpill:
         weakref.finalize(self, os.close, self.descriptor)
         self._folder = folder
         self._end = 0
-        self._free: dict[int, list[Slot]] = defaultdict(list)
+        self._free: dict[int, list[SpillSlot]] = defaultdict(list)
         self._buffers = threading.local()
 
-    def take(self, nbytes: int) -> Slot:
+    def take(self, nbytes: int) -> SpillSlot:
         """Raises MemoryExceeded where the disk is full."""
         free = self._free[nbytes]
         if free:
@@ -122,7 +122,7 @@ class FileSpill:
         self._end += length
         return slot
 
-    def give_back(self, slot: Slot, nbytes: int) -> None:
+    def give_back(self, slot: SpillSlot, nbytes: int) -> None:
         self._free[nbytes].append(slot)
 
     def piece(self) -> Bytes:

@@ -3,8 +3,9 @@
 import argparse
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -177,6 +178,10 @@ class _Run:
                 batch = next(batches)
             except StopIteration:
                 raise ConfigError(f"{self._options.program}: there are no batches") from None
+            except Exception:  # between two steps, whose state is whole
+                with suppress(CohabitError):
+                    self._save()
+                raise
             moved_bytes = limits.moved_bytes
             loss = self._step(batch)
             if scheduler is not None:
@@ -247,8 +252,10 @@ def _resume(newest: _Checkpoint, training: _Training, batches: Iterator[Any]) ->
 
     for _ in range(newest.steps):
         next(batches, None)
-    for _ in range(newest.steps if training.scheduler is not None else 0):
-        training.scheduler.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a scheduler's step without one of the optimizer before
+        for _ in range(newest.steps if training.scheduler is not None else 0):
+            training.scheduler.step()
     # After the batches, which may take random numbers, and the scheduler, whose rate the optimizer's settings replace.
     steps = read_checkpoint(newest.path, training.model, training.optimizer)
     if steps != newest.steps:

@@ -15,7 +15,7 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from tests.runtime.cuda_fake import FakeDriver, FakePool
-from tests.runtime.test_training import (
+from tests.runtime.test_captured_step import (
     adamw,
     assert_same,
     batches,
@@ -28,7 +28,7 @@ from tests.runtime.test_training import (
     trainer_of,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -1,0 +1,507 @@
+"""`cohabit.budget` against eager PyTorch: the user's own loop, bit for bit, at every budget and after every mishap."""
+
+import copy
+import gc
+import io
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import cohabit
+from cohabit.planner.memory import parse_size
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.training.residency import LEAST_BYTES
+
+WIDTH, ROWS, STEPS = 96, 64, 4
+Loop = Callable[[nn.Module, torch.optim.Optimizer], list[float]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Has residuals, dropout, a batch norm, tied weights and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 300, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        x = self.table(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if getattr(self, "recomputes", False) else block(x)
+        return self.head(self.norm(x))
+
+
+def made(
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    return net, kind(net.parameters(), lr=1e-2, **options)  # type: ignore[call-arg]
+
+
+def batches(rows: int = ROWS, count: int = STEPS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 300, (rows,), generator=generator) for _ in range(count)]
+
+
+def labels(ids: torch.Tensor) -> torch.Tensor:
+    return (7 * ids + 3) % 300
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(ids), labels(ids))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def plain(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    return [step(net, optimizer, ids) for ids in batches()]
+
+
+def with_other_batches_and_evaluation(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for ids in (*batches(), *batches(40, 1), *batches(count=2)):
+        losses.append(step(net, optimizer, ids))
+        net.eval()
+        with torch.no_grad():
+            losses.append(net(ids).sum().item())
+        net.train()
+    return losses
+
+
+def with_python_s_randomness(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Mixup by numpy, layers dropped by Python, and a weight that changes from step to step."""
+    random.seed(2)
+    np.random.seed(2)
+    losses = []
+    for number, ids in enumerate(batches()):
+        net.blocks[1].drop.p = 0.1 * number
+        share, net.recomputes = float(np.random.beta(1, 1)), random.random() < 0.5
+        optimizer.zero_grad()
+        logits = net(ids)
+        loss = share * F.cross_entropy(logits, labels(ids)) + (1 - share) * F.cross_entropy(logits, ids.flip(0))
+        (loss * min(1.0, 0.3 * number + 0.1)).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def with_hooks(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    def halved(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    handles = [
+        net.blocks[0].up.weight.register_hook(lambda gradient: 2 * gradient),
+        net.blocks[2].register_forward_hook(lambda module, inputs, result: result * 0.9),
+        optimizer.register_step_pre_hook(lambda o, args, kwargs: halved(net.blocks[1].down.weight)),
+    ]
+    handles.append(net.blocks[0].down.weight.register_post_accumulate_grad_hook(halved))
+    losses = plain(net, optimizer)
+    for handle in handles:
+        handle.remove()
+    return losses
+
+
+def with_accumulation_and_autocast(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for ids in batches():
+        optimizer.zero_grad()
+        for part in ids.chunk(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.cross_entropy(net(part), labels(part)) / 2
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def with_state_read_between(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Reads everything in all ways while the loop runs, and goes on with what was loaded."""
+    losses = plain(net, optimizer)
+    average = copy.deepcopy(net)
+    file = io.BytesIO()
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    for name, value in net.state_dict().items():
+        assert torch.equal(loaded["net"][name], value)
+        assert torch.equal(pickle.loads(pickle.dumps(value)), value)
+        assert value.tolist() == loaded["net"][name].tolist()
+        assert np.array_equal(value.detach().numpy(), loaded["net"][name].numpy())
+        assert value.untyped_storage().nbytes() == loaded["net"][name].untyped_storage().nbytes()
+    for mean, parameter in zip(average.parameters(), net.parameters(), strict=True):
+        mean.data.lerp_(parameter.data, 0.1)
+    net.load_state_dict(loaded["net"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    losses += plain(net, optimizer)
+    return [*losses, sum(parameter.sum().item() for parameter in average.parameters())]
+
+
+def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {f"net.{name}": value.clone() for name, value in net.state_dict().items()}
+    found |= {f"gradient.{name}": p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    for number, values in enumerate(optimizer.state.values()):
+        found |= {f"{number}.{k}": v.clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not different
+
+
+def eager(loop: Loop, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    net, optimizer = made(**options)
+    torch.manual_seed(3)
+    return loop(net, optimizer), state_of(net, optimizer)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a loop took."""
+
+    limit_bytes: int
+    peak_bytes: int
+    moved_bytes: int
+
+
+def check(loop: Loop, memory: int | str, store: Literal["ram", "file"] = "ram", **options: Any) -> Seen:
+    losses, state = eager(loop, **options)
+    net, optimizer = made(**options)
+    torch.manual_seed(3)
+    with cohabit.budget(memory, net, optimizer, store=store) as limits:
+        assert loop(net, optimizer) == losses
+        assert limits.limit_bytes is not None
+        seen = Seen(limits.limit_bytes, limits.peak_bytes, limits.moved_bytes)
+    assert_same(state_of(net, optimizer), state)
+    return seen
+
+
+@pytest.mark.parametrize("memory", ["100%", "60%", "40%"])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        plain,
+        with_other_batches_and_evaluation,
+        with_python_s_randomness,
+        with_hooks,
+        with_accumulation_and_autocast,
+        with_state_read_between,
+    ],
+)
+def test_a_loop_has_eager_s_bits(loop: Loop, memory: str) -> None:
+    seen = check(loop, memory)
+    assert seen.moved_bytes > 0 or memory == "100%"
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+        (torch.optim.RAdam, {}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.Rprop, {}),
+    ],
+)
+@pytest.mark.parametrize("store", ["ram", "file"])
+def test_optimizers_have_eager_s_bits(optimizer: Any, store: Literal["ram", "file"]) -> None:
+    kind, options = optimizer
+    check(plain, "50%", store, kind=kind, **options)
+
+
+def test_a_size_is_kept_from_the_first_step_on() -> None:
+    with_share = check(plain, "60%")
+    seen = check(plain, with_share.limit_bytes)
+    assert 0 < seen.peak_bytes <= seen.limit_bytes
+    assert seen.moved_bytes > 0
+
+
+def test_a_closure_evaluates_as_often_as_it_likes() -> None:
+    def loop(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses: list[float] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(batches()[0]), labels(batches()[0]))
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return losses
+
+    check(loop, "3MiB", kind=torch.optim.LBFGS, max_iter=3)
+
+
+def test_two_optimizers_and_a_sparse_gradient() -> None:
+    def run(context: Callable[..., Any]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        table, net = nn.Embedding(2000, 32, sparse=True), nn.Linear(32, 2000)
+        first, second = torch.optim.SparseAdam(list(table.parameters())), torch.optim.Adam(net.parameters())
+        with context(table, net, [first, second]):
+            for ids in batches():
+                loss = F.cross_entropy(net(table(ids)), ids)
+                for optimizer in (first, second):
+                    optimizer.zero_grad()
+                loss.backward()
+                first.step()
+                second.step()
+        return {**state_of(table, first), **state_of(net, second)}
+
+    expected = run(lambda *owners: nullcontext())
+    assert_same(run(lambda *owners: cohabit.budget("2MiB", *owners)), expected)
+
+
+def test_tensors_from_files_are_moved_to_storages_of_their_own(tmp_path: Path) -> None:
+    net, optimizer = made()
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    expected = eager(plain)
+    net.load_state_dict(torch.load(tmp_path / "net.pt", mmap=True), assign=True)
+    net.head.weight = net.table.weight
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    assert not any(p.untyped_storage().resizable() for p in net.parameters())
+    torch.manual_seed(3)
+    with cohabit.budget("60%", net, optimizer) as limits:
+        assert plain(net, optimizer) == expected[0]
+        assert limits.moved_bytes > 0
+    assert net.head.weight.data_ptr() == net.table.weight.data_ptr()
+    assert_same(state_of(net, optimizer), expected[1])
+
+
+def test_arrays_and_pointers_stay_where_they_are_read() -> None:
+    expected = eager(lambda n, o: plain(n, o) + plain(n, o))[1]["net.blocks.0.up.weight"]
+    net, optimizer = made()
+    torch.manual_seed(3)
+    with cohabit.budget("40%", net, optimizer):
+        plain(net, optimizer)
+        weight = net.blocks[0].up.weight
+        view = weight.detach().numpy()[1:]
+        address = weight.data_ptr()
+        plain(net, optimizer)
+        assert weight.data_ptr() == address
+        assert np.array_equal(view, expected.numpy()[1:])
+
+
+def test_an_op_that_needs_more_is_refused_by_name_and_nothing_is_lost() -> None:
+    net, optimizer = made()
+    before = state_of(net, optimizer)
+    with (
+        pytest.raises(
+            MemoryExceeded, match=r"aten::\w+: the op needs .* at once, the budget is 64.0 KiB; raise it"
+        ),
+        cohabit.budget("64KiB", net, optimizer),
+    ):
+        plain(net, optimizer)
+    assert_same(state_of(net, optimizer) | {"net.seen": before["net.seen"]}, before)
+    net, optimizer = made()
+    torch.manual_seed(3)
+    assert plain(net, optimizer) == eager(plain)[0]
+
+
+def test_a_share_that_one_op_exceeds_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    check(plain, "5%")
+    assert "at once, the budget is" in caplog.text
+    assert "5 % of the first step's peak" in caplog.text
+
+
+@pytest.mark.parametrize("moment", range(30))
+def test_an_interrupt_at_any_op_leaves_everything_whole(moment: int) -> None:
+    """After an interrupt before, in or after an op, the model goes on eagerly as one that was interrupted eagerly."""
+    net, optimizer = made()
+    limits = cohabit.budget("50%", net, optimizer)
+    run, count = limits.run, 0
+    at = random.Random(moment).randrange(300, 700)
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(*args)
+
+    limits.run = interrupted  # type: ignore[method-assign]
+    torch.manual_seed(3)
+
+    def train() -> None:
+        with limits:
+            for _ in range(3):
+                plain(net, optimizer)
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert all(tensor.untyped_storage().nbytes() >= tensor.nbytes for tensor in state_of(net, optimizer).values())
+    again, its_optimizer = copy.deepcopy((net, optimizer))
+    torch.manual_seed(4)
+    losses = plain(net, optimizer)
+    torch.manual_seed(4)
+    assert plain(again, its_optimizer) == losses
+    assert all(np.isfinite(losses))
+
+
+def test_an_error_of_the_loop_s_own_brings_everything_back() -> None:
+    net, optimizer = made()
+    torch.manual_seed(3)
+
+    def train() -> None:
+        with cohabit.budget("50%", net, optimizer, store="file"):
+            plain(net, optimizer)
+            net(torch.tensor([300]))
+
+    with pytest.raises(IndexError):
+        train()
+    expected = eager(plain)[1]
+    expected["net.seen"] += 1
+    assert_same(state_of(net, optimizer), expected)
+
+
+def test_threads_that_start_in_the_context_see_whole_tensors() -> None:
+    net, optimizer = made()
+    sums: list[float] = []
+    with cohabit.budget("40%", net, optimizer):
+        plain(net, optimizer)
+        thread = threading.Thread(target=lambda: sums.extend(p.sum().item() for p in net.parameters()))
+        thread.start()
+        thread.join()
+    assert sums == [p.sum().item() for p in net.parameters()]
+
+
+def test_two_loops_share_one_budget() -> None:
+    expected = eager(plain)
+    pairs = [made(), made()]
+    results: dict[int, list[float]] = {}
+
+    def train(number: int) -> None:
+        results[number] = [step(*pairs[number], ids) for ids in batches()]
+
+    for net, _ in pairs:
+        for block in net.blocks:
+            block.drop.p = 0.0
+    net, optimizer = made()
+    for block in net.blocks:
+        block.drop.p = 0.0
+    expected_losses = plain(net, optimizer)
+    with cohabit.budget("1500KiB", *(owner for pair in pairs for owner in pair)) as limits:
+        threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert limits.peak_bytes <= parse_size("1500KiB")
+    assert results == {0: expected_losses, 1: expected_losses}
+    assert expected[0] != expected_losses, "dropout is off here"
+
+
+def test_workers_of_a_loader_are_forked_in_the_middle() -> None:
+    net, optimizer = made()
+    data = torch.utils.data.TensorDataset(torch.cat(batches()))
+    with cohabit.budget("50%", net, optimizer):
+        plain(net, optimizer)
+        loader = torch.utils.data.DataLoader(data, ROWS, num_workers=1, multiprocessing_context="fork")
+        losses = [step(net, optimizer, ids) for (ids,) in loader]
+    assert all(np.isfinite(losses))
+
+
+def test_a_context_that_is_collected_or_entered_again() -> None:
+    net, optimizer = made()
+    torch.manual_seed(3)
+    limits = cohabit.budget("50%", net, optimizer)
+    with limits:
+        first = plain(net, optimizer)
+        with pytest.raises(RuntimeError, match="entered already"), limits:
+            pass
+    with limits:
+        second = plain(net, optimizer)
+    del limits
+    gc.collect()
+    assert [*first, *second] == eager(lambda n, o: plain(n, o) + plain(n, o))[0]
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "reason"),
+    [
+        ("150%", {}, "a share lies above 0% and up to 100%"),
+        ("much", {}, "is not a size"),
+        (0, {}, "is not a number of bytes above 0"),
+        ("1MiB", {"store": "tape"}, "store 'tape' is unknown"),
+        ("1MiB", {"folder": "."}, "folder is where store='file' keeps its file"),
+    ],
+)
+def test_wrong_arguments_are_named(memory: Any, options: dict[str, Any], reason: str) -> None:
+    net, optimizer = made()
+    with pytest.raises(ValueError, match=reason):
+        cohabit.budget(memory, net, optimizer, **options)
+
+
+def test_owners_are_needed_and_a_share_needs_an_optimizer() -> None:
+    with pytest.raises(ValueError, match="name the model and the optimizer"):
+        cohabit.budget("1MiB")
+    with pytest.raises(ValueError, match="name the optimizer"):
+        cohabit.budget("60%", made()[0])
+    with pytest.raises(ValueError, match="int is not a module"):
+        cohabit.budget("1MiB", 7)  # type: ignore[arg-type]
+
+
+def test_small_storages_stay() -> None:
+    tensor = torch.zeros(LEAST_BYTES // 4 - 1)
+    with cohabit.budget("1MiB", tensor) as limits:
+        assert limits.used_bytes == 0
+        larger = tensor.new_zeros(LEAST_BYTES // 4)
+        assert limits.used_bytes == larger.nbytes
+        del larger
+        torch.zeros(1)
+        assert limits.used_bytes == 0
+
+
+def test_the_package_imports_no_torch_without_a_budget() -> None:
+    program = "import sys, cohabit; assert 'torch' not in sys.modules; print(cohabit.budget.__module__)"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == "cohabit.runtime.training.budget"
+    with pytest.raises(ImportError, match="Tutor"):
+        from cohabit import Tutor  # noqa: F401
