@@ -21,7 +21,6 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +29,7 @@ from cohabit.planner.memory import parse_share, parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.training.history import History
 from cohabit.runtime.training.outside import Pins, watching
-from cohabit.runtime.training.rehome import rehome
+from cohabit.runtime.training.owners import Owner, distinct_storages, flat, rehome, storages_of, tensors_of
 from cohabit.runtime.training.residency import NEVER, Residency, Tracked, used_by
 from cohabit.runtime.training.schema import OpSchema, schema_of
 from cohabit.runtime.training.spill import FileSpill, RamSpill
@@ -43,8 +42,6 @@ _LOOK_EVERY = 8
 """Ops between two looks ahead."""
 _PART = 4
 """A call on lists of tensors is made in parts of at most a quarter of the budget."""
-
-Owner = nn.Module | torch.optim.Optimizer | torch.Tensor
 
 
 def budget(
@@ -85,7 +82,7 @@ class Budget:
         folder: Path | str | None = None,
     ) -> None:
         self._share, limit_bytes = _parsed(memory)
-        self._owners = list(_flat(owners))
+        self._owners = list(flat(owners))
         if not self._owners:
             raise ValueError("budget: name the model and the optimizer, whose memory it counts")
         if store not in ("ram", "file"):
@@ -136,7 +133,7 @@ class Budget:
     def __enter__(self) -> Self:
         if self._is_active:
             raise RuntimeError("budget: this context is entered already")
-        tensors = list(_tensors(self._owners))
+        tensors = list(tensors_of(self._owners))
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 raise UnsupportedModel(
@@ -148,7 +145,7 @@ class Budget:
             context.enter_context(self._interrupts_held())
             context.callback(self._restore)
             self._is_active = True
-            for storage in _distinct_storages(tensors):
+            for storage in distinct_storages(tensors):
                 self._residency.track(storage)
             self._residency.start()
             context.callback(self._residency.stop)
@@ -270,7 +267,7 @@ class Budget:
                     continue
                 sizes.append(tensor.shape)
                 is_written = key in schema.written or not schema.is_trusted
-                for storage in _storages(tensor):
+                for storage in storages_of(tensor):
                     if (tracked := self._residency.find(storage)) is not None:
                         used[tracked] = None
                         if is_written:
@@ -282,7 +279,7 @@ class Budget:
         made: dict[Tracked, None] = {}
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, torch.Tensor):
-                for storage in _storages(tensor):
+                for storage in storages_of(tensor):
                     tracked = self._residency.track(storage)
                     if tracked is not None and tracked not in made and tracked not in used:
                         made[tracked] = None
@@ -470,66 +467,6 @@ os.register_at_fork(after_in_child=_after_fork)
 def _is_plain(kind: type) -> bool:
     """Whether ops on such tensors are torch's own, and not the subclass's."""
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
-
-
-def _storages(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the storages that have a tensor's elements: several for a sparse one, none for what has no storage."""
-    try:
-        if tensor.layout is torch.strided:
-            return (tensor.untyped_storage(),)
-        if tensor.layout is torch.sparse_coo:
-            return (tensor._indices().untyped_storage(), tensor._values().untyped_storage())
-        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-        else:
-            return ()
-        return tuple(part.untyped_storage() for part in parts)
-    except (NotImplementedError, RuntimeError):
-        return ()
-
-
-def _distinct_storages(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    return list({id(s): s for tensor in tensors for s in _storages(tensor)}.values())
-
-
-def _flat(owners: Iterable[Any]) -> Iterator[Owner]:
-    for owner in owners:
-        if isinstance(owner, nn.Module | torch.optim.Optimizer | torch.Tensor):
-            yield owner
-        elif isinstance(owner, Mapping):
-            yield from _flat(owner.values())
-        elif isinstance(owner, Iterable):
-            yield from _flat(owner)
-        else:
-            raise ValueError(f"budget: {type(owner).__name__} is not a module, an optimizer or a tensor")
-
-
-def _tensors(owners: Iterable[Owner]) -> Iterator[torch.Tensor]:
-    """Yield the tensors of owners with their gradients."""
-    for owner in owners:
-        if isinstance(owner, torch.optim.Optimizer):
-            found = [p for group in owner.param_groups for p in group["params"]]
-            found += [value for state in owner.state.values() for value in _tensors_in(state)]
-        elif isinstance(owner, nn.Module):
-            found = [*owner.parameters(), *owner.buffers()]
-        else:
-            found = [owner]
-        for tensor in found:
-            yield tensor
-            if tensor.is_leaf and tensor.grad is not None:
-                yield tensor.grad
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for element in value:
-            yield from _tensors_in(element)
 
 
 def _parsed(memory: int | str) -> tuple[float | None, int | None]:

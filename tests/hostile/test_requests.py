@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from msgspec import Raw
 from server_http import ask, infer
 from transport_fakes import MIB, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, TraceSettingRequest
@@ -20,7 +21,7 @@ from cohabit.server.grpc.wire import described_bytes
 from cohabit.server.http import generate
 from cohabit.server.http.codec import decode_request
 from cohabit.server.protocol.shared_memory import Regions, RegionUse
-from cohabit.server.protocol.tensors import nested_shape
+from cohabit.server.protocol.tensors import compact, nested_shape, nesting
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFO = identity("one").info
@@ -88,8 +89,9 @@ def test_generate_does_not_explode(kind: str) -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4), (2, 1), (1, 0), (0,), (3, 2, 5), (2, 0), (1, 1, 1)])
 def test_shapes_of_nested_values_are_counted_as_numpy_does(shape: tuple[int, ...]) -> None:
-    text = json.dumps(np.zeros(shape).tolist(), indent=1).encode()
-    depth = text.replace(b"\n", b"").replace(b" ", b"").index(b"0" if 0 not in shape else b"]")
+    text = compact(Raw(json.dumps(np.zeros(shape).tolist(), indent=1).encode()))
+    depth = text.index(b"0" if 0 not in shape else b"]")
+    assert nesting(text) == depth
     found = nested_shape(text, depth)
     seen = np.zeros(shape)
     expected = list(np.array(seen.tolist()).shape) if 0 not in shape else [*[1] * (depth - 1), 0]
