@@ -374,8 +374,13 @@ def test_an_interrupt_at_any_op_leaves_everything_whole(moment: int) -> None:
             for _ in range(3):
                 plain(net, optimizer)
 
-    with pytest.raises(KeyboardInterrupt):
-        train()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert all(tensor.untyped_storage().nbytes() >= tensor.nbytes for tensor in state_of(net, optimizer).values())
     again, its_optimizer = copy.deepcopy((net, optimizer))
     torch.manual_seed(4)
