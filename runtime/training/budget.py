@@ -374,6 +374,8 @@ class Budget:
 
         def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal peak_bytes
+            if not left:  # the hooks stay until the end: other hooks may be running beside them
+                return
             residency.bury()
             before[id(optimizer)] = residency.used_bytes
             peak_bytes = max(peak_bytes, residency.peak_bytes)
@@ -390,8 +392,6 @@ class Budget:
             if not left:
                 residency.limit_bytes = int(share * max(peak_bytes + state_bytes, updating_bytes))
                 residency.peak_bytes = 0
-                for handle in handles:
-                    handle.remove()
 
         handles = [o.register_step_pre_hook(begins) for o in self._optimizers]
         handles += [o.register_step_post_hook(ends) for o in self._optimizers]

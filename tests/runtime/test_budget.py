@@ -138,6 +138,7 @@ def with_hooks(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         net.blocks[2].register_forward_hook(lambda module, inputs, result: result * 0.9),
         optimizer.register_step_pre_hook(lambda o, args, kwargs: halved(net.blocks[1].down.weight)),
     ]
+    handles.append(optimizer.register_step_post_hook(lambda o, args, kwargs: None))
     handles.append(net.blocks[0].down.weight.register_post_accumulate_grad_hook(halved))
     losses = plain(net, optimizer)
     for handle in handles:
@@ -510,3 +511,13 @@ def test_the_package_imports_no_torch_without_a_budget() -> None:
     assert printed.strip() == "cohabit.runtime.training.budget"
     with pytest.raises(ImportError, match="Tutor"):
         from cohabit import Tutor  # noqa: F401
+
+
+def test_an_optimizer_may_have_hooks_after_those_of_the_budget() -> None:
+    net, optimizer = made()
+    calls: list[int] = []
+    torch.manual_seed(3)
+    with cohabit.budget("60%", net, optimizer):
+        optimizer.register_step_post_hook(lambda o, args, kwargs: calls.append(1))
+        plain(net, optimizer)
+    assert len(calls) == STEPS
