@@ -209,7 +209,7 @@ class Budget:
                     expected = self._expected_bytes(op, schema, args, kwargs, used)
                 residency.make_room(expected)
                 result = op(*args, **kwargs)
-                made = self._made(result, used)
+                made = self._made(result, used) if schema.makes_results else []
                 for tracked in used if schema.written else ():
                     residency.resized(tracked)
                 residency.peak_bytes = max(residency.peak_bytes, residency.used_bytes)
