@@ -36,7 +36,7 @@ class Image(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.silu(self.norm(self.conv(functional.pad(x, (1, 1, 1, 1)))))
         z = torch.tanh(y)
-        return torch.relu(self.third(functional.silu(self.second(z)))) + y
+        return torch.cat((torch.relu(self.third(functional.silu(self.second(z)))), y), 1)
 
 
 class Projections(nn.Module):
