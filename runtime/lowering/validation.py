@@ -163,8 +163,8 @@ def samples_of(
 ) -> list[Sample]:
     """Return seeded inputs of the smallest bucket and one more, and the archive's outputs for them.
 
-    Floats have both signs; one sample has every second row a thousand times larger, one a NaN, one an infinity. Integers
-    are below the largest bound that the program takes. Empty if it takes none.
+    Floats have both signs; one sample has every second row a thousand times larger, one a NaN, one an infinity.
+    Integers are below the largest bound that the program takes. Empty if it takes none.
     """
 
     def sample(bucket: Bucket, bound: int, *, large: bool = False, broken: float | None = None) -> Sample | None:
@@ -304,8 +304,8 @@ def _shares(sample: Sample, found: Sequence[torch.Tensor]) -> list[float]:
 def _share(sample: Sample, own: torch.Tensor, expected: torch.Tensor) -> float:
     """The difference of an output; infinite where the archive's is NaN or infinite and the program's is another number.
 
-    NaN where the archive's has a number is another rounding of infinities: kernels may multiply them by a zero. So is an
-    infinity where it has NaN: PyTorch's own gelu of infinity is one or the other, depending on the number of elements.
+    NaN where the archive's has a number is another rounding of infinities: kernels may multiply them by a zero. So is
+    infinity where it has NaN: PyTorch's own gelu of infinity is either, depending on the number of elements.
     """
     if own.is_floating_point():
         same = own.isinf() & expected.isnan() | (own == expected)
