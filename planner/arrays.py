@@ -56,7 +56,7 @@ class GraphArrays(NamedTuple):
             inputs=ints(graph.inputs),
             outputs=ints(graph.outputs),
             op_s=np.array(profile.op_seconds, np.float64),
-            swap_in_s=np.array([profile.swap_in.seconds(t.nbytes) for t in graph.tensors]),
+            swap_in_s=np.array([profile.swap_in_seconds(t) for t in graph.tensors]),
             swap_out_s=np.array([profile.swap_out.seconds(t.nbytes) for t in graph.tensors]),
             copied_bytes=ints(t.nbytes for t in graph.tensors),
             compute_slowdown=profile.compute_slowdown,

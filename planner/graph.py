@@ -39,6 +39,8 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int
     kind: TensorKind
     alignment: int = 64
+    codec: str | UnsetType = UNSET
+    """How most of its bytes are encoded in the host store. Left out where they are as in memory."""
 
     @property
     def aligned_bytes(self) -> int:

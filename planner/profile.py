@@ -4,9 +4,9 @@ from functools import cached_property
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
-from cohabit.planner.graph import decode_as, fingerprint
+from cohabit.planner.graph import Tensor, decode_as, fingerprint
 
 FORMAT_VERSION = 5
 """Version 1 had a cost per script segment, and measured op times differently; 2 had no noise, 3 no window, 4 no time
@@ -52,12 +52,25 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     window_bytes: int = 0
     """Parameters that stream through so few bytes are copied, and read, in the processor's cache: link and slowdowns
     were measured so, and plans stream through no more. 0 where the size makes no difference."""
+    encoded: dict[str, Link] | UnsetType = UNSET
+    """The link for tensors that the host store has encoded, by codec: bytes are those in memory, and decoding is part
+    of the time."""
     format_version: int = FORMAT_VERSION
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of the profile's canonical JSON. A whole number counts as the float that it is read back as."""
         return fingerprint(_decoder.decode(encode(self)))
+
+    def link_of(self, tensor: Tensor) -> Link:
+        """Return the link that a tensor is copied into memory over."""
+        if self.encoded is UNSET or tensor.codec is UNSET:
+            return self.swap_in
+        return self.encoded.get(tensor.codec, self.swap_in)
+
+    def swap_in_seconds(self, tensor: Tensor) -> float:
+        """Time to copy a tensor into memory, with nothing else running."""
+        return self.link_of(tensor).seconds(tensor.nbytes)
 
     @cached_property
     def compute_s(self) -> float:

@@ -84,7 +84,14 @@ class HostStore(Protocol[Destination_contra]):
         ...
 
     def copy(self, segment: int, destination: Destination_contra) -> Copy:
-        """Prepare to fill the destination from a segment's first byte on. The returned call makes the copy."""
+        """Prepare to fill the destination with a segment. The returned call makes the copy.
+
+        A smaller destination gets the segment's first bytes as the store has them, which measures the link.
+        """
+        ...
+
+    def link_bytes(self, segment: int) -> int:
+        """Return the bytes of a segment that pass over the link when it is copied."""
         ...
 
     def pinned(self, segment: int) -> torch.Tensor | None:

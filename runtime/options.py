@@ -4,12 +4,15 @@ Tolerances are relative to the largest output, against eager float32 on the CPU;
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Tf32 = Literal["none", "cudnn", "all"]
 """Which float32 kernels of CUDA may round their operands to 10 bits of mantissa: none, cuDNN's convolutions and
 recurrent layers (torch's own default), or matrix products, too."""
+Weights = Literal["float32", "bfloat16", "int8"]
+"""What float32 weights are stored and copied as: exactly, in as few bytes as that takes, or in 16 or 8 bits."""
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 TF32_TOLERANCE = 1e-2
@@ -28,12 +31,14 @@ class Options:
     """Pack the weights of convolutions and linear layers for oneDNN's fused kernels on this machine's CPU."""
     fused: bool = False
     """Use cuDNN's fused kernel for a convolution, its bias, a residual sum and a ReLU, where there is one."""
+    weights: Weights = "float32"
 
     @property
     def label(self) -> str:
         """Part of file names: empty for `DEFAULTS`. `tf32` changes no file."""
         dtype = f"-{self.dtype}" if self.dtype != "float32" else ""
-        return dtype + "-channels-last" * self.channels_last + "-packed" * self.packed + "-fused" * self.fused
+        layout = "-channels-last" * self.channels_last + "-packed" * self.packed + "-fused" * self.fused
+        return dtype + layout + (f"-weights-{self.weights}" if self.weights != "float32" else "")
 
     @property
     def tolerance(self) -> float:

@@ -25,6 +25,9 @@ class StateStore:
     def copy(self, segment: int, destination: Any) -> Copy:
         raise AssertionError("a training's tensors are filled from their buffers")
 
+    def link_bytes(self, segment: int) -> int:
+        raise AssertionError("a training's tensors are filled from their buffers")
+
     def pinned(self, segment: int) -> torch.Tensor | None:
         return None
 

@@ -45,4 +45,6 @@ def _copying_bound(graph: Graph, profile: Profile, resident_limit_bytes: int) ->
         return 0.0
     largest_first = np.cumsum(np.sort(nbytes)[::-1])
     transfers = int(np.searchsorted(largest_first, missing)) + 1
-    return transfers * profile.swap_in.latency_s + missing / profile.swap_in.bandwidth_bytes_per_s
+    links = [profile.link_of(graph.tensors[t]) for t in read]
+    fastest = max(link.bandwidth_bytes_per_s for link in links)
+    return transfers * min(link.latency_s for link in links) + missing / fastest

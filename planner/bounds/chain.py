@@ -221,7 +221,7 @@ def _intervals(graph: Graph, profile: Profile, spans: Sequence[ChainUse], last: 
     for t, tensor in enumerate(graph.tensors):
         if not tensor.nbytes:
             continue
-        copy_s = profile.swap_in.seconds(tensor.nbytes)
+        copy_s = profile.swap_in_seconds(tensor)
         previous: ChainUse | None = None
         for use in _one_after_another(uses[t]):
             if previous is None:

@@ -121,8 +121,9 @@ class ActivationPools:
             moved.append(helping)
 
     def _offload_cost(self, gap: Gap) -> _OffloadCost:
-        nbytes, profile = self.graph.tensors[gap.tensor].nbytes, self._profile
-        copies_s = profile.swap_out.seconds(nbytes) + profile.swap_in.seconds(nbytes)
+        tensor, profile = self.graph.tensors[gap.tensor], self._profile
+        nbytes = tensor.nbytes
+        copies_s = profile.swap_out.seconds(nbytes) + profile.swap_in_seconds(tensor)
         between_s = sum(profile.op_seconds[gap.last_use + 1 : gap.next_use])
         return _OffloadCost(nbytes, between_s - copies_s, copies_s)
 

@@ -90,7 +90,7 @@ class _DelayedDrops:
 
     def _swap_in(self, tensor: int) -> None:
         begin_s = max(self._in_s, self._make_room(self._nbytes[tensor], (tensor,)), self._saved_s.get(tensor, 0.0))
-        self._in_s = begin_s + self._profile.swap_in.seconds(self._graph.tensors[tensor].nbytes)
+        self._in_s = begin_s + self._profile.swap_in_seconds(self._graph.tensors[tensor])
         self._there_s[tensor] = self._in_s
         self._held_bytes += self._nbytes[tensor]
         self._actions.append((SWAP_IN, tensor))

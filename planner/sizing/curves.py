@@ -45,9 +45,11 @@ def rough_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> f
     The less room there is for two ops' parameters at a time, the less of that overlaps.
     """
     tensors = footprint.graph.tensors
-    parameter_bytes = sum(tensors[i].nbytes for i in footprint.graph.parameters)
+    parameters = [tensors[i] for i in footprint.graph.parameters]
+    parameter_bytes = sum(t.nbytes for t in parameters)
     streamed = max(0, parameter_bytes - memory.partition_bytes)
-    compute_s, copy_s = profile.compute_s, profile.swap_in.seconds(streamed) if streamed else 0.0
+    all_s = sum(profile.swap_in_seconds(t) for t in parameters)
+    compute_s, copy_s = profile.compute_s, all_s * streamed / parameter_bytes if streamed else 0.0
     largest = max(footprint.op_pages, default=0) * PAGE_BYTES
     room = memory.nbytes - footprint.activation_bytes
     overlap = min(max(room / largest - 1, 0.0), 1.0) if largest else 1.0

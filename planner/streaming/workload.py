@@ -108,7 +108,7 @@ class Workload:
             partition_pages=partition_pages,
             window_pages=window_pages,
             size=ints(pages(tensors[i].nbytes) for i in parameters),
-            swap_s=np.array([profile.swap_in.seconds(tensors[i].nbytes) for i in parameters]),
+            swap_s=np.array([profile.swap_in_seconds(tensors[i]) for i in parameters]),
             first_use=first_use,
             last_use=last_use,
             op_s=op_s,

@@ -95,7 +95,7 @@ class Program:
         profile, count = self.draft.profile, len(self.swap_ins)
         if profile is None or not count:
             return False
-        copies_s = sum(profile.swap_in.seconds(s.nbytes) for s in self.swap_ins)
+        copies_s = sum(profile.swap_in_seconds(self.draft.graph.tensors[s.tensor]) for s in self.swap_ins)
         return copies_s <= HAND_OVER_S * count and profile.compute_s <= LEAST_BETWEEN_S * count
 
     @property

@@ -21,6 +21,7 @@ from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.lowering.packing import processor
 from cohabit.runtime.lowering.weights import BLOCK_BYTES, Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
+from cohabit.runtime.profiling.link import measured_bytes
 from cohabit.runtime.profiling.profile import cached_profiles, measure, traced_profiles
 from cohabit.runtime.profiling.stopwatch import last_level_cache_bytes
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
@@ -96,7 +97,7 @@ class CpuBackend:
             window = self._window_bytes(lowered.manifest, store)
             if quick and (traced := traced_profiles(lowered, device, CpuArena, store, window)) is not None:
                 return traced
-            with CpuArena(lowered.manifest.segment_bytes + window) as arena, CpuExecutor() as executor:
+            with CpuArena(measured_bytes(lowered.manifest, window)) as arena, CpuExecutor() as executor:
                 return measure(lowered, device, self.build, arena, store, executor, window, on_progress)
 
         return lowered, cached_profiles(lowered, device, cache, measured, quick=quick)

@@ -16,7 +16,7 @@ from cohabit.planner.errors import format_bytes
 from cohabit.runtime.cuda.api import Driver, Event, HostBytes
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.host.pages import anonymous_memory, use_huge_pages
-from cohabit.runtime.host.store import find_table, read_weights, table_view
+from cohabit.runtime.host.store import find_table, read_decoded, table_view
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
@@ -76,7 +76,7 @@ class PinnedMemory:
 
 
 class PinnedStore:
-    """A whole weights file in one pinned region. A copy may continue into the segments that follow."""
+    """A whole weights file in one pinned region, decoded. A copy may continue into the segments that follow."""
 
     kind: StoreKind = "ram"
     staged = False
@@ -88,22 +88,25 @@ class PinnedStore:
         self._driver = driver
         self._pinned = pinned
         self._manifest = manifest
-        self._host = pinned.take(manifest.file_bytes, path.parent.name)
-        read_weights(path, manifest, self._host, verify_reads=verify_reads)
+        self._host = pinned.take(manifest.memory_bytes, path.parent.name)
+        self._offsets = manifest.memory_offsets
+        read_decoded(path, manifest, self._host, verify_reads=verify_reads)
         self._region = torch.from_numpy(self._host)
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
-        offset = self._manifest.segments[segment].offset
+        offset = self._offsets[segment]
         source = self._region[offset : offset + destination.nbytes]
         return lambda: self._driver.copy(destination, source)
 
     def pinned(self, segment: int) -> torch.Tensor:
-        s = self._manifest.segments[segment]
-        return self._region[s.offset : s.offset + s.nbytes]
+        return self._region[self._offsets[segment] : self._offsets[segment + 1]]
+
+    def link_bytes(self, segment: int) -> int:
+        return self._manifest.segments[segment].nbytes
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)
-        return self._driver.mapped(table_view(self._host, table, table.offset))
+        return self._driver.mapped(table_view(self._host, table, self._manifest.memory_offset(table)))
 
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
         return pinned_spill_buffers(self._pinned, sizes)
@@ -209,6 +212,9 @@ class StagedStore:
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
         return lambda: self._ring.pass_through(lambda host: self._source.copy(segment, host)(), destination)
+
+    def link_bytes(self, segment: int) -> int:
+        return self._manifest.segments[segment].nbytes
 
     def pinned(self, segment: int) -> torch.Tensor | None:
         return None

@@ -1,7 +1,8 @@
 """Host stores: where parameters are when they are not in the arena.
 
 `RamStore` keeps the weights file's bytes in host memory. `FileStore` leaves them on disk and reads them with
-O_DIRECT where the file system has it, so that the page cache does not hold a second copy.
+O_DIRECT where the file system has it, so that the page cache does not hold a second copy. Both keep encoded segments
+encoded; a copy decodes them.
 """
 
 import mmap
@@ -20,7 +21,8 @@ from cohabit.runtime.errors import StoreChanged
 from cohabit.runtime.host.direct import open_direct, read_fully
 from cohabit.runtime.host.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
 from cohabit.runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
-from cohabit.runtime.lowering.weights import Manifest, Table, checksum, dtype_of, known_checksums
+from cohabit.runtime.lowering.codec import decode, encoded_bytes
+from cohabit.runtime.lowering.weights import Manifest, Segment, Table, checksum, dtype_of, known_checksums
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
 Store = HostStore[Bytes]
@@ -49,8 +51,13 @@ class RamStore:
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
         s = self.manifest.segments[segment]
-        source = self._bytes[s.offset : s.offset + min(s.nbytes, destination.nbytes)]
-        return lambda: np.copyto(destination, source)
+        source = self._bytes[s.offset : s.offset + s.file_bytes]
+        if s.is_encoded and destination.nbytes >= s.nbytes:
+            return lambda: decode_segment(s, source, destination)
+        return lambda: np.copyto(destination, source[: destination.nbytes])
+
+    def link_bytes(self, segment: int) -> int:
+        return self.manifest.segments[segment].file_bytes
 
     def pinned(self, segment: int) -> torch.Tensor | None:
         return None
@@ -90,21 +97,28 @@ class FileStore:
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
         s = self.manifest.segments[segment]
+        is_encoded = s.is_encoded and destination.nbytes >= s.nbytes
+        arriving = destination[s.nbytes - s.file_bytes : s.nbytes] if is_encoded else destination
 
         def read() -> None:
             try:
-                read_fully(self._fd, destination, s.offset)
+                read_fully(self._fd, arriving, s.offset)
             except OSError:
                 if self._is_changed():
                     raise self._changed(segment) from None
                 raise
             if self._verify_reads or self._is_changed():
-                self._verify(segment, destination)
+                self._verify(segment, arriving)
+            if is_encoded:
+                decode_segment(s, arriving, destination, in_place=True)
 
         return read
 
+    def link_bytes(self, segment: int) -> int:
+        return self.manifest.segments[segment].file_bytes
+
     def _verify(self, segment: int, read: Bytes) -> None:
-        nbytes = self.manifest.segments[segment].nbytes
+        nbytes = self.manifest.segments[segment].file_bytes
         if read.nbytes >= nbytes:
             self._require(segment, zlib.crc32(read[:nbytes].data))
         elif self._is_changed():  # only measurements of the link read less
@@ -191,6 +205,13 @@ class _Checksums:
         )
 
 
+def decode_segment(segment: Segment, source: Bytes, destination: Bytes, *, in_place: bool = False) -> None:
+    """Fill memory with a segment's pieces. With `in_place` the source is the end of the destination."""
+    for piece, offset in zip(segment.pieces, segment.file_offsets, strict=True):
+        encoded = source[offset : offset + encoded_bytes(piece.codec, piece.nbytes)]
+        decode(piece.codec, encoded, destination[piece.offset : piece.offset + piece.nbytes], in_place=in_place)
+
+
 def read_weights(path: Path, manifest: Manifest, destination: Bytes, *, verify_reads: bool) -> None:
     """Read a whole weights file, and compare it with its checksums if `verify_reads`: raises StoreChanged."""
     with path.open("rb", buffering=0) as file:
@@ -201,6 +222,18 @@ def read_weights(path: Path, manifest: Manifest, destination: Bytes, *, verify_r
     for n, (offset, nbytes) in enumerate(manifest.ranges):
         if not known.fit(n, zlib.crc32(destination[offset : offset + nbytes].data)):
             raise known.changed(n)
+
+
+def read_decoded(path: Path, manifest: Manifest, destination: Bytes, *, verify_reads: bool) -> None:
+    """Read a whole weights file with its segments decoded, `manifest.memory_bytes`. Raises StoreChanged."""
+    store = FileStore(path, manifest, verify_reads=verify_reads)
+    try:
+        for n, (segment, offset) in enumerate(zip(manifest.segments, manifest.memory_offsets, strict=False)):
+            store.copy(n, destination[offset : offset + segment.nbytes])()
+        for table in manifest.tables:
+            table_view(destination, table, manifest.memory_offset(table)).copy_(store.table(table.name))
+    finally:
+        store.close()
 
 
 class Links:
@@ -242,7 +275,11 @@ class LimitedStore:
     def copy(self, segment: int, destination: Bytes) -> Copy:
         link = self._link(self._links.to_device)
         copy = self._store.copy(segment, destination)
-        return lambda: link.carry(copy, destination.nbytes)
+        nbytes = min(destination.nbytes, self._store.link_bytes(segment))
+        return lambda: link.carry(copy, nbytes)
+
+    def link_bytes(self, segment: int) -> int:
+        return self._store.link_bytes(segment)
 
     def pinned(self, segment: int) -> torch.Tensor | None:
         return None

@@ -19,13 +19,14 @@ from cohabit.planner.shapes import STATIC, Bucket, DynamicShape
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import fused_ops
 from cohabit.runtime.lowering.allowed_ops import NUMBER_FUNCTIONS, allows_lowered
+from cohabit.runtime.lowering.encoding import Encoding
 from cohabit.runtime.lowering.model import Port
 from cohabit.runtime.lowering.slots import Slot, filled
 from cohabit.runtime.lowering.trace import Instruction, Storage, Trace, TracedOp
 from cohabit.runtime.lowering.validation import Validation
 from cohabit.runtime.lowering.weights import dtype_name, dtype_of
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in fused_ops.FUSED_OPS},
@@ -87,6 +88,7 @@ class LoweredProgram:
     dynamic: DynamicShape = STATIC
     changed_inputs: tuple[str, ...] = ()
     validation: Validation | None = None
+    encoding: Encoding | None = None
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +105,7 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dynamic: DynamicShape = STATIC
     changed_inputs: tuple[str, ...] = ()
     validation: Validation | None = None
+    encoding: Encoding | None = None
 
 
 _decoder = msgspec.json.Decoder(Artifact)
@@ -121,6 +124,7 @@ def encode(lowering: str, program: LoweredProgram) -> bytes:
         dynamic=program.dynamic,
         changed_inputs=program.changed_inputs,
         validation=program.validation,
+        encoding=program.encoding,
     )
     return msgspec.json.encode(artifact)
 
@@ -144,6 +148,7 @@ def decode(raw: bytes, lowering: str | None) -> LoweredProgram:
         dynamic=artifact.dynamic,
         changed_inputs=artifact.changed_inputs,
         validation=artifact.validation,
+        encoding=artifact.encoding,
     )
 
 

@@ -21,11 +21,20 @@ from cohabit.planner.shapes import DEFAULT_BUCKETS, STATIC, Bucket, Dimension, D
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import artifact, packing, weights
 from cohabit.runtime.lowering.archive_file import ArchiveFile, noted_fingerprint, notes_of
+from cohabit.runtime.lowering.codec import Codec
+from cohabit.runtime.lowering.encoding import (
+    Encoding,
+    encode_tables,
+    exact_codecs,
+    is_accurate,
+    lossy_codecs,
+    rounded_table,
+)
 from cohabit.runtime.lowering.interaction import find_interaction, tolerance_of
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.rewrite import RewriteFailed, rewrite
 from cohabit.runtime.lowering.trace import Trace, build_graph, covering, run_model, trace_model
-from cohabit.runtime.lowering.validation import LeftOut, Reference, Validation, samples_of, validated
+from cohabit.runtime.lowering.validation import LeftOut, Reference, Sample, Validation, samples_of, validated
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.options import DEFAULTS, Options
 
@@ -37,7 +46,7 @@ MOST_BUCKETS = 64
 """Each has a plan, and programs in memory."""
 _CHECKED_BATCHES = 2
 """How many batch sizes are traced at several shapes of a bucket: a batch of 1 is special to torch, others are alike."""
-_LOWERING = "18"
+_LOWERING = "19"
 """Changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 
@@ -67,6 +76,8 @@ class Lowered:
     """Inputs that the archive's program changes in place. Callers do not see it."""
     validation: Validation | None = None
     """How the program was compared with the archive's; None if it is not from an archive."""
+    encoding: Encoding | None = None
+    """How weights were encoded that were to be lossy; None where they are exact."""
 
     @cached_property
     def graphs(self) -> dict[Bucket, Graph]:
@@ -167,7 +178,12 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     program, guards = read(archive)
     entry.folder.mkdir(parents=True, exist_ok=True)
     on_progress(f"{name}: comparing with the archive's program")
-    runs, validation = _validated(name, program, guards, entry)
+    runs, validation, samples = _validated(name, program, guards, entry)
+    codecs, encoding = exact_codecs(runs.own), None
+    if entry.options.weights != "float32":
+        on_progress(f"{name}: comparing weights in {entry.options.weights} with exact ones")
+        runs, lossy, encoding = _with_lossy_weights(runs, samples, entry.options.weights, validation.unchecked)
+        codecs |= lossy
     model, own, buckets, usable = runs.model, runs.own, runs.buckets, sorted({b.batch for b in runs.buckets})
     on_progress(f"{name}: tracing batches{', and comparing their rows' if entry.compare_rows else ''}")
     interaction = find_interaction(model, usable, runs.symbols, runs.outputs) if entry.compare_rows else None
@@ -177,7 +193,10 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         traces[bucket] = covering(name, [runs.trace(bucket, s) for s in sizes])
     first = traces[min(traces)]
     readers = first.readers()
-    uses = [weights.WeightUse(n, own[n], readers[n]) for n in dict.fromkeys(first.weight_slots.values())]
+    uses = [
+        weights.WeightUse(n, own[n], readers[n], codecs.get(n, "plain"))
+        for n in dict.fromkeys(first.weight_slots.values())
+    ]
     manifest = weights.lay_out(entry.origin, uses, model.tables, entry.machine)
     weights_path = entry.weights_path(manifest.fingerprint)
     if weights.read(weights_path) != manifest:
@@ -193,6 +212,7 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         dynamic=model.dynamic,
         changed_inputs=model.changed_inputs,
         validation=validation,
+        encoding=encoding,
     )
     encoded = artifact.encode(entry.stamp, lowered)
     archive.refuse_change()
@@ -202,8 +222,8 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
 
 def _validated(
     name: str, program: "ExportedProgram", guards: Sequence[str], entry: "Entry"
-) -> tuple["_Runs", Validation]:
-    """Rewrite a program, and compare it with itself as it was exported. Raises UnsupportedModel."""
+) -> tuple["_Runs", Validation, list[Sample]]:
+    """Rewrite a program, and compare it with itself as it was exported, on the samples. Raises UnsupportedModel."""
 
     failed: dict[str, LeftOut] = {}
 
@@ -216,20 +236,39 @@ def _validated(
 
     reference, runs = Reference(program, entry.options), make(frozenset())
     if (drawing := reference.random_op) is not None:
-        return runs, Validation(0, 0.0, tuple(failed.values()), f"op {drawing} draws random numbers")
+        return runs, Validation(0, 0.0, tuple(failed.values()), f"op {drawing} draws random numbers"), []
     model, symbols = runs.model, {b: runs.model.dynamic.symbols(b.sizes) for b in runs.buckets}
     samples = samples_of(reference, model.inputs, runs.buckets, symbols)
     if not samples:
-        return runs, Validation(
-            0, 0.0, tuple(failed.values()), "the program takes none of the inputs that were tried"
-        )
+        unchecked = "the program takes none of the inputs that were tried"
+        return runs, Validation(0, 0.0, tuple(failed.values()), unchecked), []
     limit = max(tolerance_of(model), entry.options.tolerance)
     try:
         runs, validation = validated(reference, samples, model.outputs, limit, runs, make)
         left_out = (*validation.left_out, *failed.values())
-        return runs, msgspec.structs.replace(validation, left_out=left_out)
+        return runs, msgspec.structs.replace(validation, left_out=left_out), samples
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
+
+
+def _with_lossy_weights(
+    runs: "_Runs", samples: Sequence[Sample], asked: Codec, unchecked: str | None
+) -> tuple["_Runs", dict[str, Codec], Encoding]:
+    """Return a model whose tables are encoded, the codecs of weights that are, and what that costs in accuracy."""
+    model, ordinary = runs.model, [sample for sample in samples if not sample.broken]
+
+    def run(own: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+        return [run_model(model, dict(own), [t.clone() for t in sample.inputs]) for sample in ordinary]
+
+    expected, tables = run(runs.own), dict(model.tables)
+    model.tables = {name: rounded_table(table, asked) for name, table in tables.items()}
+    kept = () if is_accurate(model.outputs, run(runs.own), expected) else tuple(tables)
+    model.tables = tables
+    if not kept:
+        encode_tables(model, lambda table: asked)
+    found, outputs, exact = lossy_codecs(runs.own, asked, run, expected, model.outputs)
+    encoding = Encoding(asked, outputs, (*kept, *exact), unchecked)
+    return _Runs(model, runs.own, runs.buckets, runs.applied), found, encoding
 
 
 def _rewritten(
@@ -260,6 +299,7 @@ def _lowered(name: str, entry: "Entry", program: artifact.LoweredProgram, manife
         dynamic=program.dynamic,
         changed_inputs=program.changed_inputs,
         validation=program.validation,
+        encoding=program.encoding,
     )
 
 

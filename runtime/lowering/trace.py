@@ -420,7 +420,13 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
         return storage.index + (inputs if storage.kind == "input" else activations)
 
     tensors = [
-        Tensor(s.name, s.nbytes, "parameter" if changed.isdisjoint(p.name for p in s.pieces) else "state", 4096)
+        Tensor(
+            s.name,
+            s.nbytes,
+            "parameter" if changed.isdisjoint(p.name for p in s.pieces) else "state",
+            4096,
+            s.codec if s.is_encoded else UNSET,
+        )
         for s in manifest.segments
     ]
     tensors += [Tensor(f"input_{i}", n, "input") for i, n in enumerate(trace.input_bytes)]

@@ -1,13 +1,15 @@
 """The weights file: a model's parameters in plan order, ready to be copied or read into the arena.
 
 Parameters are grouped into *segments*, the units of swapping: what the same ops read, piece after piece, padded to the
-block size that O_DIRECT asks for. Embedding tables follow the segments and are never swapped.
+block size that O_DIRECT asks for. The pieces of a segment may be encoded (`runtime.lowering.codec`): it then has fewer
+bytes in the file than in memory. Embedding tables follow the segments and are never swapped.
 """
 
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from cohabit.planner import cache_file
 from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import aligned, decode_as, fingerprint
+from cohabit.runtime.lowering.codec import CODECS, PART, Codec, encode, encoded_bytes
 from cohabit.runtime.lowering.packing import is_packed, layout_of, raw_bytes, stored_bytes
 
 BLOCK_BYTES = 4096
@@ -28,14 +31,17 @@ COALESCE_BYTES = 256 << 10
 """Neighbouring segments are joined while they stay below this, because the time of small copies is all latency."""
 LARGE_BYTES = 8 << 20
 """A segment has at most one weight of this size, even if the same ops read several: large ranges are hard to free."""
-FORMAT_VERSION = 3
-_DESCRIPTION_VERSION = 4
+FORMAT_VERSION = 4
+_DESCRIPTION_VERSION = 5
 
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = 128 * 4 * PART
+"""Bytes of a tensor that are written at a time: whole parts of a codec."""
+_ENCODED_ALIGNMENT = 4
+"""Of an encoded piece in the file, for its scales."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One tensor inside a segment; `offset` counts from the segment's start, strides in elements.
+    """One tensor inside a segment; `offset` counts from the segment's start in memory, strides in elements.
 
     Packed ones have a `layout`, and `nbytes` may be more than shape and dtype say.
     """
@@ -47,14 +53,47 @@ class Piece(msgspec.Struct, frozen=True):
     offset: int
     nbytes: int
     layout: str | None = None
+    codec: Codec = "plain"
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes in the file, of an encoded piece without padding."""
+        return aligned(encoded_bytes(self.codec, self.nbytes), _ENCODED_ALIGNMENT)
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """`nbytes` at `offset` of the file, both multiples of BLOCK_BYTES."""
+    """`nbytes` of memory, at `offset` of the file; both are multiples of BLOCK_BYTES."""
 
     offset: int
     nbytes: int
     pieces: tuple[Piece, ...]
+
+    @property
+    def is_encoded(self) -> bool:
+        return any(p.codec != "plain" for p in self.pieces)
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of most of its bytes."""
+        return max(CODECS, key=lambda c: sum(p.nbytes for p in self.pieces if p.codec == c))
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes in the file, a multiple of BLOCK_BYTES."""
+        return aligned(sum(p.file_bytes for p in self.pieces), BLOCK_BYTES) if self.is_encoded else self.nbytes
+
+    @property
+    def file_offsets(self) -> tuple[int, ...]:
+        """Where each piece is in the file, from the segment's start there.
+
+        Encoded segments have their padding in front. Read into the end of the memory that they are decoded to, no piece
+        is then overwritten before it is decoded.
+        """
+        if not self.is_encoded:
+            return tuple(p.offset for p in self.pieces)
+        sizes = [p.file_bytes for p in self.pieces]
+        padding = self.file_bytes - sum(sizes)
+        return tuple(padding + sum(sizes[:k]) for k in range(len(sizes)))
 
     @property
     def name(self) -> str:
@@ -96,12 +135,26 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def file_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.ranges)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the file with all segments decoded."""
         return self.segment_bytes + sum(aligned(t.nbytes, BLOCK_BYTES) for t in self.tables)
+
+    @property
+    def memory_offsets(self) -> tuple[int, ...]:
+        """Where each segment begins if all lie in memory one after the other; at last, where they end."""
+        return tuple(accumulate((s.nbytes for s in self.segments), initial=0))
+
+    def memory_offset(self, table: Table) -> int:
+        """Where a table begins in memory that has all segments decoded in front."""
+        return table.offset + self.memory_bytes - self.file_bytes
 
     @property
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Offset and size of each segment, then of each table with what pads it: the whole file."""
-        yield from ((s.offset, s.nbytes) for s in self.segments)
+        yield from ((s.offset, s.file_bytes) for s in self.segments)
         yield from ((t.offset, aligned(t.nbytes, BLOCK_BYTES)) for t in self.tables)
 
 
@@ -133,6 +186,7 @@ class WeightUse:
     name: str
     tensor: torch.Tensor
     readers: tuple[int, ...]
+    codec: Codec = "plain"
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +206,7 @@ def lay_out(
     for group in _coalesce([part for same in groups.values() for part in _parted(same)], alignment):
         segment = _segment(offset, group, alignment)
         segments.append(segment)
-        offset += segment.nbytes
+        offset += segment.file_bytes
     placed: list[Table] = []
     for name, table in tables.items():
         placed.append(Table(name, dtype_name(table.dtype), tuple(table.shape), offset, table.nbytes))
@@ -186,9 +240,14 @@ def _segment(offset: int, group: Sequence[WeightUse], alignment: int) -> Segment
     for use in group:
         t = use.tensor
         stride, layout = ((), layout_of(t)) if is_packed(t) else (tuple(t.stride()), None)
-        pieces.append(Piece(use.name, dtype_name(t.dtype), tuple(t.shape), stride, position, use.nbytes, layout))
+        form = (dtype_name(t.dtype), tuple(t.shape), stride)
+        pieces.append(Piece(use.name, *form, position, use.nbytes, layout, use.codec))
         position += aligned(use.nbytes, alignment)
-    return Segment(offset, aligned(position, BLOCK_BYTES), tuple(pieces))
+    segment = Segment(offset, aligned(position, BLOCK_BYTES), tuple(pieces))
+    if segment.file_bytes < segment.nbytes:
+        return segment
+    plain = tuple(msgspec.structs.replace(piece, codec="plain") for piece in pieces)
+    return Segment(offset, segment.nbytes, plain)
 
 
 def write(
@@ -206,8 +265,8 @@ def write(
     with cache_file.replacing(path) as fd:
         os.ftruncate(fd, manifest.file_bytes)
         for segment in manifest.segments:
-            for piece in segment.pieces:
-                _write_tensor(fd, weights[piece.name], segment.offset + piece.offset)
+            for piece, position in zip(segment.pieces, segment.file_offsets, strict=True):
+                _write_tensor(fd, weights[piece.name], segment.offset + position, piece.codec)
         for table in manifest.tables:
             _write_tensor(fd, tables[table.name].contiguous(), table.offset)
         refuse_change()
@@ -261,12 +320,19 @@ def description_path(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def _write_tensor(fd: int, tensor: torch.Tensor, offset: int) -> None:
-    if tensor.numel() == 0:
-        return
-    raw = raw_bytes(tensor) if is_packed(tensor) else dense_bytes(tensor)
+def _write_tensor(fd: int, tensor: torch.Tensor, offset: int, codec: Codec = "plain") -> None:
+    raw = bytes_of(tensor)
     for position in range(0, len(raw), _COPY_BYTES):
-        os.pwrite(fd, raw[position : position + _COPY_BYTES].data, offset + position)
+        part = encode(codec, raw[position : position + _COPY_BYTES])
+        os.pwrite(fd, part.data, offset)
+        offset += len(part)
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the bytes of a packed or dense tensor, in place."""
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
+    return raw_bytes(tensor) if is_packed(tensor) else dense_bytes(tensor)
 
 
 def dense_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -2,12 +2,15 @@
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 
 from cohabit.planner.graph import aligned
 from cohabit.planner.profile import Link
@@ -26,8 +29,17 @@ _LEAST_SHARE = 0.05
 
 def leading(manifest: Manifest, most_bytes: int) -> Manifest:
     """Return a manifest of the first segments, of so many bytes at most; the first one always."""
-    fitting = [s for n, s in enumerate(manifest.segments) if not n or s.offset + s.nbytes <= most_bytes]
+    ends = manifest.memory_offsets[1:]
+    fitting = [
+        s for n, (s, end) in enumerate(zip(manifest.segments, ends, strict=True)) if not n or end <= most_bytes
+    ]
     return msgspec.structs.replace(manifest, segments=tuple(fitting), tables=())
+
+
+def measured_bytes(manifest: Manifest, window_bytes: int) -> int:
+    """Return the bytes of the arena that `segment_copies` needs: the segments, and behind them where copies go."""
+    largest = max((s.nbytes for s in manifest.segments if s.is_encoded), default=0)
+    return manifest.segment_bytes + max(window_bytes, largest)
 
 
 def segment_copies(
@@ -40,19 +52,27 @@ def segment_copies(
     """Return copies of all segments, or of their first bytes, to where they lie in the arena.
 
     Ops that read them meanwhile read the same bytes: they are replaced by themselves. With a window they go there,
-    behind the segments, one after the other; none is larger.
+    behind the segments, one after the other; none is larger. Encoded segments go there in any case, since decoding
+    would show ops other bytes meanwhile.
     """
     copies = []
-    cursor = 0
-    for n, segment in enumerate(manifest.segments):
+    cursor, behind_bytes = 0, measured_bytes(manifest, window_bytes) - manifest.segment_bytes
+    for n, (segment, own) in enumerate(zip(manifest.segments, manifest.memory_offsets, strict=False)):
         nbytes = segment.nbytes if most_bytes is None else min(segment.nbytes, most_bytes)
-        if cursor + nbytes > window_bytes:
+        if cursor + nbytes > behind_bytes:
             cursor = 0
-        offset = manifest.segment_bytes + cursor if window_bytes else segment.offset
-        if nbytes:
-            copies.append(store.copy(n, arena.bytes(offset, nbytes)))
-        cursor += aligned(nbytes, BLOCK_BYTES)
+        behind = window_bytes or segment.is_encoded
+        copies.append(store.copy(n, arena.bytes(manifest.segment_bytes + cursor if behind else own, nbytes)))
+        cursor += aligned(nbytes, BLOCK_BYTES) if behind else 0
     return copies
+
+
+@dataclass(frozen=True, slots=True)
+class SwapInLinks:
+    """The link for bytes that are copied as they are, and those for encoded ones, by codec."""
+
+    plain: Link
+    encoded: dict[str, Link] | UnsetType
 
 
 def measure_swap_in(
@@ -62,28 +82,44 @@ def measure_swap_in(
     window_bytes: int,
     cold: ColdCaches,
     rounds: int = ROUNDS,
-) -> Link:
-    """Copy every segment whole, then the first block of each: the difference is bandwidth, the rest latency."""
+) -> SwapInLinks:
+    """Copy every segment whole, then the first block of each: the difference is bandwidth, the rest latency.
+
+    Without segments that are copied as they are, the plain link is that of an activation on its way back.
+    """
     whole = segment_copies(manifest, store, arena, window_bytes)
     blocks = segment_copies(manifest, store, arena, window_bytes, BLOCK_BYTES)
-    if not whole:
-        return Link(1e-5, 1e10)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for n, segment in enumerate(manifest.segments):
+        groups[segment.codec].append(n)
     _seconds(whole)
-    times_s = []
+    times_s: dict[str, list[float]] = {codec: [] for codec in groups}
     for _ in range(rounds):
         cold()
-        times_s.append(_seconds(whole))
-    latency_s = statistics.median(_seconds(blocks) for _ in range(rounds)) / len(blocks)
-    return _link(latency_s, manifest.segment_bytes, statistics.median(times_s), len(whole))
+        for codec, members in groups.items():
+            times_s[codec].append(_seconds([whole[n] for n in members]))
+    links: dict[str, Link] = {}
+    for codec, members in groups.items():
+        own_blocks = [blocks[n] for n in members]
+        latency_s = statistics.median(_seconds(own_blocks) for _ in range(rounds)) / len(members)
+        nbytes = sum(manifest.segments[n].nbytes for n in members)
+        links[codec] = _link(latency_s, nbytes, statistics.median(times_s[codec]), len(members))
+    plain = links.pop("plain", None) or _measure_activation(store, back=True)
+    return SwapInLinks(plain, links or UNSET)
 
 
 def measure_swap_out(store: HostStore[Any]) -> Link:
     """Copy a large activation and one of a block to the store's spill buffers."""
+    return _measure_activation(store, back=False)
+
+
+def _measure_activation(store: HostStore[Any], *, back: bool) -> Link:
     times_s = []
     for buffer, nbytes in zip(store.spill_buffers(_ACTIVATION_BYTES), _ACTIVATION_BYTES, strict=True):
-        save = partial(buffer.save, torch.zeros(nbytes, dtype=torch.uint8))
-        save()  # the buffer's pages are taken now
-        times_s.append(statistics.median(_seconds([save]) for _ in range(ROUNDS)))
+        activation = torch.zeros(nbytes, dtype=torch.uint8)
+        buffer.save(activation)  # the buffer's pages are taken now
+        copy = partial(buffer.load if back else buffer.save, activation)
+        times_s.append(statistics.median(_seconds([copy]) for _ in range(ROUNDS)))
         buffer.close()
     whole_s, latency_s = times_s
     return _link(latency_s, _ACTIVATION_BYTES[0], whole_s, 1)

@@ -26,6 +26,7 @@ from cohabit.runtime.profiling.link import (
     measure_contention,
     measure_swap_in,
     measure_swap_out,
+    measured_bytes,
     segment_copies,
 )
 from cohabit.runtime.profiling.stopwatch import ColdCaches, measure_ops, tiny_op_seconds
@@ -109,8 +110,8 @@ def measure(
     """Run a model with every parameter resident, alone and alongside a busy link.
 
     At the smallest batch size every bucket is measured, at others one; `_scaled_from` says how the rest follow. `arena`
-    holds the model's segments, and a window behind them. The link, and how much it and the ops slow each other down,
-    are measured in the smallest bucket.
+    has `measured_bytes`. The link, and how much it and the ops slow each other down, are measured in the smallest
+    bucket.
     """
     profiles: dict[Bucket, Profile] = {}
     cold = ColdCaches.for_model(lowered.manifest)
@@ -125,13 +126,22 @@ def measure(
 
         if not profiles:
             executor.load(program)
-            swap_in = measure_swap_in(lowered.manifest, store, arena, window_bytes, cold)
+            links_in = measure_swap_in(lowered.manifest, store, arena, window_bytes, cold)
             swap_out = measure_swap_out(store)
         times = measure_ops(program, examples, executor, cold)
         if not profiles:
             copies = segment_copies(lowered.manifest, store, arena, window_bytes)
             slowdowns = measure_contention(program, examples, executor, copies, cold, times.latency_s)
-            links = Profile("", device, (), swap_in, swap_out, *slowdowns, window_bytes=window_bytes)
+            links = Profile(
+                "",
+                device,
+                (),
+                links_in.plain,
+                swap_out,
+                *slowdowns,
+                window_bytes=window_bytes,
+                encoded=links_in.encoded,
+            )
         op_seconds, extra = without_extra(graph, times.medians(), tiny_op_seconds())
         noise = max(times.noise, extra)
         profiles[bucket] = replace(links, graph=graph.fingerprint, op_seconds=op_seconds, noise=noise)
@@ -170,9 +180,18 @@ def traced_profiles(
     if not all(seconds.values()):
         return None
     sample = leading(lowered.manifest, _SAMPLE_BYTES)
-    with open_arena(sample.segment_bytes + window_bytes) as arena:
-        swap_in = measure_swap_in(sample, store, arena, window_bytes, ColdCaches(0), rounds=1)
-    links = Profile("", device, (), swap_in, measure_swap_out(store), provisional=True, window_bytes=window_bytes)
+    with open_arena(measured_bytes(sample, window_bytes)) as arena:
+        links_in = measure_swap_in(sample, store, arena, window_bytes, ColdCaches(0), rounds=1)
+    links = Profile(
+        "",
+        device,
+        (),
+        links_in.plain,
+        measure_swap_out(store),
+        provisional=True,
+        window_bytes=window_bytes,
+        encoded=links_in.encoded,
+    )
     return {
         bucket: replace(links, graph=graph.fingerprint, op_seconds=seconds[bucket])
         for bucket, graph in lowered.graphs.items()

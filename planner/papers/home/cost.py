@@ -37,11 +37,11 @@ class Seconds(NamedTuple):
 
 
 def seconds(gaps: Gaps, profile: Profile) -> Seconds:
-    sizes = [t.nbytes for t in gaps.graph.tensors]
+    tensors = gaps.graph.tensors
     return Seconds(
         np.array(profile.op_seconds),
-        np.array([profile.swap_in.seconds(n) for n in sizes]),
-        np.array([profile.swap_out.seconds(n) for n in sizes]),
+        np.array([profile.swap_in_seconds(t) for t in tensors]),
+        np.array([profile.swap_out.seconds(t.nbytes) for t in tensors]),
     )
 
 

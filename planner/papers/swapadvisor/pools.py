@@ -100,7 +100,7 @@ def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, TensorSizes]:
         size=ints(index[t.nbytes] if i in held else NO_SIZE for i, t in enumerate(tensors)),
         kind=ints(kinds.get(t.kind, VALUE) for t in tensors),
         nbytes=ints(t.nbytes for t in tensors),
-        in_s=np.array([profile.swap_in.seconds(t.nbytes) for t in tensors]),
+        in_s=np.array([profile.swap_in_seconds(t) for t in tensors]),
         out_s=np.array([profile.swap_out.seconds(t.nbytes) for t in tensors]),
         op_s=np.array(profile.op_seconds),
         inputs=ints(i for i in sorted(held) if tensors[i].kind == "input"),

@@ -152,7 +152,8 @@ class Axis:
         return self.graph.ops[run.op].aligned_scratch_bytes
 
     def in_ns(self, track: TensorAccesses) -> int:
-        return _transfer_ns(self.profile.swap_in, self.graph.tensors[track.tensor].nbytes)
+        tensor = self.graph.tensors[track.tensor]
+        return _transfer_ns(self.profile.link_of(tensor), tensor.nbytes)
 
     def out_ns(self, track: TensorAccesses) -> int:
         return _transfer_ns(self.profile.swap_out, self.graph.tensors[track.tensor].nbytes)

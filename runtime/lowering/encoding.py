@@ -1,0 +1,204 @@
+"""Which codec each of a model's weights is stored in, and what a lossy one costs in accuracy.
+
+A 16-bit codec that keeps every bit is always taken. Where fewer bytes are asked for than that allows, outputs are
+compared with those of the exact weights, and weights that change them too much stay exact.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.codec import Bytes, Codec, decode, encode, exact_codec
+from cohabit.runtime.lowering.interaction import comparable, difference
+from cohabit.runtime.lowering.model import FxModel, Port
+from cohabit.runtime.lowering.weights import bytes_of
+
+LEAST_NUMBERS: Final = 4096
+"""Smaller weights are stored as they are: their copies are all latency."""
+LEAST_COSINE: Final = 0.999
+"""Between each output with lossy weights and with exact ones."""
+_LEAST_SCALE: Final = 1e-38
+
+aten = torch.ops.aten
+Tensors = Mapping[str, torch.Tensor]
+Run = Callable[[Tensors], list[list[torch.Tensor]]]
+"""Returns a model's outputs with these weights, for each of a few inputs."""
+
+
+class OutputAccuracy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An output with lossy weights beside the same output with exact ones."""
+
+    name: str
+    cosine: float | None
+    """None for integers."""
+    largest: float
+    """The largest difference as a share of the largest element; of integers, the share that differs."""
+
+    def __str__(self) -> str:
+        cosine = "" if self.cosine is None else f"cosine {self.cosine:.5f}, "
+        return f"{self.name}: {cosine}largest difference {self.largest:.1e}"
+
+
+class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How weights were encoded that were to be lossy."""
+
+    codec: Codec
+    outputs: tuple[OutputAccuracy, ...] = ()
+    kept: tuple[str, ...] = ()
+    """Weights that stay exact, because outputs would fall below `LEAST_COSINE`."""
+    unchecked: str | None = None
+    """Why outputs were not compared."""
+
+
+def exact_codecs(weights: Tensors) -> dict[str, Codec]:
+    """Return the codec of each weight that has an exact one in 16 bits."""
+    known: dict[int, Codec] = {}
+    for tensor in weights.values():
+        if id(tensor) not in known:
+            known[id(tensor)] = exact_codec(bytes_of(tensor)) if _is_large(tensor) else "plain"
+    return {name: known[id(tensor)] for name, tensor in weights.items() if known[id(tensor)] != "plain"}
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.numel() >= LEAST_NUMBERS
+
+
+def lossy_codecs(
+    weights: Tensors, asked: Codec, run: Run, expected: list[list[torch.Tensor]], ports: Sequence[Port]
+) -> tuple[dict[str, Codec], tuple[OutputAccuracy, ...], tuple[str, ...]]:
+    """Return the codecs of the weights that may be lossy, outputs' accuracy, and the weights that stay exact.
+
+    Vectors (biases, norms) and small weights are not asked. Where outputs fall below `LEAST_COSINE`, the weights that
+    change them most alone stay exact: one, then two, four and so on.
+    """
+    lossy = {n: t for n, t in weights.items() if t.dim() > 1 and _is_large(t) and np.isfinite(_numbers(t)).all()}
+
+    def accuracy(names: Sequence[str]) -> tuple[OutputAccuracy, ...]:
+        changed = {name: _round_trip(lossy[name], asked) for name in names}
+        memory = [raw for _, raw in changed.values()]  # packed tensors do not keep their bytes
+        found = run({**weights, **{name: tensor for name, (tensor, _) in changed.items()}})
+        del memory
+        return _accuracies(ports, found, expected)
+
+    names, outputs = list(lossy), accuracy(list(lossy))
+    if _least(outputs) < LEAST_COSINE:
+        by_harm = sorted(names, key=lambda name: _least(accuracy([name])))
+        kept = 1
+        while _least(outputs) < LEAST_COSINE and kept < 2 * len(by_harm):
+            names, outputs = by_harm[kept:], accuracy(by_harm[kept:])
+            kept *= 2
+    return dict.fromkeys(names, asked), outputs, tuple(name for name in lossy if name not in names)
+
+
+def _numbers(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    return bytes_of(tensor).view(np.float32)
+
+
+def _round_trip(tensor: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, Bytes]:
+    """Return a weight as it is once encoded and decoded, and its bytes, which must live as long."""
+    raw = bytes_of(tensor)
+    room = np.empty(raw.nbytes + 64, np.uint8)
+    room = room[-room.ctypes.data % 64 :][: raw.nbytes]
+    decode(codec, encode(codec, raw), room)
+    if packing.is_packed(tensor):
+        layout = packing.layout_of(tensor)
+        return packing.packed_tensor(room.ctypes.data, tensor.dtype, tuple(tensor.shape), layout), room
+    return torch.from_numpy(room).view(tensor.dtype).as_strided(tensor.shape, tensor.stride()), room
+
+
+def _accuracies(
+    ports: Sequence[Port], found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]
+) -> tuple[OutputAccuracy, ...]:
+    """The least cosine and the largest difference of each output."""
+    accuracies = []
+    for n, port in enumerate(ports):
+        pairs = [(comparable(a[n]), comparable(b[n])) for a, b in zip(found, expected, strict=True)]
+        largest = max((difference(own, other, other) for own, other in pairs), default=0.0)
+        cosines = [cosine(own, other) for own, other in pairs if own.is_floating_point()]
+        accuracies.append(OutputAccuracy(port.name, min(cosines, default=None), largest))
+    return tuple(accuracies)
+
+
+def cosine(own: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the cosine between two tensors' elements; 1 where both are zero."""
+    lengths = float(own.norm() * other.norm())
+    return float((own * other).sum()) / lengths if lengths else float(torch.equal(own, other))
+
+
+def is_accurate(ports: Sequence[Port], found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> bool:
+    """Whether outputs reach `LEAST_COSINE`."""
+    return _least(_accuracies(ports, found, expected)) >= LEAST_COSINE
+
+
+def _least(outputs: Sequence[OutputAccuracy]) -> float:
+    """The least cosine; not a number counts as none."""
+    cosines = [o.cosine if o.cosine == o.cosine else -1.0 for o in outputs if o.cosine is not None]
+    return min(cosines, default=1.0)
+
+
+def shorten_tables(model: FxModel) -> None:
+    """Store tables in 16 bits that are exact in them. Rows are converted when they have been read."""
+    encode_tables(model, lambda table: exact_codec(bytes_of(table.contiguous())))
+
+
+def encode_tables(model: FxModel, choose: Callable[[torch.Tensor], Codec]) -> None:
+    """Encode the host's embedding tables, in `int8` with a scale per row, and decode rows after they have been read.
+
+    Tables that an op sums up in its own type stay as they are.
+    """
+    readers: dict[str, list[torch.fx.Node]] = {}
+    for node in model.graph.nodes:
+        if (
+            node.op == "call_function"
+            and node.args
+            and isinstance(node.args[0], str)
+            and node.args[0] in model.tables
+        ):
+            readers.setdefault(node.args[0], []).append(node)
+    for name, nodes in readers.items():
+        table = model.tables[name]
+        gathers = all(node.target is aten.embedding.default for node in nodes)
+        codec: Codec = choose(table) if gathers and table.dtype is torch.float32 else "plain"
+        if codec == "plain":
+            continue
+        del model.tables[name]
+        if codec == "int8":
+            multiples, model.tables[f"{name}_scales"] = _by_row(table)
+            model.tables[f"{name}_int8"] = model.in_file(multiples)
+        else:
+            model.tables[f"{name}_{codec}"] = model.in_file(table.to(getattr(torch, codec)))
+        for node in nodes:
+            _decode_rows(model, node, name, codec)
+
+
+def rounded_table(table: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """Return a table as it is once encoded and decoded."""
+    if table.dtype is not torch.float32:
+        return table
+    if codec == "int8":
+        multiples, scales = _by_row(table)
+        return multiples * scales
+    return table.to(getattr(torch, codec)).float()
+
+
+def _by_row(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a table in int8, and the scale of each row."""
+    scales = table.abs().amax(1, keepdim=True) / 127
+    return (table / scales.clamp(min=_LEAST_SCALE)).round().to(torch.int8), scales
+
+
+def _decode_rows(model: FxModel, node: torch.fx.Node, name: str, codec: Codec) -> None:
+    call = model.graph.call_function
+    with model.graph.inserting_before(node):
+        rows = call(aten.embedding.default, (f"{name}_{codec}", *node.args[1:]), dict(node.kwargs))
+        decoded = call(aten._to_copy.default, (rows,), {"dtype": torch.float32})
+        if codec == "int8":
+            scales = call(aten.embedding.default, (f"{name}_scales", *node.args[1:]), dict(node.kwargs))
+            decoded = call(aten.mul.Tensor, (decoded, scales))
+    decoded.meta = dict(node.meta)
+    node.replace_all_uses_with(decoded)
+    model.graph.erase_node(node)
