@@ -52,7 +52,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     window_bytes: int = 0
     """Parameters that stream through so few bytes are copied, and read, in the processor's cache: link and slowdowns
     were measured so, and plans stream through no more. 0 where the size makes no difference."""
-    encoded: dict[str, Link] | UnsetType = UNSET
+    encoded: tuple[tuple[str, Link], ...] | UnsetType = UNSET
     """The link for tensors that the host store has encoded, by codec: bytes are those in memory, and decoding is part
     of the time."""
     format_version: int = FORMAT_VERSION
@@ -64,9 +64,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
 
     def link_of(self, tensor: Tensor) -> Link:
         """Return the link that a tensor is copied into memory over."""
-        if self.encoded is UNSET or tensor.codec is UNSET:
+        if tensor.codec is UNSET:
             return self.swap_in
-        return self.encoded.get(tensor.codec, self.swap_in)
+        return self._link_by_codec.get(tensor.codec, self.swap_in)
+
+    @cached_property
+    def _link_by_codec(self) -> dict[str, Link]:
+        return dict(self.encoded or ())
 
     def swap_in_seconds(self, tensor: Tensor) -> float:
         """Time to copy a tensor into memory, with nothing else running."""

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +22,7 @@ from cohabit.runtime.errors import StoreChanged
 from cohabit.runtime.host.direct import open_direct, read_fully
 from cohabit.runtime.host.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
 from cohabit.runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
-from cohabit.runtime.lowering.codec import decode, encoded_bytes
+from cohabit.runtime.lowering.codec import Decoding, decoding, encoded_bytes
 from cohabit.runtime.lowering.weights import Manifest, Segment, Table, checksum, dtype_of, known_checksums
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
@@ -53,7 +54,7 @@ class RamStore:
         s = self.manifest.segments[segment]
         source = self._bytes[s.offset : s.offset + s.file_bytes]
         if s.is_encoded and destination.nbytes >= s.nbytes:
-            return lambda: decode_segment(s, source, destination)
+            return partial(_run, decodings(s, source, destination))
         return lambda: np.copyto(destination, source[: destination.nbytes])
 
     def link_bytes(self, segment: int) -> int:
@@ -99,6 +100,7 @@ class FileStore:
         s = self.manifest.segments[segment]
         is_encoded = s.is_encoded and destination.nbytes >= s.nbytes
         arriving = destination[s.nbytes - s.file_bytes : s.nbytes] if is_encoded else destination
+        decoded = decodings(s, arriving, destination, in_place=True) if is_encoded else []
 
         def read() -> None:
             try:
@@ -109,8 +111,7 @@ class FileStore:
                 raise
             if self._verify_reads or self._is_changed():
                 self._verify(segment, arriving)
-            if is_encoded:
-                decode_segment(s, arriving, destination, in_place=True)
+            _run(decoded)
 
         return read
 
@@ -205,11 +206,19 @@ class _Checksums:
         )
 
 
-def decode_segment(segment: Segment, source: Bytes, destination: Bytes, *, in_place: bool = False) -> None:
-    """Fill memory with a segment's pieces. With `in_place` the source is the end of the destination."""
+def decodings(segment: Segment, source: Bytes, destination: Bytes, *, in_place: bool = False) -> list[Decoding]:
+    """Prepare to fill memory with a segment's pieces. With `in_place` the source is the end of the destination."""
+    prepared = []
     for piece, offset in zip(segment.pieces, segment.file_offsets, strict=True):
         encoded = source[offset : offset + encoded_bytes(piece.codec, piece.nbytes)]
-        decode(piece.codec, encoded, destination[piece.offset : piece.offset + piece.nbytes], in_place=in_place)
+        own = destination[piece.offset : piece.offset + piece.nbytes]
+        prepared.append(decoding(piece.codec, encoded, own, in_place=in_place))
+    return prepared
+
+
+def _run(prepared: Sequence[Decoding]) -> None:
+    for part in prepared:
+        part()
 
 
 def read_weights(path: Path, manifest: Manifest, destination: Bytes, *, verify_reads: bool) -> None:

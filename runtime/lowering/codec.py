@@ -5,6 +5,7 @@ Decoding is done by torch's own vectorized conversions, in parts small enough to
 its processor's cache.
 """
 
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -23,8 +24,6 @@ _SCALE_BYTES: Final = 4
 _PART_BLOCKS: Final = PART // BLOCK
 _PART_BYTES: Final = _PART_BLOCKS * _SCALE_BYTES + PART
 """Of a whole part in int8: its scales, then its numbers."""
-_GROUP: Final = 4
-"""Parts in int8 that are converted, then scaled: they stay in a processor's second cache."""
 _MOST: Final = 127
 
 Bytes = npt.NDArray[np.uint8]
@@ -76,55 +75,77 @@ def _quantized(numbers: torch.Tensor) -> Bytes:
     return np.concatenate([scales.view(torch.uint8).view(-1).numpy(), own.view(torch.uint8).numpy()])
 
 
-def decode(codec: Codec, source: Bytes, destination: Bytes, *, in_place: bool = False) -> None:
-    """Fill the destination with the float32 numbers that the source encodes.
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Decodes float32 numbers from where they are encoded to where they are read, as often as it is called."""
 
-    With `in_place` both may overlap: no number may lie behind bytes that encode a later one.
-    """
-    if codec == "plain":
-        np.copyto(destination, source)  # numpy sees an overlap
-        return
-    encoded, numbers = torch.from_numpy(source), torch.from_numpy(destination).view(torch.float32)
-    if codec == "int8":
-        _decode_blocks(encoded, numbers, in_place=in_place)
-        return
-    targets, parts = torch.split(numbers, PART), torch.split(encoded.view(_TYPES[codec]), PART)
-    clear = min(len(parts), _clear_of(source, destination, 2 * PART)) if in_place else len(parts)
-    if clear:
-        torch._foreach_copy_(targets[:clear], parts[:clear])
-    for target, part in zip(targets[clear:], parts[clear:], strict=True):
-        target.copy_(part.clone())
+    codec: Codec
+    encoded: torch.Tensor
+    """Bytes."""
+    numbers: torch.Tensor
+    in_place: bool
+    """Whether the numbers may lie over encoded bytes. None lies behind bytes that encode a later one."""
+
+    def __call__(self) -> None:
+        if self.codec == "plain":
+            np.copyto(self.numbers.numpy(), self.encoded.numpy())  # numpy sees an overlap
+        elif self.codec == "int8":
+            self._scale_blocks()
+        else:
+            self._convert()
+
+    def _convert(self) -> None:
+        encoded = self.encoded.view(_TYPES[self.codec])
+        if not self.in_place and torch.get_num_threads() == 1:
+            self.numbers.copy_(encoded)
+            return
+        targets, parts = torch.split(self.numbers, PART), torch.split(encoded, PART)
+        clear = min(len(parts), self._clear(2 * PART))
+        if clear:
+            torch._foreach_copy_(targets[:clear], parts[:clear])
+        for target, part in zip(targets[clear:], parts[clear:], strict=True):
+            target.copy_(part.clone())
+
+    def _scale_blocks(self) -> None:
+        whole = len(self.numbers) // PART
+        split = _PART_BLOCKS * _SCALE_BYTES
+        blocks = self.encoded[: whole * _PART_BYTES].view(whole, _PART_BYTES)
+        scales = blocks[:, :split].view(torch.float32).unsqueeze(2).unbind(0)
+        multiples = blocks[:, split:].view(torch.int8).view(whole, _PART_BLOCKS, BLOCK).unbind(0)
+        targets = self.numbers[: whole * PART].view(whole, _PART_BLOCKS, BLOCK).unbind(0)
+        clear = self._clear(_PART_BYTES)
+        for target, own, scale in zip(targets[:clear], multiples[:clear], scales[:clear], strict=True):
+            torch.mul(own, scale, out=target)
+        for target, own, scale in zip(targets[clear:], multiples[clear:], scales[clear:], strict=True):
+            torch.mul(own.clone(), scale.clone(), out=target)
+        if rest := len(self.numbers) - whole * PART:
+            last, count = self.encoded[whole * _PART_BYTES :], -(-rest // BLOCK)
+            self._scale_rest(last.clone() if self.in_place else last, self.numbers[whole * PART :], count)
+
+    @staticmethod
+    def _scale_rest(encoded: torch.Tensor, numbers: torch.Tensor, blocks: int) -> None:
+        """Decode a part that is not whole, whose last block may be shorter than the others."""
+        split, even = blocks * _SCALE_BYTES, len(numbers) // BLOCK * BLOCK
+        scales, multiples = encoded[:split].view(torch.float32), encoded[split:].view(torch.int8)
+        torch.mul(
+            multiples[:even].view(-1, BLOCK), scales[: even // BLOCK, None], out=numbers[:even].view(-1, BLOCK)
+        )
+        torch.mul(multiples[even:], scales[even // BLOCK :], out=numbers[even:])
+
+    def _clear(self, part_bytes: int) -> int:
+        """Return how many of the first parts are written before the place where their own bytes begin.
+
+        Part k is written up to byte (k + 1) * 4 * PART of the numbers; its bytes begin at k * part_bytes.
+        """
+        if not self.in_place:
+            return len(self.numbers) // PART + 1
+        ahead = self.encoded.data_ptr() - self.numbers.data_ptr() - 4 * PART
+        return ahead // (4 * PART - part_bytes) + 1 if ahead >= 0 else 0
 
 
-def _clear_of(source: Bytes, destination: Bytes, part_bytes: int) -> int:
-    """Return how many of the first parts are written before the place where their own bytes begin.
-
-    Part k is written up to byte (k + 1) * 4 * PART of the destination; its bytes begin at k * part_bytes.
-    """
-    ahead = int(source.ctypes.data) - int(destination.ctypes.data) - 4 * PART
-    return max(0, ahead // (4 * PART - part_bytes) + 1) if ahead >= 0 else 0
-
-
-def _decode_blocks(encoded: torch.Tensor, numbers: torch.Tensor, *, in_place: bool) -> None:
-    whole = len(numbers) // PART
-    blocks = encoded[: whole * _PART_BYTES].view(whole, _PART_BYTES)
-    split = _PART_BLOCKS * _SCALE_BYTES
-    scales = blocks[:, :split].view(torch.float32).unsqueeze(2).unbind(0)
-    multiples = blocks[:, split:].view(torch.int8).view(whole, _PART_BLOCKS, BLOCK).unbind(0)
-    targets = numbers[: whole * PART].view(whole, _PART_BLOCKS, BLOCK).unbind(0)
-    clear, step = whole, _GROUP
-    if in_place:  # a part's numbers may lie over the scales of the one before it
-        clear = min(whole, _clear_of(encoded.numpy(), numbers.view(torch.uint8).numpy(), _PART_BYTES))
-        step = 1
-    for first in range(0, clear, step):
-        group = slice(first, min(first + step, clear))
-        torch._foreach_copy_(targets[group], multiples[group])
-        torch._foreach_mul_(targets[group], scales[group])
-    for k in range(clear, whole):
-        own_scales, own = scales[k].clone(), multiples[k].clone()
-        targets[k].copy_(own).mul_(own_scales)
-    if rest := len(numbers) - whole * PART:
-        last, count = encoded[whole * _PART_BYTES :].clone(), -(-rest // BLOCK)
-        split = count * _SCALE_BYTES
-        each = last[:split].view(torch.float32).repeat_interleave(BLOCK)[:rest]
-        torch.mul(last[split:].view(torch.int8), each, out=numbers[whole * PART :])
+def decoding(codec: Codec, source: Bytes, destination: Bytes, *, in_place: bool = False) -> Decoding:
+    """Prepare to fill the destination with the float32 numbers, or plain bytes, that the source encodes."""
+    numbers = torch.from_numpy(destination)
+    return Decoding(
+        codec, torch.from_numpy(source), numbers if codec == "plain" else numbers.view(torch.float32), in_place
+    )

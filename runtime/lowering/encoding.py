@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.codec import Bytes, Codec, decode, encode, exact_codec
+from cohabit.runtime.lowering.codec import Bytes, Codec, decoding, encode, exact_codec
 from cohabit.runtime.lowering.interaction import comparable, difference
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.weights import bytes_of
@@ -103,7 +103,7 @@ def _round_trip(tensor: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, Bytes
     raw = bytes_of(tensor)
     room = np.empty(raw.nbytes + 64, np.uint8)
     room = room[-room.ctypes.data % 64 :][: raw.nbytes]
-    decode(codec, encode(codec, raw), room)
+    decoding(codec, encode(codec, raw), room)()
     if packing.is_packed(tensor):
         layout = packing.layout_of(tensor)
         return packing.packed_tensor(room.ctypes.data, tensor.dtype, tuple(tensor.shape), layout), room

@@ -72,7 +72,7 @@ class SwapInLinks:
     """The link for bytes that are copied as they are, and those for encoded ones, by codec."""
 
     plain: Link
-    encoded: dict[str, Link] | UnsetType
+    encoded: tuple[tuple[str, Link], ...] | UnsetType
 
 
 def measure_swap_in(
@@ -85,7 +85,7 @@ def measure_swap_in(
 ) -> SwapInLinks:
     """Copy every segment whole, then the first block of each: the difference is bandwidth, the rest latency.
 
-    Without segments that are copied as they are, the plain link is that of an activation on its way back.
+    Of a model with encoded segments, the plain link is that of an activation on its way back.
     """
     whole = segment_copies(manifest, store, arena, window_bytes)
     blocks = segment_copies(manifest, store, arena, window_bytes, BLOCK_BYTES)
@@ -104,8 +104,10 @@ def measure_swap_in(
         latency_s = statistics.median(_seconds(own_blocks) for _ in range(rounds)) / len(members)
         nbytes = sum(manifest.segments[n].nbytes for n in members)
         links[codec] = _link(latency_s, nbytes, statistics.median(times_s[codec]), len(members))
-    plain = links.pop("plain", None) or _measure_activation(store, back=True)
-    return SwapInLinks(plain, links or UNSET)
+    plain = links.pop("plain", None)
+    if plain is None or links:  # what is left plain beside encoded segments is too small to tell
+        plain = _measure_activation(store, back=True)
+    return SwapInLinks(plain, tuple(links.items()) or UNSET)
 
 
 def measure_swap_out(store: HostStore[Any]) -> Link:

@@ -20,6 +20,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Executor
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.lowering.model import TABLE_OPS
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.profiling.link import (
     leading,
@@ -160,10 +161,15 @@ def without_extra(graph: Graph, op_seconds: Sequence[float], tiny_s: float) -> t
     """Return ops' times without what a busy machine added to each of them, and what was added as a share of the rest.
 
     Runs that are all disturbed alike show no noise, but their cheapest op takes far longer than it can. `tiny_s` is
-    what torch's smallest op takes.
+    what torch's smallest op takes. Gathers from the host's tables are not among the cheap: they read cold rows.
     """
     touched = [sum(graph.tensors[t].nbytes for t in op.touched) for op in graph.ops]
-    cheap = [s for s, nbytes in zip(op_seconds, touched, strict=True) if nbytes <= _CHEAP_BYTES]
+    gathers = set(map(str, TABLE_OPS))
+    cheap = [
+        seconds
+        for op, seconds, nbytes in zip(graph.ops, op_seconds, touched, strict=True)
+        if nbytes <= _CHEAP_BYTES and op.target not in gathers
+    ]
     extra_s = max(0.0, min(cheap, default=0.0) - _CHEAP_TIMES * tiny_s)
     left = tuple(max(_LEAST_S, seconds - extra_s) for seconds in op_seconds)
     return left, extra_s * len(left) / max(_LEAST_S, sum(left))
