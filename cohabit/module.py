@@ -25,6 +25,7 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.memory import StoreKind
+from cohabit.runtime.options import Weights
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, parse_memory
 from cohabit.server.config.sources import config_of
@@ -192,6 +193,7 @@ def load(
     memory: int | str,
     *,
     store: StoreKind = "ram",
+    weights: Weights = "float32",
     searcher: str = "best",
     search_seconds: float = SEARCH_S,
 ) -> LoadedModule:
@@ -199,15 +201,16 @@ def load(
 
     `memory` is a number of bytes, a size such as "64MiB", or a share of the weights such as "25%". It holds parameters,
     activations and scratch of kernels. `example` is what the module is called with. `store` says where parameters are
-    that are not in `memory`: in a copy in RAM, outside of the budget, or in a file. The process's C library
-    then keeps as many freed bytes as activations take.
+    that are not in `memory`: in a copy in RAM, outside of the budget, or in a file. They are stored and copied in 16
+    bits where that is exact, or, with `weights`, rounded to `bfloat16` or `int8`. The process's C library then keeps as
+    many freed bytes as activations take.
 
     Raises ValueError for a module in training mode, UnsupportedModel with torch's reason where it cannot be exported,
     and InfeasibleBudget, which names the least memory, where it does not fit.
     """
     with tempfile.TemporaryDirectory(prefix="cohabit-") as folder:
         exported = _exported(module, example)
-        config = _config(Path(folder), memory, store)
+        config = _config(Path(folder), memory, store, weights)
         prepared = _prepared(exported, type(module).__name__, config, searcher, search_seconds)
         return LoadedModule(exported, config, prepared)
 
@@ -218,12 +221,13 @@ def plan(
     memory: int | str,
     *,
     store: StoreKind = "ram",
+    weights: Weights = "float32",
     searcher: str = "best",
     search_seconds: float = SEARCH_S,
 ) -> ModulePlan:
     """Return how a module would run within `memory`; see `load` for the arguments and errors."""
     with tempfile.TemporaryDirectory(prefix="cohabit-") as folder:
-        config = _config(Path(folder), memory, store)
+        config = _config(Path(folder), memory, store, weights)
         name = type(module).__name__
         return _prepared(_exported(module, example), name, config, searcher, search_seconds).plan
 
@@ -234,10 +238,11 @@ class _Prepared:
     plan: ModulePlan
 
 
-def _config(folder: Path, memory: int | str, store: StoreKind) -> ServeConfig:
+def _config(folder: Path, memory: int | str, store: StoreKind, weights: Weights) -> ServeConfig:
     """Settings of `cohabit serve`, with this process's number of threads and a cache that does not last."""
     size = FixedSize(memory) if isinstance(memory, int) else parse_memory(memory)
-    config = config_of({"repository": str(folder), "memory": "1B", "cache": str(folder / "cache"), "store": store})
+    settings = {"cache": str(folder / "cache"), "store": store, "weights": weights}
+    config = config_of({"repository": str(folder), "memory": "1B", **settings})
     return replace(config, memory=size, threads=torch.get_num_threads(), batch_sizes=(1,))
 
 

@@ -12,7 +12,7 @@ Tf32 = Literal["none", "cudnn", "all"]
 recurrent layers (torch's own default), or matrix products, too."""
 Weights = Literal["float32", "bfloat16", "int8"]
 """What float32 weights are stored and copied as: exactly, in as few bytes as that takes, or in 16 or 8 bits."""
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+STORED_AS: tuple[Weights, ...] = get_args(Weights)
 
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 TF32_TOLERANCE = 1e-2

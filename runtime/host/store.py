@@ -22,7 +22,7 @@ from cohabit.runtime.errors import StoreChanged
 from cohabit.runtime.host.direct import open_direct, read_fully
 from cohabit.runtime.host.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
 from cohabit.runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
-from cohabit.runtime.lowering.codec import Decoding, decoding, encoded_bytes
+from cohabit.runtime.lowering.encoding.codec import Decoding, decoding, encoded_bytes
 from cohabit.runtime.lowering.weights import Manifest, Segment, Table, checksum, dtype_of, known_checksums
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 

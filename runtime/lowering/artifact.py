@@ -19,7 +19,7 @@ from cohabit.planner.shapes import STATIC, Bucket, DynamicShape
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import fused_ops
 from cohabit.runtime.lowering.allowed_ops import NUMBER_FUNCTIONS, allows_lowered
-from cohabit.runtime.lowering.encoding import Encoding
+from cohabit.runtime.lowering.encoding.choice import Encoding
 from cohabit.runtime.lowering.model import Port
 from cohabit.runtime.lowering.slots import Slot, filled
 from cohabit.runtime.lowering.trace import Instruction, Storage, Trace, TracedOp

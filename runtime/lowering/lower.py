@@ -21,15 +21,16 @@ from cohabit.planner.shapes import DEFAULT_BUCKETS, STATIC, Bucket, Dimension, D
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import artifact, packing, weights
 from cohabit.runtime.lowering.archive_file import ArchiveFile, noted_fingerprint, notes_of
-from cohabit.runtime.lowering.codec import Codec
-from cohabit.runtime.lowering.encoding import (
+from cohabit.runtime.lowering.encoding.choice import (
     Encoding,
     encode_tables,
     exact_codecs,
     is_accurate,
     lossy_codecs,
     rounded_table,
+    shorten_tables,
 )
+from cohabit.runtime.lowering.encoding.codec import Codec
 from cohabit.runtime.lowering.interaction import find_interaction, tolerance_of
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.rewrite import RewriteFailed, rewrite
@@ -77,7 +78,7 @@ class Lowered:
     validation: Validation | None = None
     """How the program was compared with the archive's; None if it is not from an archive."""
     encoding: Encoding | None = None
-    """How weights were encoded that were to be lossy; None where they are exact."""
+    """How weights are stored; None if the model is not from an archive."""
 
     @cached_property
     def graphs(self) -> dict[Bucket, Graph]:
@@ -179,7 +180,7 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     entry.folder.mkdir(parents=True, exist_ok=True)
     on_progress(f"{name}: comparing with the archive's program")
     runs, validation, samples = _validated(name, program, guards, entry)
-    codecs, encoding = exact_codecs(runs.own), None
+    codecs, encoding = exact_codecs(runs.own), Encoding(0)
     if entry.options.weights != "float32":
         on_progress(f"{name}: comparing weights in {entry.options.weights} with exact ones")
         runs, lossy, encoding = _with_lossy_weights(runs, samples, entry.options.weights, validation.unchecked)
@@ -212,7 +213,7 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         dynamic=model.dynamic,
         changed_inputs=model.changed_inputs,
         validation=validation,
-        encoding=encoding,
+        encoding=msgspec.structs.replace(encoding, plain_bytes=manifest.memory_bytes + model.saved_table_bytes),
     )
     encoded = artifact.encode(entry.stamp, lowered)
     archive.refuse_change()
@@ -264,10 +265,12 @@ def _with_lossy_weights(
     model.tables = {name: rounded_table(table, asked) for name, table in tables.items()}
     kept = () if is_accurate(model.outputs, run(runs.own), expected) else tuple(tables)
     model.tables = tables
-    if not kept:
+    if kept:
+        shorten_tables(model)
+    else:
         encode_tables(model, lambda table: asked)
     found, outputs, exact = lossy_codecs(runs.own, asked, run, expected, model.outputs)
-    encoding = Encoding(asked, outputs, (*kept, *exact), unchecked)
+    encoding = Encoding(0, asked, outputs, (*kept, *exact), unchecked)
     return _Runs(model, runs.own, runs.buckets, runs.applied), found, encoding
 
 
@@ -281,6 +284,8 @@ def _rewritten(
     buckets = _buckets(model, entry.batches, entry.shape_buckets)
     shapes = [_symbols(model, bucket) for bucket in _without_ones(buckets)]
     applied = rewrite(model, entry.options, shapes, left_out)
+    if entry.options.weights == "float32":
+        shorten_tables(model)
     compute_sizes_first(model)
     return _Runs(model, own_storages(model.weights), buckets, applied)
 

@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from cohabit.runtime.lowering.allowed_ops import is_assertion, is_random
-from cohabit.runtime.lowering.encoding import shorten_tables
 from cohabit.runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from cohabit.runtime.lowering.model import TABLE_OPS, FxModel
 from cohabit.runtime.lowering.rewrites.attention import attend_plainly, join_projections, rotate_pairs
@@ -93,7 +92,6 @@ def _steps(
     yield (leave_tables_on_host,)
     yield split_large_layers, options.packed
     yield apply_options, options
-    yield (shorten_tables,)
     if options.packed:
         yield (pack_lstms,)
         yield fuse, OneDnnKernels(model.weights, symbols)

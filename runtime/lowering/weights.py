@@ -20,7 +20,7 @@ import torch
 from cohabit.planner import cache_file
 from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import aligned, decode_as, fingerprint
-from cohabit.runtime.lowering.codec import CODECS, PART, Codec, encode, encoded_bytes
+from cohabit.runtime.lowering.encoding.codec import CODECS, PART, Codec, encode, encoded_bytes
 from cohabit.runtime.lowering.packing import is_packed, layout_of, raw_bytes, stored_bytes
 
 BLOCK_BYTES = 4096

@@ -75,6 +75,8 @@ def _show(found: "ServabilityReport", out: Console) -> None:
         f"weights       {format_bytes(memory.weight_bytes)}: {format_bytes(memory.swappable_bytes)} can be swapped,"
         f" {format_bytes(memory.table_bytes)} are tables in host memory"
     )
+    if found.stored is not None:
+        out.print(f"stored        {found.stored}", soft_wrap=True)
     out.print(f"batch sizes   {', '.join(map(str, found.batch_sizes))}")
     if found.interaction is not None:
         out.print(

@@ -20,7 +20,7 @@ _EXAMPLES = """examples:
 
 Weights are packed for this processor and this version of torch. --no-pack-weights makes a bundle for other processors.
 """
-_SETTINGS = ("cache", "threads", "search", "batch_sizes", "shape_buckets", "compute_lanes", "model_rate")
+_SETTINGS = ("cache", "threads", "search", "batch_sizes", "shape_buckets", "weights", "compute_lanes", "model_rate")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -49,7 +49,7 @@ directory is never run, and pickles may hold tensors only. Import what you would
 """
 _ONE_LENGTH = 64
 """Tokens of models whose length cannot be dynamic, if none is asked for: each takes operators of its own."""
-_SETTINGS = ("cache", "threads")
+_SETTINGS = ("cache", "threads", "weights")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ from cohabit.server.errors import ConfigError
 
 Layout = Literal["partitioned", "elastic", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 Store = Literal["ram", "file", "verified-file"]
+Weights = Literal["float32", "bfloat16", "int8"]
 LogFormat = Literal["text", "json"]
 ClientShm = Literal["auto", "on", "off", "any-user"]
 ModelControl = Literal["none", "explicit", "poll"]
@@ -197,6 +198,13 @@ class ServeConfig:
         shape_buckets,
         "N,N,...",
         str,
+    )
+
+    weights: Weights = setting(
+        "float32",
+        "--weights",
+        "what weights are stored and copied as: exactly, in 16 bits where no bit is lost (float32), or rounded to 16 or"
+        " 8 bits (bfloat16, int8), which changes answers a little; they are computed with as float32 in any case",
     )
 
     hosts: tuple[str, ...] = setting(

@@ -37,7 +37,7 @@ from cohabit.server.repository.sources import ModelSource, Unloadable
 
 RECORDED = (
     *("layout", "search", "device", "store", "model_control_mode", "compute_lanes"),
-    *("batch_sizes", "shape_buckets"),
+    *("batch_sizes", "shape_buckets", "weights"),
 )
 """Settings of `serve` on which plans and programs depend, or that need what a bundle lacks."""
 

@@ -12,6 +12,7 @@ from cohabit.runtime.shared_region.sharing import SharedRegion, Sharing
 from cohabit.server.deploy.model import Model, Plans, Programs
 from cohabit.server.deploy.partitions import Extent, Partitions
 from cohabit.server.deploy.prepare import (
+    log_stored,
     warn_of_changed_inputs,
     warn_of_interaction,
     warn_of_random_ops,
@@ -112,6 +113,7 @@ class PartitionedMemory:
         lowered, config = model.lowered, model.source.config
         warn_of_interaction(lowered)
         warn_of_validation(lowered)
+        log_stored(lowered)
         warn_of_changed_inputs(lowered)
         warn_of_random_ops(lowered)
         most = max(lowered.batches)

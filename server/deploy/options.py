@@ -1,17 +1,18 @@
 """Reads a model's kernel options from its ModelConfig, and refuses options that the device does not support."""
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.options import CUDA_DEFAULTS, Dtype, Options, Tf32
+from cohabit.runtime.options import CUDA_DEFAULTS, STORED_AS, Dtype, Options, Tf32, Weights
 from cohabit.server.errors import RepositoryError
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.triton.config_fields import parameter_of
 from cohabit.server.triton.model_config import ModelConfig
 
-PRECISION, CHANNELS_LAST, FUSED = "precision", "channels_last", "fused"
+PRECISION, CHANNELS_LAST, FUSED, WEIGHTS = "precision", "channels_last", "fused", "weights"
 """Keys of `parameters` in a ModelConfig, for settings that have no field."""
 
 _PRECISIONS: dict[str, tuple[Dtype, Tf32]] = {
@@ -24,11 +25,16 @@ _PRECISIONS: dict[str, tuple[Dtype, Tf32]] = {
 _TRUTHS = {"true": True, "false": False}
 
 
-def options_of(source: ModelSource, device: str, *, pack_weights: bool = True) -> Options:
-    """Return a model's options on a device. Raises RepositoryError naming the parameter."""
+def options_of(
+    source: ModelSource, device: str, *, pack_weights: bool = True, weights: Weights = "float32"
+) -> Options:
+    """Return a model's options on a device. Raises RepositoryError naming the parameter.
+
+    `weights` is what they are stored as where the model's parameter does not say.
+    """
     is_cuda = device.startswith("cuda")
     packed = pack_weights and device == "cpu" and packing.unavailable() is None
-    options = CUDA_DEFAULTS if is_cuda else Options(packed=packed)
+    options = replace(CUDA_DEFAULTS, weights=weights) if is_cuda else Options(packed=packed, weights=weights)
     if source.config is None:
         return options
     precision = _choice(source.config, PRECISION, tuple(_PRECISIONS))
@@ -44,6 +50,7 @@ def options_of(source: ModelSource, device: str, *, pack_weights: bool = True) -
                 f" instructions for {dtype}, which would take longer than float32; leave it out, or use another CPU"
             )
         options = replace(options, dtype=dtype, tf32=tf32 if is_cuda else "none")
+    stored = cast(Weights | None, _choice(source.config, WEIGHTS, STORED_AS))
     layout, fused = (_choice(source.config, key, tuple(_TRUTHS)) for key in (CHANNELS_LAST, FUSED))
     if fused == "true" and not is_cuda:
         raise RepositoryError(
@@ -53,6 +60,7 @@ def options_of(source: ModelSource, device: str, *, pack_weights: bool = True) -
         options,
         channels_last=options.channels_last if layout is None else _TRUTHS[layout],
         fused=options.fused if fused is None else _TRUTHS[fused],
+        weights=stored or weights,
     )
 
 

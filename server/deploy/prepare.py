@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from cohabit.planner.errors import format_bytes
 from cohabit.planner.profile import NOISY, Profile
 from cohabit.planner.shapes import DEFAULT_BUCKETS, Bucket, ShapeBuckets
 from cohabit.runtime.backend import Backend
@@ -60,6 +61,27 @@ def warn_of_validation(lowered: Lowered) -> None:
     for left_out in () if lowered.validation is None else lowered.validation.left_out:
         text = f"served without a rewrite that changes the model's outputs: {left_out}"
         _log.warning(text, extra={"fields": {"model": lowered.name, "rewrite": left_out.rewrite}})
+
+
+def stored_words(lowered: Lowered) -> str | None:
+    """Say in how many bytes weights are stored, and at what cost; None where they are stored as they are."""
+    encoding, nbytes = lowered.encoding, lowered.manifest.file_bytes
+    if encoding is None or nbytes >= encoding.plain_bytes:
+        return None
+    stored = f"{format_bytes(nbytes)} of {format_bytes(encoding.plain_bytes)} are stored and copied"
+    if encoding.lossy is None:
+        return f"{stored}, in 16 bits where that is exact"
+    costs = "; ".join(map(str, encoding.outputs))
+    if encoding.unchecked is not None:
+        costs = f"outputs were not compared: {encoding.unchecked}"
+    kept = f"; {', '.join(encoding.kept)} stay exact, which change outputs too much" if encoding.kept else ""
+    return f"{stored}, in {encoding.lossy}; beside exact weights, {costs}{kept}"
+
+
+def log_stored(lowered: Lowered) -> None:
+    """Log in how many bytes a model's weights are stored, if that is fewer than they have."""
+    if (words := stored_words(lowered)) is not None:
+        _log.info("weights take fewer bytes", extra={"fields": {"model": lowered.name, "weights": words}})
 
 
 CHANGES_ARE_LOST = "the program changes them in place, which callers do not see; return them as outputs instead"
@@ -377,7 +399,7 @@ def wanted_buckets(source: ModelSource, config: ServeConfig) -> ShapeBuckets:
 
 
 def model_options(source: ModelSource, config: ServeConfig) -> Options:
-    return options_of(source, config.device, pack_weights=config.pack_weights)
+    return options_of(source, config.device, pack_weights=config.pack_weights, weights=config.weights)
 
 
 def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:

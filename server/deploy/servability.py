@@ -9,12 +9,13 @@ from cohabit.planner.errors import CohabitError, InfeasibleBudget
 from cohabit.planner.sizing.demand import Demand
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model, split_budget
+from cohabit.runtime.lowering.encoding.choice import Encoding
 from cohabit.runtime.lowering.validation import Validation
 from cohabit.server.activations import Activations, workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
 from cohabit.server.deploy.model import Model
-from cohabit.server.deploy.prepare import lowered_and_measured, open_backend, random_ops
+from cohabit.server.deploy.prepare import lowered_and_measured, open_backend, random_ops, stored_words
 from cohabit.server.engine.servable import describe
 from cohabit.server.errors import load_reason
 from cohabit.server.ipc.model import ModelInfo
@@ -77,6 +78,9 @@ class ServabilityReport(msgspec.Struct, frozen=True):
     """How the lowered program was compared with the archive's own."""
     changed_inputs: tuple[str, ...] = ()
     """Inputs that the program changes in place, which callers do not see."""
+    stored: str | None = None
+    """In how many bytes weights are stored, and at what cost in accuracy, in words; None where as they are."""
+    encoding: Encoding | None = None
 
 
 def report(
@@ -115,6 +119,8 @@ def report(
         tuple(random_ops(lowered)),
         lowered.validation,
         lowered.changed_inputs,
+        stored_words(lowered),
+        lowered.encoding,
     )
 
 

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import torch
 
+from cohabit.runtime.lowering.encoding.choice import cosine
 from cohabit.runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE, comparable, difference
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy.lifecycle import open_placement
-from cohabit.server.deploy.prepare import random_ops
+from cohabit.server.deploy.options import WEIGHTS
+from cohabit.server.deploy.prepare import random_ops, stored_words
 from cohabit.server.engine.compute_lane import make_lanes
 from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed
@@ -141,6 +144,11 @@ def write_entry(
             save(program, folder / str(place.version) / _PROGRAM)
             del program  # its weights are the module's, but not what export has added
             if place.versions:
+                if config.weights != "float32":
+                    raise ImportFailed(
+                        f"{place.folder} has a config.pbtxt, which says for all versions what weights are stored as;"
+                        f" leave out --weights, and set its parameter '{WEIGHTS}'"
+                    )
                 _copy_configuration(place.folder, folder)
             loading = _loading(config, Path(staging), max_batch)
             entry = asyncio.run(_compared(subject, folder, loading, on_progress, tolerance))
@@ -149,13 +157,18 @@ def write_entry(
                 shutil.copyfile(subject.tokenizer, folder / TOKENIZER)
             if not place.versions:
                 labels = _write_labels(subject, entry.info, folder)
-                (folder / _CONFIG).write_text(
-                    config_text(entry.info, labels, subject.images, subject.pooling if subject.tokenizer else None)
-                )
+                parameters = _parameters(subject, config)
+                (folder / _CONFIG).write_text(config_text(entry.info, labels, subject.images, parameters))
             find(folder)  # raises if what was written cannot be read
             return replace(entry, folder=place.put(folder), notes=(*entry.notes, *notes))
     except OSError as error:
         raise ImportFailed(f"{place.folder} cannot be written: {error.strerror or error}") from error
+
+
+def _parameters(subject: Subject, config: ServeConfig) -> dict[str, str]:
+    """What a new config.pbtxt says that has no field there."""
+    pooling = {"pooling": subject.pooling} if subject.tokenizer is not None and subject.pooling is not None else {}
+    return pooling | ({WEIGHTS: config.weights} if config.weights != "float32" else {})
 
 
 def _copy_configuration(entry: Path, folder: Path) -> None:
@@ -217,6 +230,9 @@ async def _compared(
             rows = ()
         else:
             on_progress("comparing with eager PyTorch")
+        encoding = model.lowered.encoding
+        if encoding is not None and encoding.lossy is not None:
+            tolerance = math.inf  # its cosines say whether it is good enough
         comparison = _Comparison(subject, model.servable, tolerance or _usual_tolerance(subject))
         errors = {count: comparison.largest_error(count, count) for count in rows}
         if rows and subject.most_tokens and all(d.least == 1 for d in info.dynamic.dimensions):
@@ -229,11 +245,21 @@ async def _compared(
             model.weight_bytes,
             placement.memory.taken_bytes,
             errors,
-            (*subject.notes, *comparison.rounded),
+            (*subject.notes, *comparison.rounded, *_stored(model.lowered, comparison)),
         )
     finally:
         await asyncio.gather(*(lane.stop() for lane in lanes))
         placement.close()
+
+
+def _stored(lowered: Lowered, comparison: "_Comparison") -> tuple[str, ...]:
+    """Say in how many bytes weights are stored, and what lossy ones cost on the examples."""
+    if (words := stored_words(lowered)) is None:
+        return ()
+    lossy = lowered.encoding is not None and lowered.encoding.lossy is not None
+    if lossy and comparison.cosines:
+        words += f". On the examples, the least cosine with eager PyTorch's is {min(comparison.cosines):.5f}"
+    return (words,)
 
 
 def _usual_tolerance(subject: Subject) -> float:
@@ -250,6 +276,8 @@ class _Comparison:
         self._tolerance = tolerance
         self.rounded: list[str] = []
         """What to say about differences over the tolerance that are rounding."""
+        self.cosines: list[float] = []
+        """Between each float output and eager PyTorch's."""
 
     def largest_error(self, rows: int, seed: int) -> float:
         """Return the largest difference of an output from eager PyTorch's.
@@ -267,6 +295,8 @@ class _Comparison:
             found = torch.tensor(float32_of_bf16(array) if spec.datatype == BF16 else array)
             own, eager = comparable(found), comparable(tensor)
             error = difference(own, eager, eager) if own.shape == eager.shape else math.inf
+            if own.is_floating_point() and own.shape == eager.shape:
+                self.cosines.append(cosine(own, eager))
             if not error <= self._tolerance:
                 unit = "largest value" if own.is_floating_point() else "elements"
                 said = (

@@ -17,7 +17,16 @@ from cohabit.server.repository.sources import ModelSource, by_name
 
 ENGINE_SETTINGS = (
     *("repository", "memory", "device", "store", "link_bandwidth", "cache", "search"),
-    *("threads", "compute_lanes", "batch_sizes", "shape_buckets", "watchdog", "max_body", "queue_memory"),
+    *(
+        "threads",
+        "compute_lanes",
+        "batch_sizes",
+        "shape_buckets",
+        "weights",
+        "watchdog",
+        "max_body",
+        "queue_memory",
+    ),
 )
 """Settings of `cohabit serve` that every engine gets; `memory` is that of one engine."""
 MOST_REPLICAS = 256

@@ -17,6 +17,7 @@ Treatment = Literal["honoured", "refused", "warned"]
 
 PARAMETERS: Mapping[str, str] = {
     "precision": "float32, tf32, float16 or bfloat16",
+    "weights": "float32, bfloat16 or int8: what weights are stored and copied as",
     "channels_last": "true or false",
     "fused": "true or false, on CUDA",
     "pooling": "mean or cls: how /v1/embeddings makes one vector of those of a text's tokens",

@@ -85,20 +85,17 @@ def config_of(
 
 
 def config_text(
-    info: ModelInfo, label_files: Mapping[str, str], images: Container[str], pooling: str | None = None
+    info: ModelInfo, label_files: Mapping[str, str], images: Container[str], parameters: Mapping[str, str]
 ) -> str:
-    """Write a config.pbtxt for a model: its tensors, with the label files of outputs, and inputs that are images.
-
-    `pooling` is the parameter of that name.
-    """
+    """Write a config.pbtxt for a model: its tensors, with the label files of outputs, and inputs that are images."""
     config = ModelConfig(name=info.name, backend="pytorch", max_batch_size=info.max_batch_size)
     for tensor in info.inputs:
         layout = ModelInput.FORMAT_NCHW if tensor.name in images else ModelInput.FORMAT_NONE
         config.input.append(ModelInput(**_fields(tensor), format=layout))
     for tensor in info.outputs:
         config.output.append(ModelOutput(**_fields(tensor), label_filename=label_files.get(tensor.name, "")))
-    if pooling is not None:
-        config.parameters["pooling"].string_value = pooling
+    for key, value in parameters.items():
+        config.parameters[key].string_value = value
     return str(text_format.MessageToString(config))
 
 

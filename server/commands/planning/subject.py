@@ -13,7 +13,7 @@ from cohabit.server.config.sources import add_flag, typed
 from cohabit.server.config.values import integer, positive
 from cohabit.server.resources import available_cpus
 
-MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets")
+MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets", "weights")
 """Settings of `serve` that say how a model is measured."""
 MODEL_HELP = "a model's folder in a repository, or a .pt2 file"
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.codec import Bytes, Codec, decoding, encode, exact_codec
+from cohabit.runtime.lowering.encoding.codec import Bytes, Codec, decoding, encode, exact_codec
 from cohabit.runtime.lowering.interaction import comparable, difference
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.weights import bytes_of
@@ -44,9 +44,12 @@ class OutputAccuracy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How weights were encoded that were to be lossy."""
+    """How a model's weights are stored."""
 
-    codec: Codec
+    plain_bytes: int
+    """What the weights would take as they are."""
+    lossy: Codec | None = None
+    """The codec of weights that are not stored exactly."""
     outputs: tuple[OutputAccuracy, ...] = ()
     kept: tuple[str, ...] = ()
     """Weights that stay exact, because outputs would fall below `LEAST_COSINE`."""
@@ -165,12 +168,14 @@ def encode_tables(model: FxModel, choose: Callable[[torch.Tensor], Codec]) -> No
         codec: Codec = choose(table) if gathers and table.dtype is torch.float32 else "plain"
         if codec == "plain":
             continue
+        before = sum(t.nbytes for t in model.tables.values())
         del model.tables[name]
         if codec == "int8":
             multiples, model.tables[f"{name}_scales"] = _by_row(table)
             model.tables[f"{name}_int8"] = model.in_file(multiples)
         else:
             model.tables[f"{name}_{codec}"] = model.in_file(table.to(getattr(torch, codec)))
+        model.saved_table_bytes += before - sum(t.nbytes for t in model.tables.values())
         for node in nodes:
             _decode_rows(model, node, name, codec)
 

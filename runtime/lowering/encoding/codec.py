@@ -25,6 +25,8 @@ _PART_BLOCKS: Final = PART // BLOCK
 _PART_BYTES: Final = _PART_BLOCKS * _SCALE_BYTES + PART
 """Of a whole part in int8: its scales, then its numbers."""
 _MOST: Final = 127
+_COMPARED: Final = 1 << 20
+"""Numbers that are looked at at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,19 +40,21 @@ def encoded_bytes(codec: Codec, nbytes: int) -> int:
 
 
 def exact_codec(raw: Bytes) -> Codec:
-    """Return the 16-bit codec that keeps every bit of float32 numbers, or `plain` if there is none."""
+    """Return the 16-bit codec that keeps every bit of float32 numbers, or `plain` if there is none.
+
+    There is none for NaN, whose bits torch converts in more than one way.
+    """
     numbers = torch.from_numpy(raw).view(torch.float32)
-    if _has_low_bits(numbers, 0x0000FFFF) is False:
-        return "bfloat16"
+    if not _has_low_bits(numbers, 0x0000FFFF):
+        return "plain" if bool(numbers.isnan().any()) else "bfloat16"
     if _has_low_bits(numbers, 0x00001FFF):  # a float16 has 10 bits of mantissa
         return "plain"
-    parts = torch.split(numbers, 1 << 20)
-    same = (torch.equal(p.half().float().view(torch.int32), p.view(torch.int32)) for p in parts)
+    same = (torch.equal(part.half().float(), part) for part in torch.split(numbers, _COMPARED))
     return "float16" if all(same) else "plain"
 
 
 def _has_low_bits(numbers: torch.Tensor, mask: int) -> bool:
-    return any(bool((part & mask).any()) for part in torch.split(numbers.view(torch.int32), 1 << 20))
+    return any(bool((part & mask).any()) for part in torch.split(numbers.view(torch.int32), _COMPARED))
 
 
 def encode(codec: Codec, raw: Bytes) -> Bytes:

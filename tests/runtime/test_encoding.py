@@ -1,0 +1,197 @@
+"""Weights are stored and copied in fewer bytes: with the bits of plain storage, or with outputs close enough."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import UNSET
+from torch import nn
+
+from cohabit.planner.arrays import GraphArrays
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Plan
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Backend
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.lowering import lower as lowering
+from cohabit.runtime.lowering.encoding.choice import LEAST_COSINE, cosine
+from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.weights import manifest_of, read
+from cohabit.runtime.memory import StoreKind
+from cohabit.runtime.options import Options, Weights
+from cohabit.runtime.profiling.profile import resident_plan
+from tests.runtime import models
+from tests.runtime.backends import cpu, fake_cuda, fake_staged, opened
+from tests.runtime.plans import streaming_plan
+
+STORES: tuple[StoreKind, ...] = ("ram", "file")
+
+
+class Encoder(nn.Module):
+    """A table that stays in the host, attention, norms, and a layer whose numbers are not a multiple of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5000, 96)
+        layer = nn.TransformerEncoderLayer(96, 4, 200, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.register_buffer("positions", torch.arange(12))
+        self.place = nn.Embedding(12, 96)
+        self.odd, self.head = nn.Linear(96, 67), nn.Linear(67, 61, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.layers(self.embed(tokens) + self.place(self.positions))
+        return self.head(torch.tanh(self.odd(x)))
+
+
+EXAMPLES = {"tokens": torch.zeros(3, 12, dtype=torch.int64)}
+
+
+def born_in(kind: str) -> nn.Module:
+    """A model whose weights were numbers of 16 bits once."""
+    torch.manual_seed(0)
+    return Encoder().eval().to(getattr(torch, kind)).float()
+
+
+def lowered_model(
+    model: nn.Module, folder: Path, *, weights: Weights = "float32", packed: bool = True, exact: bool = True
+) -> Lowered:
+    options = Options(packed=packed, weights=weights)
+    with pytest.MonkeyPatch.context() as patch:
+        if not exact:
+            patch.setattr(lowering, "exact_codecs", lambda weights: {})
+            patch.setattr(lowering, "shorten_tables", lambda model: None)
+        return models.lowered(model, EXAMPLES, folder, "encoder", [1, 2], options=options)
+
+
+def plans(graph: Graph) -> list[Plan]:
+    half = frozenset(graph.parameters[::2])
+    return [resident_plan(graph), streaming_plan(graph, half), streaming_plan(graph)]
+
+
+def answers(lowered: Lowered, make: Callable[[], Backend] = cpu) -> list[torch.Tensor]:
+    """What is answered at three budgets from two stores."""
+    tokens = torch.randint(0, 5000, (2, 12), generator=torch.Generator().manual_seed(1))
+    found = []
+    with opened(make, lowered) as bench:
+        for kind in STORES:
+            store = bench.backend.open_store(kind, lowered.weights_path, lowered.manifest)
+            for plan in plans(bench.graph):
+                (answer,) = bench.executor.run(bench.program(plan, store), [tokens.clone()]).outputs
+                found.append(answer.clone())
+            store.close()
+    return found
+
+
+@pytest.mark.parametrize("make", [cpu, fake_cuda, fake_staged])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_weights_born_in_16_bits_are_stored_so_with_the_bits_of_plain_storage(
+    kind: str, make: Callable[[], Backend], tmp_path: Path
+) -> None:
+    model, packed = born_in(kind), make is cpu
+    half = lowered_model(model, tmp_path / "half", packed=packed)
+    plain = lowered_model(model, tmp_path / "plain", packed=packed, exact=False)
+    assert half.manifest.file_bytes < 0.53 * plain.manifest.file_bytes
+    assert half.encoding is not None
+    assert half.encoding.plain_bytes == pytest.approx(plain.manifest.file_bytes, abs=8192)
+    assert {table.dtype for table in half.manifest.tables} == {kind}
+    (expected, *others) = answers(plain, make)
+    for answer in (*others, *answers(half, make)):
+        assert torch.equal(answer, expected)
+
+
+def test_weights_that_need_32_bits_stay_as_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    lowered = lowered_model(Encoder().eval(), tmp_path)
+    assert lowered.manifest.file_bytes == lowered.manifest.memory_bytes
+    assert not any(segment.is_encoded for segment in lowered.manifest.segments)
+    assert {tensor.codec for graph in lowered.graphs.values() for tensor in graph.tensors} == {UNSET}
+
+
+@pytest.mark.parametrize(("weights", "least"), [("bfloat16", 0.99999), ("int8", 0.9999)])
+def test_lossy_weights_answer_alike_at_every_budget_and_close_to_exact_ones(
+    weights: Weights, least: float, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = Encoder().eval()
+    lossy = lowered_model(model, tmp_path / "lossy", weights=weights)
+    exact, (first, *others) = answers(lowered_model(model, tmp_path / "exact")), answers(lossy)
+    assert all(torch.equal(first, other) for other in others)
+    assert not torch.equal(first, exact[0])
+    assert cosine(first.double(), exact[0].double()) > least
+    assert lossy.encoding is not None
+    (accuracy,) = lossy.encoding.outputs
+    assert accuracy.cosine is not None
+    assert accuracy.cosine > least
+    assert lossy.encoding.kept == ()
+    share = 0.55 if weights == "bfloat16" else 0.31
+    assert lossy.manifest.file_bytes < share * lossy.encoding.plain_bytes
+    vectors = [p for s in lossy.manifest.segments for p in s.pieces if len(p.shape) < 2]
+    assert vectors
+    assert {piece.codec for piece in vectors} == {"plain"}
+
+
+class Sensitive(nn.Module):
+    """One layer reads differences that 8 bits lose: in each block one weight is far larger, and multiplied by zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.robust = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
+        with torch.no_grad():
+            self.fine.weight[:, ::16] = 1e4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keep = (torch.arange(128) % 16 != 0).float()
+        return self.robust(self.fine(x * keep))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_layer_that_8_bits_would_spoil_stays_exact_and_is_named(packed: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    options = Options(packed=packed, weights="int8")
+    lowered = models.lowered(Sensitive().eval(), {"x": torch.zeros(3, 128)}, tmp_path, "m", [1, 2], options=options)
+    assert lowered.encoding is not None
+    (kept,) = lowered.encoding.kept
+    assert "fine" in kept
+    codecs = {p.name: p.codec for s in lowered.manifest.segments for p in s.pieces if len(p.shape) > 1}
+    assert sorted(codecs.values()) == ["int8", "plain"]
+    assert codecs[kept] == "plain"
+    (accuracy,) = lowered.encoding.outputs
+    assert accuracy.cosine is not None
+    assert accuracy.cosine >= LEAST_COSINE
+    again = lower(tmp_path / "model.pt2", "m", [1, 2], tmp_path / "cache", options=options)
+    assert again.encoding == lowered.encoding, "the cache keeps it"
+
+
+def test_a_damaged_encoded_file_is_found_at_the_start_and_in_a_verified_read(tmp_path: Path) -> None:
+    lowered = lowered_model(born_in("bfloat16"), tmp_path)
+    backend = CpuBackend(verify_reads=True)
+    store = backend.open_store("file", lowered.weights_path, lowered.manifest)
+    with lowered.weights_path.open("r+b") as file:
+        file.seek(lowered.manifest.segments[0].offset + lowered.manifest.segments[0].file_bytes - 7)
+        file.write(b"\x55")
+    assert read(lowered.weights_path) is None
+    assert manifest_of(lowered.weights_path) == lowered.manifest
+    whole = lowered_model(born_in("bfloat16"), tmp_path / "whole")
+    with (
+        opened(lambda: backend, whole) as bench,
+        pytest.raises(DeviceError, match="was changed after it was loaded"),
+    ):
+        bench.program(resident_plan(bench.graph), store)
+
+
+def test_plans_know_the_time_of_a_copy_with_its_codec(tmp_path: Path) -> None:
+    lowered = lowered_model(born_in("bfloat16"), tmp_path)
+    backend = CpuBackend(100e6)
+    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    profile = backend.measure(lowered, store, tmp_path / "profiles", lambda text: None)[1][Bucket(2)]
+    store.close()
+    graph = lowered.graphs[Bucket(2)]
+    encoded = [t for t in graph.tensors if t.codec == "bfloat16"]
+    assert encoded
+    large = max(encoded, key=lambda t: t.nbytes)
+    assert profile.swap_in_seconds(large) < 0.75 * profile.swap_in.seconds(large.nbytes)
+    times = GraphArrays.of(graph, profile).swap_in_s
+    assert times[graph.tensors.index(large)] == profile.swap_in_seconds(large)
