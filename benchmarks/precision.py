@@ -5,6 +5,7 @@ Programs run with every parameter resident. Whether bits depend on the budget is
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     with torch.inference_mode():
         for name in track(options.models, "comparing", console=console):
-            rows += [[name, dtype, *_compare(name, dtype, options.folder)] for dtype in DTYPES]
+            rows += [[name, dtype, *compared(name, Options(dtype), options.folder)] for dtype in DTYPES]
     table = markdown_table(
         ["model", "dtype", "top-1 equal", "cosine, mean", "cosine, least", "largest error"], rows
     )
@@ -69,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _compare(name: str, dtype: Dtype, folder: Path) -> list[str]:
+def compared(name: str, options: Options, folder: Path) -> list[str]:
     """Top-1 agreement, mean and least cosine similarity, and the largest relative error."""
     archive, cache = folder / "zoo" / name / "1" / "model.pt2", folder / "precision-cache"
     packed = packing.unavailable() is None
-    lowered = lower(archive, name, [BATCH], cache, options=Options(dtype, packed=packed))
+    lowered = lower(archive, name, [BATCH], cache, options=replace(options, packed=packed))
     model, examples = ZOO[name].build(0)
     equal, cosines, error = 0, [], 0.0
     for inputs, output in _outputs(lowered, examples):

@@ -46,6 +46,7 @@ COMMANDS = {
     "gpu-figure8": "gpu.figure8",
     "generated": "generated --programs 20000 --record",
     "precision": "precision --record",
+    "weights": "weights --record",
     "budget": "budget --record",
     "training": "training --seconds 3 --record",
     "training-batch": "training_batch --record",
