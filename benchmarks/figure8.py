@@ -43,6 +43,8 @@ LAYOUTS: dict[str, tuple[LayoutName, Sequence[str]]] = {
     "partitioned": ("partitioned", ()),
     GENETIC: ("partitioned", ("--search", "genetic")),
     ALL_CORES: ("partitioned", ("--threads", str(len(os.sched_getaffinity(0))))),
+    "partitioned, bfloat16": ("partitioned", ("--weights", "bfloat16")),
+    "partitioned, int8": ("partitioned", ("--weights", "int8")),
     **{layout: (layout, ()) for layout in ONE_REGION},
 }
 """By the name in the table: the layout, and further flags."""
@@ -51,6 +53,8 @@ COPIED, COMPUTED = "cohabit_swapped_bytes_total", "cohabit_compute_seconds_sum"
 COUNTED = ("nv_inference_count", COPIED, COMPUTED)
 WARM_UP_S = 1.0
 SLO_S = 0.1
+SATURATING_PER_S = 3000.0
+"""A rate of which a server answers as much as it can."""
 GIVE_UP_S = 5.0
 """Behind the last arrival of a rate that is too high, what still waits is given up after so long."""
 
@@ -88,30 +92,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder: Path = options.folder
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
     weight_bytes = sum(p.weight_bytes for p in prepared)
-    points, notes, swappable_bytes = asyncio.run(_measure(options, console))
+    points, notes, swappable_bytes = asyncio.run(_measure(options, weight_bytes, console))
     table = markdown_table(*_table(points))
     console.print(table, soft_wrap=True)
     if options.record:
         record(
-            "figure8",
+            options.record_as,
             "SwapAdvisor's Figure 8 on the CPU",
             "benchmarks.figure8",
             [
                 _about(options, weight_bytes, swappable_bytes),
                 table,
                 *notes,
-                "![p99 over the rate, by layout](figure8.png)",
+                f"![p99 over the rate, by layout]({options.record_as}.png)",
             ],
         )
-    picture = (RESULTS if options.record else folder) / "figure8.png"
+    picture = (RESULTS if options.record else folder) / f"{options.record_as}.png"
     draw(points, picture)
     console.print(f"drawn: {picture}", soft_wrap=True)
-    return 0 if {point.layout for point in points} == set(LAYOUTS) else 1
+    return 0 if {point.layout for point in points} == set(options.layouts) else 1
 
 
-async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[Point], list[str], float]:
+async def _measure(
+    options: argparse.Namespace, weight_bytes: int, console: Console
+) -> tuple[list[Point], list[str], float]:
     """Every layout at every rate, ordered by layout; why a layout is missing; and the bytes that are ever copied."""
-    layouts, rates = list(LAYOUTS), sorted(options.rates)
+    if options.shares:
+        saturation = await _saturation(options)
+        console.print(f"resident saturates at {saturation:.0f} requests/s")
+        options.rates = [round(share / 100 * saturation) for share in options.shares]
+    layouts, rates = list(options.layouts), sorted(options.rates)
     points = {(layout, rate): Point(layout, rate, []) for layout in layouts for rate in rates}
     notes: dict[str, str] = {}
     swappable_bytes = 0.0
@@ -123,7 +133,7 @@ async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[
     for n, layout in track(turns, "rounds", console=console, transient=True):
         if layout in notes:
             continue
-        memory = "100%" if layout == "resident" else options.memory
+        memory = "100%" if layout == "resident" else _memory(options.memory, weight_bytes)
         of_server, flags = LAYOUTS[layout]
         command = server_command("cohabit", options.folder / "repository", memory, of_server)
         try:
@@ -141,6 +151,19 @@ async def _measure(options: argparse.Namespace, console: Console) -> tuple[list[
         p99s = ", ".join(f"{_ms(points[layout, rate].p99_s)} at {rate:g}/s" for rate in rates)
         console.print(f"round {n + 1}, {layout}: median p99 so far, ms: {p99s}", soft_wrap=True)
     return [point for point in points.values() if point.reports], list(notes.values()), swappable_bytes
+
+
+def _memory(text: str, weight_bytes: int) -> str:
+    """A share is of the exported weights, in whichever codec they are stored."""
+    return f"{int(float(text[:-1]) / 100 * weight_bytes)}B" if text.endswith("%") else text
+
+
+async def _saturation(options: argparse.Namespace) -> float:
+    """Requests per second that a server with all of the memory answers when it gets far more."""
+    command = server_command("cohabit", options.folder / "repository", "100%", "resident")
+    async with serving([*command, "--cache", str(options.folder / "cache")]) as server:
+        report = await run_load(server.url, _load(SATURATING_PER_S, 0, options))
+    return report.completed / (report.duration_s + GIVE_UP_S)  # it goes on answering until it gives up
 
 
 def _load(rate: float, seed: int, options: argparse.Namespace) -> Load:
@@ -193,7 +216,7 @@ def _table(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
 def draw(points: Sequence[Point], path: Path) -> None:
     """The p99 over the rate, a line for each layout."""
     figure, panel = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for layout in LAYOUTS:
+    for layout in dict.fromkeys(point.layout for point in points):
         own = [point for point in points if point.layout == layout]
         style = "--" if layout == "resident" else "-"
         panel.plot([p.rate_per_s for p in own], [p.p99_s * 1e3 for p in own], style, marker="o", label=layout)
@@ -245,6 +268,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PER_S,...",
         help=f"requests per second, all models together ({','.join(f'{rate:g}' for rate in RATES)})",
     )
+    parser.add_argument(
+        "--shares",
+        type=_rates,
+        default=[],
+        metavar="PERCENT,...",
+        help="instead, rates in percent of what the resident server answers when it gets far more",
+    )
+    parser.add_argument(
+        "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT", help="(default: all)"
+    )
+    parser.add_argument("--record-as", default="figure8", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--duration", type=float, default=4.0, help="seconds per round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds per rate (default: %(default)s)")
     parser.add_argument(

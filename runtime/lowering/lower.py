@@ -85,6 +85,12 @@ class Lowered:
         return {b: build_graph(self.name, trace, self.manifest) for b, trace in self.traces.items()}
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, however they are stored."""
+        stored = self.manifest.segment_bytes + self.manifest.table_bytes
+        return stored if self.encoding is None else self.encoding.plain_bytes
+
+    @property
     def archive(self) -> str:
         """The fingerprint of the archive that this was lowered from."""
         return self.manifest.archive.partition("/")[0]
@@ -213,7 +219,9 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         dynamic=model.dynamic,
         changed_inputs=model.changed_inputs,
         validation=validation,
-        encoding=msgspec.structs.replace(encoding, plain_bytes=manifest.memory_bytes + model.saved_table_bytes),
+        encoding=msgspec.structs.replace(
+            encoding, plain_bytes=manifest.segment_bytes + manifest.table_bytes + model.saved_table_bytes
+        ),
     )
     encoded = artifact.encode(entry.stamp, lowered)
     archive.refuse_change()

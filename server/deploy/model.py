@@ -62,7 +62,7 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """The size of all parameters, including tables in host memory."""
-        return self.lowered.manifest.segment_bytes + self.lowered.manifest.table_bytes
+        return self.lowered.weight_bytes
 
     @property
     def parameter_bytes(self) -> int:

@@ -213,7 +213,7 @@ def test_changed_inputs_and_rewrites_that_are_left_out_are_named(
     assert main(["check", str(tmp_path / "model.pt2"), *flags]) == 0
     shown = capsys.readouterr().out
     assert "changed       image: the program changes them in place, which callers do not see" in shown
-    assert "archive       compared with it on 3 sets of inputs" in shown
+    assert "archive       compared with it on 4 sets of inputs" in shown
     assert re.search(
         r"left out      rewrite fold_batch_norms of batch_norm\w*: output output at batch \d differs by 0\.\d+",
         shown,

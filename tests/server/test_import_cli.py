@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -148,6 +149,10 @@ def scripted() -> nn.Module:
 
 def traced() -> nn.Module:
     return torch.jit.trace(linear(), torch.zeros(1, 4))
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64))
 
 
 def number() -> int:
@@ -479,6 +484,19 @@ def test_a_function_of_a_file_is_named_by_its_path(imported: Any) -> None:
     )
     imported("package/nets.py:make", "--input", "input:FP32:-1,4")
     assert Path("models/make/1/model.pt2").is_file()
+
+
+def test_weights_in_8_bits_are_written_to_the_configuration_with_what_they_cost(
+    imported: Any, refused_here: Any
+) -> None:
+    said = imported(f"{HERE}:wide", "--input", "x:FP32:-1,256", "--weights", "int8")
+    assert re.search(r"note: [\d.]+ KiB of [\d.]+ KiB are stored and copied, in int8; beside exact weights, ", said)
+    assert re.search(r"output: cosine 0\.999\d+, largest difference \d\.\de-0\d", said)
+    assert re.search(r"On the examples, the least cosine with eager PyTorch's is 0\.999\d", said)
+    config = Path("models/wide/config.pbtxt").read_text()
+    assert re.search(r'key: "weights"\s+value \{\s+string_value: "int8"', config)
+    again = refused_here(f"{HERE}:wide", "--input", "x:FP32:-1,256", "--version", "2", "--weights", "bfloat16")
+    assert "has a config.pbtxt, which says for all versions what weights are stored as" in again
 
 
 def test_a_version_is_added_or_replaced_and_others_stay(imported: Any, refused_here: Any) -> None:

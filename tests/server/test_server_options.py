@@ -43,6 +43,7 @@ def test_without_parameters_a_gpu_computes_as_torch_s_users_have_it() -> None:
         ({"precision": "Half"}, {"dtype": "float16"}),
         ({"precision": "bfloat16", "channels_last": "true"}, {"dtype": "bfloat16"}),
         ({"channels_last": "false"}, {"channels_last": False}),
+        ({"weights": "INT8"}, {"weights": "int8"}),
         ({"fused": "false", "max_burst": "3"}, {"fused": False}),
         (
             {"precision": "float32", "channels_last": "false", "fused": "false"},
@@ -52,6 +53,15 @@ def test_without_parameters_a_gpu_computes_as_torch_s_users_have_it() -> None:
 )
 def test_parameters_change_a_gpu_s_defaults(parameters: dict[str, str], changed: dict[str, Any]) -> None:
     assert options_of(source(**parameters), "cuda") == replace(CUDA_DEFAULTS, **changed)
+
+
+def test_a_model_s_own_weights_go_before_the_server_s() -> None:
+    for device in ("cpu", "cuda"):
+        assert options_of(source(), device, weights="int8").weights == "int8"
+        assert options_of(source(weights="float32"), device, weights="int8").weights == "float32"
+        assert options_of(ModelSource("m", 1, Path("model.pt2")), device, weights="bfloat16").weights == "bfloat16"
+    with pytest.raises(RepositoryError, match="parameter 'weights': '4bits' is none of float32, bfloat16, int8"):
+        options_of(source(weights="4bits"), "cpu")
 
 
 def test_parameters_choose_a_cpu_s_options() -> None:

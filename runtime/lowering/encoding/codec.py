@@ -149,7 +149,6 @@ class Decoding:
 
 def decoding(codec: Codec, source: Bytes, destination: Bytes, *, in_place: bool = False) -> Decoding:
     """Prepare to fill the destination with the float32 numbers, or plain bytes, that the source encodes."""
-    numbers = torch.from_numpy(destination)
-    return Decoding(
-        codec, torch.from_numpy(source), numbers if codec == "plain" else numbers.view(torch.float32), in_place
-    )
+    with torch.inference_mode(False):  # the thread that decodes may be in another mode than the one that prepares
+        encoded, numbers = torch.from_numpy(source), torch.from_numpy(destination)
+        return Decoding(codec, encoded, numbers if codec == "plain" else numbers.view(torch.float32), in_place)
