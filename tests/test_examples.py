@@ -145,7 +145,7 @@ async def test_sentences_are_cut_and_padded_to_the_models_length() -> None:
 
 
 def test_every_example_is_a_page_and_has_a_test() -> None:
-    tested = Path(__file__).read_text() + (Path(__file__).parent / "runtime" / "test_tiling_model.py").read_text()
+    tested = Path(__file__).read_text() + (Path(__file__).parent / "runtime" / "test_tiling_command.py").read_text()
     for example in EXAMPLES.iterdir():
         if example.suffix in (".py", ".sh"):
             assert len(example.read_text().splitlines()) <= PAGE_LINES, example

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.planner.packing import searched
 from benchmarks.record import markdown_table, record
 from cohabit.planner.layout.placement import Block, most_live_bytes, place
 from cohabit.planner.lifetimes import Lifespan
@@ -75,9 +76,9 @@ def row(name: str, blocks: Sequence[Block], known_bytes: int, nodes: int) -> lis
     bound = most_live_bytes(blocks)
     greedy = place(blocks)
     start = time.perf_counter()
-    searched = place(blocks, known_bytes, nodes)
+    layout = searched(blocks, known_bytes, nodes=nodes)
     seconds = time.perf_counter() - start
-    ratios = [f"{peak / (known_bytes or bound):.4f}" for peak in (bound, greedy.peak_bytes, searched.peak_bytes)]
+    ratios = [f"{peak / (known_bytes or bound):.4f}" for peak in (bound, greedy.peak_bytes, layout.peak_bytes)]
     return [name, str(len(blocks)), *ratios, f"{seconds:.2f}"]
 
 

@@ -32,7 +32,7 @@ LINKS = {"as measured": None, "2 GB/s": 2e9, "1 GB/s": 1e9}
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser_of("benchmarks.planner.shares", __doc__).parse_args(argv)
     folders = {"repository": str(options.folder / "repository"), "cache": str(options.folder / "cache")}
-    found, _ = candidates(config_of({**folders, "memory": "1B"}), None, lambda text: None)
+    found, _ = candidates(config_of({**folders, "memory": "1B"}), lambda text: None)
     memory_bytes = int(sum(candidate.weight_bytes for candidate in found) * SHARE)
     rows = []
     for link, bandwidth in LINKS.items():

@@ -12,7 +12,6 @@ import numpy as np
 from cohabit.planner.arrays import Ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.graph import SCRATCH_ALIGNMENT, Graph
-from cohabit.planner.layout.packing import improve
 from cohabit.planner.lifetimes import Lifespan, lifespans, live_bytes
 
 UNLIMITED: Final = 1 << 62
@@ -38,12 +37,8 @@ class Layout:
     peak_bytes: int
 
 
-def place(blocks: Sequence[Block], enough_bytes: int = 0, nodes: int = 0, seed: int = 0) -> Layout:
-    """Place all blocks, deterministically. Stop at the first layout that needs at most `enough_bytes`.
-
-    Greedy rules come first. Then up to `nodes` partial placements are searched (about 100,000 a second), unless there
-    are too many blocks for that (`planner.layout.packing`).
-    """
+def place(blocks: Sequence[Block], enough_bytes: int = 0) -> Layout:
+    """Place all blocks by greedy rules. Stop at the first layout that needs at most `enough_bytes`."""
     best: Layout | None = None
     floor = max(most_live_bytes(blocks), enough_bytes)
     for layout in layouts(blocks):
@@ -52,11 +47,6 @@ def place(blocks: Sequence[Block], enough_bytes: int = 0, nodes: int = 0, seed: 
         if best.peak_bytes <= floor:
             break
     assert best is not None
-    if nodes and best.peak_bytes > floor:
-        nbytes, alignment, *spans = _arrays(blocks)
-        known = np.array(best.offsets, dtype=np.int64)
-        offsets = improve(nbytes, alignment, np.stack(spans, axis=1), floor, known, nodes, seed)
-        best = Layout(tuple(offsets.tolist()), int((offsets + nbytes).max()))
     return best
 
 
@@ -65,7 +55,7 @@ def layouts(blocks: Sequence[Block], most_bytes: int = UNLIMITED) -> Iterator[La
     if not blocks:
         yield Layout((), 0)
         return
-    rows = _arrays(blocks)
+    rows = arrays_of(blocks)
     for order in _orders(*rows[:4]):
         for best_fit in (True, False):
             offsets = _fit(order, rows, best_fit, most_bytes)
@@ -104,7 +94,7 @@ def activation_tops(graph: Graph) -> tuple[int, ...]:
     return tuple(tops.tolist())
 
 
-def _arrays(blocks: Sequence[Block]) -> Ints:
+def arrays_of(blocks: Sequence[Block]) -> Ints:
     """Bytes, alignment, and both spans' first and end, [6, blocks]; the second span is empty for most."""
     rows = [(b.nbytes, b.alignment, b.span.first, b.span.end, *_again(b)) for b in blocks]
     return np.array(rows, dtype=np.int64).T.copy()
@@ -144,7 +134,7 @@ def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]
 def _fit(order: Ints, blocks: Ints, best_fit: bool, most_bytes: int) -> Ints:
     """Place blocks one by one in the tightest (or the lowest) gap between those already there.
 
-    `blocks` is of `_arrays`. Returns no offsets once a block would end above `most_bytes`.
+    `blocks` is of `arrays_of`. Returns no offsets once a block would end above `most_bytes`.
     """
     offsets = np.zeros(len(order), dtype=np.int64)
     nbytes, alignment = blocks[0], blocks[1]

@@ -1,9 +1,7 @@
 """The default searcher: several searchers, one after the other, until the lower bound is reached.
 
-For a partition with a workspace, `streaming` comes first; then a population of `genetic` begins with its best
-decisions. `offloading` plans where activations do not fit, or where they leave parameters little room and the others
-are far from the bound. With time left, `streaming` and the seeded population, which takes in what `streaming` finds,
-take turns.
+For a partition with a workspace, `streaming` plans. `offloading` does where activations do not fit, or where they leave
+parameters little room and `streaming` is far from the bound. With time left, `streaming` goes on.
 
 For one budget in which everything is counted, each member first gets a small share of its own effort, and the one with
 the best plan continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm
@@ -39,9 +37,6 @@ SAMPLE: Final = 1 / 16
 """Share of its effort that each of these gets before they are ranked."""
 BY_WEIGHTS: Final = " in the order of weights"
 """Names members whose ops run in the order of `planner.order.by_parameters`: the time steps of a layer together."""
-SEEDED: Final = "genetic seeded by streaming"
-TURN: Final = 1 / 3
-"""Share of its effort that a member gets when it is its turn again, and the seeded one always."""
 AT_BOUND: Final = 1e-4
 """A relative gap this small counts as none."""
 WORTH_OFFLOADING: Final = 0.05
@@ -112,7 +107,7 @@ class Best(Searcher[MemberCandidate]):
             except InfeasibleBudget as other:
                 raise min(refusal, other, key=lambda r: r.least_bytes) from other
         else:
-            self._names += [SEEDED, *(["offloading"] if _is_narrow(self.problem) else [])]
+            self._names += ["offloading"] if _is_narrow(self.problem) else []
 
     def found_by(self, candidate: MemberCandidate) -> str:
         """Name the member that found a candidate."""
@@ -120,16 +115,11 @@ class Best(Searcher[MemberCandidate]):
 
     def _ask_served(self) -> Iterator[Sequence[MemberCandidate]]:
         yield from self._turn(0)
-        if SEEDED in self._names:
-            yield from self._turn_of_seeded()
-        if self._names[-1] == "offloading" and min(self._least_s) > self.problem.bound_s * (1 + WORTH_OFFLOADING):
-            yield from self._turn(len(self._names) - 1)
+        if len(self._names) > 1 and min(self._least_s) > self.problem.bound_s * (1 + WORTH_OFFLOADING):
+            yield from self._turn(1)
         self.evaluations = self._count
-        spent = -1
-        while SEEDED in self._names and not self._is_at_bound() and spent < self._count:
-            spent = self._count
-            yield from self._turn(0, TURN * self._member(0).evaluations)
-            yield from self._turn_of_seeded()
+        if not self._is_at_bound():
+            yield from self._turn(0, math.inf)
 
     def _weights_order(self) -> tuple[int, ...] | None:
         """Return an order in which ops of the same weights come together, if there is another one that fits."""
@@ -139,13 +129,6 @@ class Best(Searcher[MemberCandidate]):
         order = by_parameters(graph)
         fits = least_bytes(reordered(graph, profile, order)[0]) <= self.problem.memory.nbytes
         return order if fits and list(order) != sorted(order) else None
-
-    def _turn_of_seeded(self) -> Iterator[Sequence[MemberCandidate]]:
-        """Evolve the population that begins with what `streaming` found, and takes in what it finds."""
-        seeded = self._member(1)
-        if not self._is_at_bound():
-            seeded.adopt(self._member(0).leading())
-            yield from self._turn(1, TURN * seeded.evaluations)
 
     def _ask_counted(self) -> Iterator[Sequence[MemberCandidate]]:
         quickest = [i for i, name in enumerate(self._names) if name.startswith(QUICKEST)]

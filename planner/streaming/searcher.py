@@ -125,10 +125,6 @@ class Streaming(Searcher[StreamingCandidate]):
         resident_at = self._home(work, decisions)
         return work, resident_at, play(work.arrays, resident_at, decisions)[0]
 
-    def leading(self) -> list[tuple[tuple[int, ...], Decisions]]:
-        """Return the best orders and decisions of the latest round."""
-        return [(self.reordered[c.order].order, self._decisions(c)) for c in self._best(CHAINS)]
-
     def first(self) -> StreamingCandidate:
         """Return a candidate quickly, without other orders of the ops unless much is read again."""
         orders = len(self.reordered) if has_reuse(self.problem.graph) else 1

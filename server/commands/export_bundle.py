@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.commands.planning.board_profiles import BOARD_PROFILES, BoardProfile
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.config.bundle import Bundle
 from cohabit.server.config.config import BY_KEY
@@ -16,11 +15,21 @@ from cohabit.server.format import gap, make_table, milliseconds, print_table
 
 _EXAMPLES = """examples:
   cohabit export-bundle models --memory 64MiB -o bundle && cohabit serve bundle
-  cohabit export-bundle models --memory 25% --profile pi5-sd --no-pack-weights --batch-sizes 1 -o bundle
+  cohabit export-bundle models --memory 25% --link-bandwidth 90MB/s --no-pack-weights --batch-sizes 1 -o bundle
 
 Weights are packed for this processor and this version of torch. --no-pack-weights makes a bundle for other processors.
 """
-_SETTINGS = ("cache", "threads", "search", "batch_sizes", "shape_buckets", "weights", "compute_lanes", "model_rate")
+_SETTINGS = (
+    "cache",
+    "threads",
+    "search",
+    "batch_sizes",
+    "shape_buckets",
+    "weights",
+    "compute_lanes",
+    "link_bandwidth",
+    "model_rate",
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +46,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="device memory for all models, as of `cohabit serve`: 64MiB, 82MB, or 25%% of the sum of their weights",
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="new folder for the bundle")
-    parser.add_argument(
-        "--profile",
-        choices=BOARD_PROFILES,
-        metavar="BOARD",
-        help=f"plan for a board's store and cores: {', '.join(BOARD_PROFILES)} (default: this machine)",
-    )
     store = BY_KEY["store"]
     parser.add_argument(
         "--store", choices=store.choices, default="file", help=f"{store.help} (default: %(default)s)"
@@ -62,8 +65,6 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     needed = {"repository": options.repository, "memory": options.memory, "store": options.store}
     config = config_of({**needed, **given(options, _SETTINGS)})
     config = replace(config, engine="in-process", pack_weights=options.pack_weights)
-    board = None if options.profile is None else BOARD_PROFILES[options.profile]
-    profile = "measured on the exporting machine" if board is None else f"scaled for {board.name}"
     with SearchProgress(errors) as progress:
         progress.doing("starting torch")
         from cohabit.server.deploy.bundle import export
@@ -71,18 +72,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         def show(name: str, stage: str) -> None:
             progress.doing(f"{name}: {stage}")
 
-        adapt = None if board is None else board.scaled
-        bundle = export(config, options.output, profile, adapt, show)
-    most_bytes = bundle.memory_bytes if board is None else round(board.memory_bytes.value)
-    if board is not None and bundle.memory_bytes > most_bytes:
-        memory, most = format_bytes(bundle.memory_bytes), format_bytes(most_bytes)
-        errors.print(f"cohabit: {memory} is more than the {most} of {board.name}; export again with less --memory")
-    _show(bundle, board, options, out)
+        bundle = export(config, options.output, show)
+    _show(bundle, options, out)
     return 0
 
 
-def _show(bundle: Bundle, board: BoardProfile | None, options: argparse.Namespace, out: Console) -> None:
-    where = "this machine" if board is None else f"{board.name}, scaled from a profile of this machine"
+def _show(bundle: Bundle, options: argparse.Namespace, out: Console) -> None:
     table = make_table(
         *("model", "weights", "partition", "predicted", "over resident"),
         left=("model",),
@@ -99,10 +94,8 @@ def _show(bundle: Bundle, board: BoardProfile | None, options: argparse.Namespac
     print_table(
         out,
         table,
-        title=f"{format_bytes(bundle.memory_bytes)}, a workspace of {workspace} among them; predicted for {where}",
+        title=f"{format_bytes(bundle.memory_bytes)}, a workspace of {workspace} among them; predicted for this machine",
         total=f"serve it with: cohabit serve {options.output}",
     )
-    if board is not None:
-        out.print(f"estimates for {board.name}: {', '.join(board.estimates)}", soft_wrap=True)
     total = format_bytes(sum(file.nbytes for file in bundle.files.values()))
     out.print(f"{options.output}: {len(bundle.files)} files, {total}, for {bundle.machine}", soft_wrap=True)

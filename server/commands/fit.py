@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,6 @@ from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
 from cohabit.server.capacity.page import fit_page, missed, sentence
-from cohabit.server.commands.planning.board_profiles import BOARD_PROFILES
 from cohabit.server.commands.planning.files import write_file
 from cohabit.server.commands.planning.subject import MEASURING, add_measuring, budget
 from cohabit.server.config.sources import config_of, given, typed
@@ -22,7 +20,6 @@ from cohabit.server.format import gap, make_table, milliseconds, percent
 
 if TYPE_CHECKING:
     from cohabit.server.capacity.fit import Candidate, Fit, HighestRate
-    from cohabit.server.commands.planning.board_profiles import BoardProfile
     from cohabit.server.config.config import ServeConfig
 
 _rates_decoder = msgspec.json.Decoder(dict[str, Annotated[float, msgspec.Meta(gt=0)]])
@@ -62,12 +59,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("partitioned", "resident", "time_shared"),
         default="partitioned",
         help="how models share the memory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--profile",
-        choices=tuple(BOARD_PROFILES),
-        metavar="BOARD",
-        help=f"of {', '.join(BOARD_PROFILES)}: predict for it",
     )
     for flag, default, what in (
         ("--request-ms", REQUEST_MS, "per request outside of executions: sockets, parsing, the client"),
@@ -110,8 +101,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         config = config_of(
             {"repository": str(options.repository), "memory": "1B", **given(options, (*MEASURING, "batch_sizes"))}
         )
-        board = None if options.profile is None else BOARD_PROFILES[options.profile]
-        found, left_out = candidates(config, board, progress)
+        found, left_out = candidates(config, progress)
         names = [candidate.demand.name for candidate in found]
         for name in sorted(set(given_rates) - set(names)):
             raise ConfigError(f"--rates: {options.repository} has no model '{name}' that can be served")
@@ -125,7 +115,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                 execution_s=options.execution_ms / 1e3,
                 execution_factor=options.execution_factor,
             ),
-            library=Library(cache_of(config)) if board is None else None,
+            library=Library(cache_of(config)),
             on_progress=progress,
         )
         slo_s = None if options.slo_ms is None else options.slo_ms / 1e3
@@ -163,9 +153,7 @@ def _rates(options: argparse.Namespace) -> dict[str, float]:
         ) from error
 
 
-def candidates(
-    config: "ServeConfig", board: "BoardProfile | None", progress: Callable[[str], None]
-) -> "tuple[list[Candidate], dict[str, str]]":
+def candidates(config: "ServeConfig", progress: Callable[[str], None]) -> "tuple[list[Candidate], dict[str, str]]":
     """Lower and measure the highest version of every model; returns them, and why others are left out."""
     from cohabit.planner.errors import CohabitError
     from cohabit.server.capacity.fit import Candidate
@@ -187,11 +175,8 @@ def candidates(
             left_out[name] = load_reason(name, error)
             continue
         info = describe(model.lowered, source.version, max(model.lowered.batches))
-        demand = model.demand
-        if board is not None:
-            demand = replace(demand, profiles={b: board.scaled(p) for b, p in demand.profiles.items()})
         rows = 0 if info.only_batches else info.max_batch_size
-        found.append(Candidate(demand, model.weight_bytes, rows, source.policy))
+        found.append(Candidate(model.demand, model.weight_bytes, rows, source.policy))
     if not found:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise ConfigError(f"{config.repository}: no model can be served: {reasons}")

@@ -13,7 +13,7 @@ from cohabit.server.commands.planning.measured import MeasuredGraph, measured_gr
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import MemoryBudget, add_effort, add_subject, budgets
 from cohabit.server.config.sources import typed
-from cohabit.server.config.values import batches, integer
+from cohabit.server.config.values import batches
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import PLAN_WORDS, gap, make_table, milliseconds, percent, print_table
 
@@ -26,7 +26,6 @@ _EXAMPLES = """examples:
   cohabit plan models/resnet50 --memory 64MiB
   cohabit plan models/resnet50 --memory 25%,50%,75% --batch-sizes 1,16 --output plans
   cohabit plan models/bert --memory 32MiB --search genetic --time-limit 30s --workers 4
-  cohabit plan models/bert --devices 4
   cohabit plan --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
 
 Each batch size is planned on its own. When `cohabit serve` plans several batch sizes of a model, their plans keep
@@ -47,13 +46,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=typed(budgets),
         metavar="SIZE,...",
         help="device memory for the model, or several to plan for: 64MiB, 82MB, or 25%% of its weights",
-    )
-    parser.add_argument(
-        "--devices",
-        type=typed(integer(2, 1024)),
-        metavar="N",
-        help="instead, say how the weights of a model of linear layers would be split over so many devices, each with"
-        " --memory for weights (default: an even share and a tenth)",
     )
     parser.add_argument(
         "--search",
@@ -77,14 +69,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Plan every memory size and bucket. Returns 2 if one was infeasible; the others are planned all the same.
 
-    Raises ConfigError without a memory size or a number of devices.
+    Raises ConfigError without a memory size.
     """
-    if options.devices is not None:
-        from cohabit.server.commands.tile import plan_devices
-
-        return plan_devices(options, out)
     if not options.memory:
-        raise ConfigError("plan: give --memory SIZE, or --devices N")
+        raise ConfigError("plan: give --memory SIZE")
     rows: list[list[str]] = []
     files: list[Path] = []
     with SearchProgress(errors) as progress:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cohabit.planner.errors import InfeasibleBudget, format_bytes
+from cohabit.planner.errors import format_bytes
 from cohabit.server.commands.planning.files import write_file
 from cohabit.server.config.sizes import parse_memory
 from cohabit.server.config.sources import typed
@@ -106,35 +106,6 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     if options.svg is not None:
         write_file(options.svg, drawing(plan).encode())
         errors.print(f"{options.svg}: {format_bytes(options.svg.stat().st_size)}", markup=False, highlight=False)
-    return 0
-
-
-def plan_devices(options: argparse.Namespace, out: Console) -> int:
-    """Split a model's weights over devices, exactly and as Megatron-LM does.
-
-    Raises InfeasibleBudget for less memory than an even share.
-    """
-    from cohabit.planner.tiling import TilingGraph, plan_tiling
-    from cohabit.runtime.tiling.model import by_hand, read_model
-    from cohabit.server.repository.scan import find
-
-    if options.model is None:
-        raise ConfigError("--devices: give a MODEL; a graph of `cohabit plan` has no shapes")
-    source, devices, batch = find(options.model), options.devices, (options.batch_sizes or (1,))[0]
-    model = read_model(source.path, batch, devices)
-    share = -(-model.weight_bytes // devices)
-    columns = ("memory", "tiling", "bytes per request", "weights per device")
-    title = f"{source.name} at batch {batch} on {devices} devices, {format_bytes(model.weight_bytes)} of weights"
-    table = make_table(*columns, left=("tiling",))
-    for memory in options.memory or (None,):
-        limit = share // 10 if memory is None else memory.size.of(model.weight_bytes) - share
-        if limit < 0:
-            raise InfeasibleBudget(source.name, None, limit + share, share)
-        graph = TilingGraph.of(model.outputs, devices, limit, frees_results=True)
-        for name, plan in (("exact", plan_tiling(graph)), ("Megatron-LM's", by_hand(model, devices))):
-            sizes = (format_bytes(share + limit), name, format_bytes(plan.moved.wire))
-            table.add_row(*sizes, format_bytes(share + plan.extra_bytes))
-    print_table(out, table, title=title)
     return 0
 
 

@@ -14,7 +14,7 @@ import msgspec
 from cohabit.server.config.setting import Setting, Value
 from cohabit.server.errors import ConfigError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST, MODELS, CACHE = "bundle.json", "models", "cache"
 _READ_BYTES = 1 << 20
 
@@ -38,12 +38,11 @@ class BundledModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`machine` is what the programs and packed weights are valid for; `profile` says where the op times come from."""
+    """`machine` is what the programs and packed weights are valid for."""
 
     memory_bytes: int
     workspace_bytes: int
     machine: str
-    profile: str
     settings: dict[str, str | bool | None]
     """Settings of `serve` by key. Plans are for exactly these."""
     models: tuple[BundledModel, ...]

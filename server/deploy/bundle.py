@@ -4,14 +4,13 @@ See `server.config.bundle` for what is in the folder.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
-from cohabit.planner.profile import Profile
 from cohabit.planner.sizing.deployment import Division
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
 from cohabit.runtime.lowering.lower import Entry
@@ -41,19 +40,16 @@ RECORDED = (
 )
 """Settings of `serve` on which plans and programs depend, or that need what a bundle lacks."""
 
-Adapt = Callable[[Profile], Profile] | None
-"""Turns a profile of this machine into one of the machine that will serve, if that is another."""
 
-
-def export(config: ServeConfig, output: Path, profile: str, adapt: Adapt, on_progress: OnProgress) -> Bundle:
+def export(config: ServeConfig, output: Path, on_progress: OnProgress) -> Bundle:
     """Prepare and plan every model of a repository, and write a bundle to a new folder.
 
-    `profile` says where the op times come from. Raises ConfigError if the folder is not empty, RepositoryError for a
+    Raises ConfigError if the folder is not empty, RepositoryError for a
     model that cannot be served, and what preparing and planning raise; the folder is then removed.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output: {output} is not empty; name a new folder, or remove this one")
-    models = [_prepared(source, config, adapt, on_progress) for source in _sources(config.repository)]
+    models = [_prepared(source, config, on_progress) for source in _sources(config.repository)]
     planner = Planner(config, WorkerProcesses(here=True))
     memory_bytes = config.memory.of(sum(model.weight_bytes for model in models))
     on_progress("planning", "dividing the memory")
@@ -71,7 +67,6 @@ def export(config: ServeConfig, output: Path, profile: str, adapt: Adapt, on_pro
             memory_bytes,
             division.workspace_bytes,
             machine_of(config),
-            profile,
             _settings(config, memory_bytes),
             tuple(entries),
             {str(p.relative_to(output)): described(p) for p in sorted(output.rglob("*")) if p.is_file()},
@@ -125,12 +120,9 @@ def _sources(repository: Path) -> list[ModelSource]:
     return sources
 
 
-def _prepared(source: ModelSource, config: ServeConfig, adapt: Adapt, on_progress: OnProgress) -> Model:
+def _prepared(source: ModelSource, config: ServeConfig, on_progress: OnProgress) -> Model:
     """Lower and measure a model, and close its parameters."""
-    model = lowered_and_measured(source, config, on_progress)
-    if adapt is not None:
-        model.profiles = {bucket: adapt(profile) for bucket, profile in model.profiles.items()}
-    return model
+    return lowered_and_measured(source, config, on_progress)
 
 
 def _write(model: Model, memory: Memory, config: ServeConfig, output: Path) -> None:

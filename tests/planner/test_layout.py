@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner.minimalloc import HEIGHT, guillotine, read
+from benchmarks.planner.packing import searched
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.layout.placement import (
@@ -166,25 +167,24 @@ def test_a_search_closes_the_gap_that_greedy_rules_leave(count: int, seed: int) 
     """Of a rectangle that is cut into blocks, all of the height is in use at all times."""
     blocks = guillotine(count, seed)
     assert most_live_bytes(blocks) == HEIGHT
-    greedy, searched = place(blocks), place(blocks, nodes=20_000)
-    assert_sound(blocks, searched)
+    greedy, found = place(blocks), searched(blocks, nodes=20_000)
+    assert_sound(blocks, found)
     assert greedy.peak_bytes > HEIGHT  # else these instances show nothing
-    assert searched.peak_bytes - HEIGHT < 0.5 * (greedy.peak_bytes - HEIGHT)
-    assert place(blocks, greedy.peak_bytes, nodes=20_000) == greedy, "enough is enough"
+    assert found.peak_bytes - HEIGHT < 0.5 * (greedy.peak_bytes - HEIGHT)
+    assert searched(blocks, greedy.peak_bytes, nodes=20_000) == greedy, "enough is enough"
 
 
 def test_the_same_seed_finds_the_same_layout() -> None:
     blocks = guillotine(60, 3)
-    assert place(blocks, nodes=3000, seed=1) == place(blocks, nodes=3000, seed=1)
-    assert place(blocks) == place(blocks, nodes=0, seed=7)
+    assert searched(blocks, nodes=3000, seed=1) == searched(blocks, nodes=3000, seed=1)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(BLOCKS)
 def test_searched_layouts_are_sound_and_never_worse(blocks: list[Block]) -> None:
-    searched = place(blocks, nodes=400)
-    assert_sound(blocks, searched)
-    assert most_live_bytes(blocks) <= searched.peak_bytes <= place(blocks).peak_bytes
+    found = searched(blocks, nodes=400)
+    assert_sound(blocks, found)
+    assert most_live_bytes(blocks) <= found.peak_bytes <= place(blocks).peak_bytes
 
 
 def best_peak(blocks: Sequence[Block]) -> int:
@@ -209,4 +209,4 @@ def best_peak(blocks: Sequence[Block]) -> int:
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.builds(Block, st.integers(1, 9), st.just(1), SPANS), min_size=2, max_size=6))
 def test_small_problems_are_solved_to_the_optimum(blocks: list[Block]) -> None:
-    assert place(blocks, nodes=50_000).peak_bytes == best_peak(blocks)
+    assert searched(blocks, nodes=50_000).peak_bytes == best_peak(blocks)

@@ -18,7 +18,6 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.streaming.anneal import FITS
-from cohabit.planner.streaming.searcher import Streaming
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile
 
 seeds = st.integers(0, 10**6)
@@ -94,30 +93,6 @@ def test_a_copy_may_go_ahead_of_one_that_waits_for_its_place() -> None:
         orders.append([s.tensor for s in plan.steps if isinstance(s, SwapIn)])
     assert orders == [[1, 2, 3], [1, 3, 2]]
     assert latencies_s == [10.0, 9.5]
-
-
-def test_best_takes_up_what_streaming_found() -> None:
-    """Decisions are numbered by the graph's own order and come back in every order that streaming plans."""
-    rng = random.Random(3)
-    graph = random_graph(rng, 20)
-    profile = random_profile(rng, graph)
-    problem = Problem(
-        graph, profile, Memory(Footprint.of(graph).least_workspace_bytes(4 * PAGE) + 4 * PAGE, 4 * PAGE)
-    )
-    streaming, genetic = Streaming(problem, 0), ServingGenetic(problem, 0)
-    for _ in range(5):
-        asked = streaming.ask()
-        streaming.tell(asked, [streaming.evaluate(c, 0.0) for c in asked])
-    genetic.adopt(streaming.leading())
-    adopted = genetic.ask()[: len(streaming.leading())]
-    for candidate, (order, decisions) in zip(adopted, streaming.leading(), strict=True):
-        assert candidate.order == order
-        view = next(v for v in streaming.reordered if v.order == order)
-        arrays = view.work.arrays
-        assert len(decisions.choice) == len(arrays.size)
-        assert genetic.write(candidate).steps
-    found = {round(genetic.evaluate(c, 0.0).latency_s, 12) for c in adopted}
-    assert min(found) <= min(cost for cost, _ in streaming._evaluated) + 1e-9
 
 
 def test_all_batch_sizes_share_the_residents_that_the_smallest_chose() -> None:

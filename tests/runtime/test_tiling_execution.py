@@ -90,7 +90,9 @@ def done() -> dict[tuple[str, str], Done]:
     """All programs in two tilings or three, planned here and executed in one start of processes."""
     plans = {(subject.name, search): plan_of(subject, search, PROCESSES) for subject, search in CASES}
     picks = {case: plan.picks for case, plan in plans.items()}
-    with pytest.MonkeyPatch.context() as patched:  # forks need not import torch; test_tiling_model.py starts others
+    with (
+        pytest.MonkeyPatch.context() as patched
+    ):  # forks need not import torch; test_tiling_command.py starts others
         patched.setattr(worker, "spawn", partial(start_processes, start_method="fork"))
         results = start(partial(execute_all, picks), PROCESSES)
     return {case: Done(*results[case], plan.moved) for case, plan in plans.items()}

@@ -8,8 +8,7 @@ are crossed over at one op, as CLS and CNT are at one size, then repaired until 
 mutate at once.
 
 The first candidate keeps the parameters that are used first; it is no part of the population.
-The first generation is random, but for the orders of `planner.streaming.op_orders`, unless decisions found elsewhere
-are adopted: then it consists of those and their mutants.
+The first generation is random, but for the orders of `planner.streaming.op_orders`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -112,15 +111,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
         self._first = self._orders[0]
         self._numbered = lru_cache(maxsize=ORDERS_KEPT)(self._number)
         self._precedence = precedence(problem.graph)
-        self._adopted: list[ServingChromosome] = []
         self._steps = self._evolve()
-
-    def adopt(self, found: Sequence[tuple[tuple[int, ...], Decisions]]) -> None:
-        """Take decisions that another search found into the next generation, each numbered as in its own order."""
-        for order, decisions in found:
-            numbered = self._numbered(order)
-            assert numbered is not None
-            self._adopted.append(ServingChromosome(order, numbered.numbered(decisions)))
 
     def tell(self, candidates: Sequence[ServingChromosome], costs: Sequence[Cost]) -> None:
         super().tell(candidates, costs)
@@ -155,18 +146,14 @@ class ServingGenetic(Evolution[ServingChromosome]):
 
     def _evolve(self) -> Iterator[Sequence[ServingChromosome]]:
         uses = len(self._first.work.arrays.use_op)
-        if not self._adopted:
-            choice = self._given
-            if choice is None:
-                choice = np.where(self._filled(np.arange(len(self._first.work.arrays.size))), RELEASED, STREAMED)
-            yield [ServingChromosome(self._first.order, uniform(choice, np.zeros(uses, np.bool_), 0))]
+        choice = self._given
+        if choice is None:
+            choice = np.where(self._filled(np.arange(len(self._first.work.arrays.size))), RELEASED, STREAMED)
+        yield [ServingChromosome(self._first.order, uniform(choice, np.zeros(uses, np.bool_), 0))]
         if uses:
             yield from self._generations(self._first_generation())
 
     def _first_generation(self) -> list[ServingChromosome]:
-        if self._adopted:
-            adopted, self._adopted = self._adopted, []
-            return [*adopted, *(self._mutated(adopted[i % len(adopted)]) for i in range(self._population))]
         orders = [view.order for view in self._orders]
         members = []
         for i in range(self._population):
@@ -175,10 +162,6 @@ class ServingGenetic(Evolution[ServingChromosome]):
                 order = tuple(random_schedule(self._precedence, self._rng).tolist())
             members.append(ServingChromosome(order, self._random()))
         return members
-
-    def _children(self, parents: Sequence[ServingChromosome]) -> list[ServingChromosome]:
-        adopted, self._adopted = self._adopted, []
-        return [*adopted, *super()._children(parents)]
 
     def _random(self) -> Decisions:
         """Random residents as long as they fit, all kept, all released or mixed; likewise for what is held.

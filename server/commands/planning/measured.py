@@ -10,7 +10,6 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.registry import SERVING
-from cohabit.server.commands.planning.board_profiles import BoardProfile
 from cohabit.server.commands.planning.files import read_graph, read_profile, read_profiles
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import MEASURING, MemoryBudget
@@ -66,20 +65,14 @@ def measured_graphs(options: argparse.Namespace, on_progress: Callable[[str], No
     if options.predicted is not None:
         return _predicted(options, on_progress)
     if options.model is None:
-        if isinstance(options.profile, BoardProfile):
-            raise ConfigError(
-                f"--profile {options.profile.name} scales what is measured here; give a MODEL with it"
-            )
         if options.graph is None or options.profile is None:
             raise ConfigError("give a MODEL, or both --graph and --profile")
         graph = read_graph(options.graph)
         profile = read_profile(options.profile, graph)
         return [_of_file(options, graph, profile)]
-    board = options.profile
-    if options.graph is not None or not isinstance(board, BoardProfile | None):
-        raise ConfigError("--graph and --profile FILE are there to plan without a model; leave out MODEL or them")
-    measured = _measured(options, on_progress)
-    return measured if board is None else [replace(i, profile=board.scaled(i.profile)) for i in measured]
+    if options.graph is not None or options.profile is not None:
+        raise ConfigError("--graph and --profile are there to plan without a model; leave out MODEL or them")
+    return _measured(options, on_progress)
 
 
 def _predicted(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cohabit.server.commands.planning.board_profiles import BOARD_PROFILES
 from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sizes import MemorySize, parse_memory
 from cohabit.server.config.sources import add_flag, typed
@@ -37,9 +36,9 @@ def add_subject(
     measured.add_argument("--graph", type=Path, metavar="FILE", help="graph that `cohabit plan` wrote")
     measured.add_argument(
         "--profile",
-        type=lambda text: BOARD_PROFILES.get(text) or Path(text),
-        metavar="FILE|BOARD",
-        help=f"profile of that graph; or, with MODEL, the board to predict for: {', '.join(BOARD_PROFILES)}",
+        type=Path,
+        metavar="FILE",
+        help="profile of that graph",
     )
     measured.add_argument(
         "--predicted",

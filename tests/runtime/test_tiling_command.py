@@ -1,0 +1,43 @@
+"""`cohabit tile`: shows, runs and draws the tiling of a program."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cohabit.server.cli import main
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "tiling_regression.py"
+
+
+def test_the_example_is_tiled_run_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "tiling.svg"
+    assert main(["tile", f"{EXAMPLE}:program", "--workers", "2", "--run", "--svg", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\bx +20000 x 32 +▤ +row", out)
+    counted = next(line for line in out.splitlines() if line.startswith("run: "))
+    assert "(640 bytes counted, 640 predicted)" in counted
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg")
+    assert ">x</text>" in drawn
+    assert drawn.count("<path") > 30
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("missing.py:program", "there is no file 'missing.py'"),
+        ("missing.py:x", "missing.py:x: there is no file"),  # :x: is no emoji
+        (f"{EXAMPLE}:other", "defines no function 'other'"),
+        (f"{__file__}:nothing", "must return arrays made from `newarray`, and returned 1"),
+    ],
+)
+def test_a_program_that_cannot_be_tiled_is_refused(
+    program: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tile", program]) == 2
+    assert message in capsys.readouterr().err
+
+
+def nothing() -> int:
+    return 1
