@@ -79,7 +79,7 @@ def _arrivals(models: Sequence[str], rate_per_s: float, turns: int) -> Iterator[
 
 
 async def _measure(options: argparse.Namespace, layout: str, trace: Path) -> tuple[Report, float]:
-    """Serve a layout, and return what its clients saw, and how often memory was divided anew."""
+    """Serve a layout, and return what its clients saw, and how often memory was divided again."""
     command = server_command("cohabit", options.folder / "repository", MEMORY, layout)
     command = [*command, "--cache", str(options.folder / "cache"), "--link-bandwidth", options.link]
     async with serving(command) as server:

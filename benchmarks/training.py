@@ -304,7 +304,7 @@ falls back on the serial schedule, which moves everything over every gap: those 
 """
 HOME = """Theirs: at most 1 %, 0.5 % on average, on an RTX 2080Ti. Ours, executed on a shared CPU, by the plan of
 `particle_swarm` in force at the end; the spread is the slowest step minus the fastest, over the median. Where it is
-above 100 %, the trainer has planned anew: the search is in one of the three steps.
+above 100 %, the trainer has planned again: the search is in one of the three steps.
 """
 TENSILE = """MSR is the share of eager's measured peak that is saved, EOR the step's time over eager's, CBR their ratio.
 Theirs for TENSILE on an RTX A6000: MSR 0.267 to 0.515, EOR 1.17 to 1.65, CBR 0.16 to 0.44 (Table I, five convolutional

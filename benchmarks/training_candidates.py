@@ -53,7 +53,7 @@ class Candidate:
 
 
 class GivenPlans(Trainer):
-    """A trainer that runs the plans it is given, and never plans anew."""
+    """A trainer that runs the plans it is given, and never plans again."""
 
     def bound(self, plan: Plan) -> Program:
         """Bind a plan for the same memory, and make it the current one."""

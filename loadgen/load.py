@@ -14,7 +14,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     warmup_s: float = 2.0
     """Requests before the measured ones."""
     model_count: int | None = None
-    """Take the first so many ready models; None for all."""
+    """Number of ready models to load, the first ones; None for all."""
     weights: Mapping[str, float] = {}
     """Models by name with their weights; empty to take those that the server has ready."""
     zipf: float = 0.0
@@ -29,7 +29,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     trace: str | None = None
     """CSV file with the arrivals, in the place of drawn ones."""
     concurrency: int | None = None
-    """Closed loop: so many clients, each with one request at a time. None for an open loop."""
+    """Number of clients of a closed loop, each with one request at a time. None for an open loop."""
     inputs: str | None = None
     """File or folder with requests; None to draw their values from the models' metadata."""
     verify: Literal["bits", "close"] | None = None

@@ -32,7 +32,7 @@ class Counters(msgspec.Struct, frozen=True):
     models: Mapping[str, Mapping[str, float]]
     stall_s: Mapping[str, float]
     restarts: float = 0.0
-    """Of Cohabit's engine, whose counters then begin anew."""
+    """Of Cohabit's engine, whose counters are then reset."""
 
 
 async def read_counters(client: Client) -> Counters:
@@ -48,7 +48,7 @@ async def read_counters(client: Client) -> Counters:
 def times_between(before: Counters, after: Counters) -> dict[str, ServerTimes]:
     """Return each model's mean times between two moments; models without a request in between are left out.
 
-    So are those whose counters began anew, because the model was loaded again; all, if the engine was restarted.
+    So are those whose counters were reset, because the model was loaded again; all, if the engine was restarted.
     """
     found: dict[str, ServerTimes] = {}
     if after.restarts != before.restarts:

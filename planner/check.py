@@ -1,7 +1,7 @@
 """The checker decides whether a plan may run. It shares no code with the simulator or any search.
 
-It replays a plan in its total order. What has an address is followed byte range by byte range; of what is counted, the
-bytes are added up, with those that were given up and may still be in use. Order in time is a separate question: lanes
+It replays a plan in its total order. It checks addressed tensors per byte range, and sums counted tensors, including
+released bytes that a pending step may still use. Order in time is a separate question: lanes
 run concurrently, so a step has certainly ended before another starts only through lane order and `after` edges. Each
 step therefore carries a *clock*: how many steps of each lane have certainly ended when it starts."""
 
@@ -154,7 +154,7 @@ class _Copy:
     """A tensor in memory."""
 
     place: _Range | None
-    """None for what is counted."""
+    """None for counted tensors."""
     address: Address | None
     written: Clock
     """Passed once the tensor has arrived."""
@@ -185,7 +185,7 @@ class _Replay:
     unread: set[int] = field(default_factory=set)
     """Residents that no op has read: the inference before may still be bringing them back."""
     passing: list[tuple[str, Clock]] = field(default_factory=list)
-    """Swap-ins of what is no resident, with the clock at which each has ended."""
+    """Swap-ins of non-residents, with the clock at which each has ended."""
     unsaved: set[int] = field(default_factory=set)
     """State in memory that differs from its host copy."""
     answered: Clock = _NEVER

@@ -31,7 +31,7 @@ class LiveRange:
     tensor: int | None
     """None for scratch."""
     address: Address | None
-    """None for what is counted."""
+    """None for counted tensors."""
     nbytes: int
     start: int
     """Index of the step that writes the tensor or swaps it in; START for inputs and residents."""
@@ -72,7 +72,7 @@ def live_ranges(graph: Graph, plan: Plan) -> list[LiveRange]:
 
 
 def live_bytes(blocks: Iterable[tuple[Lifespan, int]], positions: int) -> list[int]:
-    """Return the bytes alive at each of so many positions, for pairs of a lifespan and a size."""
+    """Return the bytes alive at each position, for pairs of a lifespan and a size."""
     change = [0] * (positions + 1)
     for span, nbytes in blocks:
         change[span.first] += nbytes

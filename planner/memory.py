@@ -13,7 +13,7 @@ _UNITS = {
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)", re.ASCII)
 _LARGEST_BYTES = 1 << 60
 _LEAST_WITHOUT_UNIT = 1 << 20
-"""In bytes. Whoever writes a smaller number alone does not mean bytes."""
+"""In bytes. A smaller number without a unit is taken for a mistake."""
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +47,6 @@ def parse_size(text: str) -> int:
 
 
 def parse_share(text: str) -> float | None:
-    """Return 0.25 for 25%, and None for what is no percentage."""
+    """Return 0.25 for 25%, and None for text that is not a percentage."""
     match = _NUMBER.fullmatch(text.strip())
     return float(match[1]) / 100 if match is not None and match[2] == "%" else None

@@ -63,7 +63,7 @@ class SwapOut(msgspec.Struct, frozen=True, tag="swap_out", forbid_unknown_fields
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop", forbid_unknown_fields=True):
-    """Give up a tensor's bytes. Takes no time and no lane; whoever takes the bytes next must wait for the readers."""
+    """Give up a tensor's bytes. Takes no time and no lane; the next user of the bytes must wait for the readers."""
 
     tensor: int
 

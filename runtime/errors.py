@@ -31,7 +31,7 @@ class DeviceError(CohabitError):
 
 
 class StoreChanged(DeviceError):
-    """A weights file was written to, or cut off, after its model was loaded: models must be loaded anew."""
+    """A weights file was written to, or cut off, after its model was loaded: models must be loaded again."""
 
 
 class DeviceLost(DeviceError):

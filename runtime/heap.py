@@ -19,7 +19,7 @@ def release_free_memory() -> None:
 
 
 def keep_freed_memory(nbytes: int) -> None:
-    """Have the C library keep at most about so much freed memory, in one heap that all threads share.
+    """Have the C library keep at most about this much freed memory, in one heap that all threads share.
 
     By default it keeps tens of MiB. What it gives back costs page faults when it is needed again.
     """

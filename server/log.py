@@ -19,7 +19,7 @@ from cohabit.server.observe.settings import LogSettings
 _ROOT = "cohabit"
 _MOST_PER_SECOND = 10
 _KIND_CHARACTERS = 80
-"""Records are rate-limited by logger and message template, of which so many characters are compared."""
+"""Records are rate-limited by logger and message template. Number of characters of the template that are compared."""
 
 _UNSAFE = (
     *(*range(0x20), *range(0x7F, 0xA0)),  # control characters

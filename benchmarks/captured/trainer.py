@@ -41,7 +41,7 @@ OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is, or 0 where that is not known."""
 
 DRIFT: Final = 0.1
-"""Relative change of a step's predicted time after which it is planned anew (TENSILE, section IV-E)."""
+"""Relative change of a step's predicted time after which it is planned again (TENSILE, section IV-E)."""
 SMOOTHING: Final = 0.3
 """Weight of the latest measured step in the moving averages of times."""
 MEASURED_FIRST: Final = 4
@@ -341,7 +341,7 @@ class Trainer:
         self._recording = recording
 
     def _learn(self) -> None:
-        """Take the last measured step into the averages, and plan anew where they have drifted."""
+        """Take the last measured step into the averages, and plan again where they have drifted."""
         recording, self._recording = self._recording, None
         if recording is None or self._is_synced:
             return
@@ -351,7 +351,7 @@ class Trainer:
             self._review_plan()
 
     def _review_plan(self) -> None:
-        """Search anew where steps take another time than was promised; promise what the first steps took in any case.
+        """Search again where steps take another time than was promised; promise what the first steps took in any case.
 
         The plan in use stays if it is as good by the same times.
         """

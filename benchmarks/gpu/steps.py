@@ -1,7 +1,7 @@
 """A step of `make gpu-check`: cells that are measured in a process each, and one results file.
 
 A cell that crashes, hangs or takes too long costs itself only. While a step runs, its rows are kept in `gpu-STEP.jsonl`
-as they come, and what the processes print in `gpu-STEP.log`; after every cell `gpu-STEP.md` is written anew. In the end
+as they come, and what the processes print in `gpu-STEP.log`; after every cell `gpu-STEP.md` is rewritten. In the end
 `gpu-STEP.md` has all of it.
 """
 

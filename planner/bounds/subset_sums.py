@@ -7,7 +7,7 @@ from typing import Final
 from cohabit.planner.bounds.chain import OpChain, UseInterval
 
 PAGE_BYTES: Final = 4096
-"""Most tensors are so many times as large as this that their sums can be enumerated."""
+"""Unit of tensor sizes: most are multiples small enough for their sums to be enumerated."""
 MOST_SUMS: Final = 1 << 20
 
 

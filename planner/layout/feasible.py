@@ -47,7 +47,7 @@ class Footprint:
 
     @staticmethod
     def of_pool(graph: Graph, pool_bytes: int) -> "Footprint":
-        """The footprint of a graph whose activations are offloaded to fit a pool of so many bytes."""
+        """The footprint of a graph whose activations are offloaded to fit a pool of this size."""
         own = [op.scratch_bytes + _other_bytes(graph, op.touched) for op in graph.ops] or [0]
         return Footprint(graph, tuple(own), page_aligned(pool_bytes), offloads=True)
 

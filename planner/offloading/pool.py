@@ -82,7 +82,7 @@ class ActivationPools:
         return self._pool(self._choices(self.movable), 0)
 
     def within(self, pool_bytes: int, rank: Rank) -> ActivationPool | None:
-        """Return a pool of at most so many bytes with few offloads; None if even the smallest is larger."""
+        """Return a pool of at most `nbytes` with few offloads; None if even the smallest is larger."""
         choices = self._choices_within(pool_bytes, rank)
         return None if choices is None else self._pool(choices, pool_bytes)
 

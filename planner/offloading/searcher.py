@@ -1,6 +1,6 @@
 """The searcher `offloading`: activations are offloaded where they do not fit, or leave parameters too little room.
 
-The workspace is divided anew between activations and parameters in flight. For each size of the activations' pool,
+The workspace is divided again between activations and parameters in flight. For each size of the activations' pool,
 `planner.offloading.pool` chooses which of them are offloaded, and parameters stream past the pool as in
 `planner.streaming.searcher`, as if they had the link to themselves. Whole plans are then simulated."""
 

@@ -89,11 +89,10 @@ def with_waits(
     """Find out what every row waits for.
 
     An op waits for the arrival of what it reads, and for swap-outs of what it changes in place. The last op waits for
-    the outputs, and for all swap-ins of what is no resident: the next inference counts their bytes as free. A copy
+    the outputs, and for all swap-ins of non-residents: the next inference counts their bytes as free. A copy
     waits for what made its source, and for `after`, a number of a compute step: the last user of the bytes that a
     swap-in with an address takes. A counted swap-in waits for the tensor's former users. A row that takes counted
-    bytes waits until so many that were given up before are certain to be free that all fit in the pool: those that
-    were given up first come first.
+    bytes waits until enough released bytes are certain to be free for all to fit in the pool, in release order (FIFO).
     """
     n, tensors = len(verb), len(g.nbytes)
     wait = np.full((n, 3), NOTHING)

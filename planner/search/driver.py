@@ -36,7 +36,7 @@ def search(
 
     Where the period is the problem's objective, it comes before the latency.
 
-    Candidates are evaluated by so many `workers`, threads, where that is compiled code. Without a limit in seconds, the
+    `workers` threads evaluate candidates where that is compiled code. Without a limit in seconds, the
     same problem, searcher and seed give the same plan with any number of them.
     Once `is_stopped` returns true, the best plan so far is returned.
     Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.

@@ -50,7 +50,7 @@ def assign(models: Sequence[ModelTraffic], engines: int, memory_bytes: int, copi
 
 
 def _greedy(models: Sequence[ModelTraffic], counts: Sequence[int], engines: int, memory_bytes: int) -> Assignment:
-    """Place so many copies of each, the largest part of the load first, where the load is least with it."""
+    """Place `counts` copies of each, largest share of the load first, where the load is then least."""
     parts = [replace(m, rate_per_s=m.rate_per_s / n) for m, n in zip(models, counts, strict=True)]
     held: list[list[ModelTraffic]] = [[] for _ in range(engines)]
     for i in sorted(range(len(parts)), key=lambda i: -parts[i].rate_per_s * parts[i].weight_bytes):

@@ -38,7 +38,7 @@ RESTORED: Final = 0.1
 ALONE: Final = 0.3
 """Share of the changes that move one parameter alone."""
 FAR: Final = 0.3
-"""Share of the others that look for a partner anywhere; the rest within so many parameters:"""
+"""Share of the others that look for a partner anywhere; the rest look within `NEAR` parameters:"""
 NEAR: Final = 8
 RUN: Final = 64
 """Parameters that are looked at for partners."""
@@ -177,7 +177,7 @@ def _exchange(work: Arrays, choice: Ints, p: int) -> None:
 
 @compiled
 def holds_up_to(work: Arrays, seconds: float) -> Bools:
-    """Per use, whether the next use of the same parameter comes within so much compute time."""
+    """Per use, whether the next use of the same parameter comes within `seconds` of compute time."""
     hold = np.zeros(len(work.use_parameter), np.bool_)
     for k in range(len(work.op_s)):
         for j in range(work.use_start[k], work.use_start[k + 1]):

@@ -267,7 +267,7 @@ def _bring(
 def _free_memory_for(
     work: Arrays, memory: PageMap, swaps: Swaps, resident_at: Ints, op: int, touched: Ints
 ) -> None:
-    """Give an op's parameters places that are certain to fit; those that lie elsewhere are brought anew.
+    """Give an op's parameters places that are certain to fit; those that lie elsewhere are copied again.
 
     Residents go to their places and the others to the front of the window. If the window is too small for that,
     all go where an empty memory would take them.

@@ -63,7 +63,7 @@ class ComputeStep(Generic[C]):
     first_reads: tuple[int, ...] = ()
     """Initial residents that this step is the first to read: the last run's epilogue may still be copying them."""
     unpacking: int = 0
-    """So many of the last calls take the op's results apart. Each then lasts as long as itself is read."""
+    """Number of trailing getitem calls; each result is freed after its own last use."""
 
     def with_calls(self, calls: tuple[D, ...]) -> "ComputeStep[D]":
         """Return the same step with its calls in another form."""
@@ -229,7 +229,7 @@ class Drafter:
         instruction = self.op_instructions[step.op]
         parts = self.parts[instruction.out]
         calls = self._pending([*numbers, *self._needed_by(instruction), *parts])
-        if step.op in self.computed:  # its result is a new one, of which views have to be made anew
+        if step.op in self.computed:  # its result is a new one, so its views are made again
             self.made -= self._views_of(instruction.out)
         self.made.update(part.out for part in parts)
         self.computed.add(step.op)

@@ -54,8 +54,8 @@ def _call_group(computes: Sequence[ComputeStep[Call]]) -> CallGroup:
 
 
 HAND_OVER_S, LEAST_BETWEEN_S = 50e-6, 250e-6
-"""What a copy in a thread of its own costs (it is woken, and takes turns with the interpreter), unless so much is
-computed between two copies."""
+"""Cost of a copy in a thread of its own, which is woken and takes turns with the interpreter, and the computation
+between two copies that hides it."""
 
 
 @dataclass(frozen=True, slots=True)

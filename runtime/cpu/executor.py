@@ -73,7 +73,7 @@ class CpuExecutor:
 
     @property
     def lost(self) -> str | None:
-        """Why models must be loaded anew: a weights file was changed. A CPU itself is never lost."""
+        """Why models must be loaded again: a weights file was changed. A CPU itself is never lost."""
         return self._lost
 
     @property

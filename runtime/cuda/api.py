@@ -45,7 +45,7 @@ class AllocatorPool(Protocol):
         ...
 
     def leaving(self, nbytes: int) -> AbstractContextManager[None]:
-        """Leave no free range of more than so many bytes for the block, while the pool is in use."""
+        """Leave no free range larger than `nbytes` while the pool is in use."""
         ...
 
     def close(self) -> None:

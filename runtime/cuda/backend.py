@@ -142,7 +142,7 @@ class CudaBackend:
 
 
 def default_limit_bytes(host_memory_bytes: int | None = None) -> int:
-    """Return the cap on pinned memory of a process that may have so much RAM, or by default all of the machine's."""
+    """Return the cap on pinned memory for a process limited to this much RAM, by default the machine's."""
     if host_memory_bytes is None:
         host_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(host_memory_bytes * PINNED_SHARE)

@@ -128,7 +128,7 @@ class Forecast:
     """An inference whose copies are each by themselves, in the profile's times. Without a profile all is too late."""
 
     ends_s: list[float]
-    """When so many compute steps have ended."""
+    """When the first k compute steps have ended, by k."""
     arrivals_s: list[float]
     """The end of each swap-in."""
     latest_s: list[float]

@@ -24,7 +24,7 @@ from cohabit.runtime.options import Tf32
 _cuda: Any = torch.cuda  # in large part without types
 _backends: Any = torch.backends
 _STREAMS = 32
-"""Torch has so many streams per device, and gives the first one out again after the last."""
+"""Streams per device in torch's pool, which hands them out round-robin."""
 _CYCLES_PER_S = 2e9
 _NOT_CAPTURED = "kernels could not be captured"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

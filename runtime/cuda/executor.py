@@ -166,15 +166,15 @@ class CudaExecutor:
             program.admission.moved = False
 
     def _bring(
-        self, program: CudaProgram, tensors: Sequence[OffloadedTensor], anew: Sequence[OffloadedTensor] = ()
+        self, program: CudaProgram, tensors: Sequence[OffloadedTensor], renewed: Sequence[OffloadedTensor] = ()
     ) -> None:
-        """Fill tensors from their host buffers, and wait. Before that, those in `anew` leave and get new bytes."""
+        """Fill tensors from their host buffers, and wait. Before that, those in `renewed` leave and get new bytes."""
         driver, streams = self._driver, self._streams
         made, loaded = driver.event(), driver.event()
         with driver.allocating(program.pool), driver.on(streams.compute):
-            for tensor in anew:
+            for tensor in renewed:
                 driver.launch(tensor.reset)
-            for tensor in tensors if anew else ():
+            for tensor in tensors if renewed else ():
                 driver.launch(tensor.allocate)
             driver.record(made)
         with driver.on(streams.swap_in):
@@ -440,7 +440,7 @@ class CudaExecutor:
         """Turn any exception into DeviceError, or into DeviceLost where the device does not work any more."""
         if self._shared.lost is not None:
             raise DeviceLost(
-                f"{program.graph.name}: the device is lost ({self._shared.lost}); start the server anew"
+                f"{program.graph.name}: the device is lost ({self._shared.lost}); restart the server"
             )
         try:
             yield

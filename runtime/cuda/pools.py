@@ -113,7 +113,7 @@ class CarvedPool:
 
     @contextmanager
     def leaving(self, nbytes: int) -> Iterator[None]:
-        """Fill free ranges until none has more than so many bytes. The block allocates in the pool."""
+        """Fill free ranges until none is larger than `nbytes`. The block allocates in the pool."""
         held: list[torch.Tensor] = []
         while (largest := max((n for _, n, state in self.layout if state == "inactive"), default=0)) > nbytes:
             filled = max((largest - nbytes) // _ROUNDED_BYTES * _ROUNDED_BYTES, _ROUNDED_BYTES)

@@ -38,7 +38,7 @@ class PinnedMemory:
         return self.used_bytes + nbytes <= self.limit_bytes
 
     def require(self, nbytes: int, what: str) -> None:
-        """Raise MemoryExceeded if so much would exceed the cap."""
+        """Raise MemoryExceeded if `nbytes` more would exceed the cap."""
         if not self.fits(nbytes):
             raise MemoryExceeded(
                 f"{what}: pinning {format_bytes(nbytes)} on top of {format_bytes(self.used_bytes)} exceeds the cap of"

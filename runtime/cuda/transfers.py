@@ -22,7 +22,7 @@ from cohabit.runtime.cuda.program import CudaProgram
 Piece = Callable[[], None]
 """Issues some copies to the current stream."""
 _PIECE_BYTES = 8 << 20
-"""A restore gives way to an inference's copies after so many bytes."""
+"""Bytes after which a restore gives way to an inference's copies."""
 
 
 @dataclass(slots=True)

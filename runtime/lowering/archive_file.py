@@ -94,7 +94,7 @@ class ArchiveFile:
     """An open archive. All of it is read from the file that was opened, even if another one takes its place."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ArchiveError for what is no archive, or has too long a list of records."""
+        """Raises ArchiveError for a file that is not an archive, or has too long a list of records."""
         self.path = path
         if path.suffix == LOWERED_SUFFIX:
             raise ArchiveError(

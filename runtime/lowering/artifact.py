@@ -1,7 +1,7 @@
 """The cache file of a lowered model: ports, instructions and storages as JSON, so that a restart needs no archive.
 
 Operators are written by name and looked up below `torch.ops` only. Sub-programs (of `torch.cond`) are written as lists
-of nodes, whose names are made anew: torch writes names into code.
+of nodes, with new names: torch writes names into code.
 """
 
 import math

@@ -13,7 +13,7 @@ from cohabit.runtime.lowering.model import FxModel, Port
 
 TOLERANCE = 1e-4
 """Largest difference that counts as rounding, as a share of the output's largest element: that of outputs from eager
-PyTorch's. Kernels round differently in different batches. Of integers, such a share of the elements may differ."""
+PyTorch's. Kernels round differently in different batches. Of integers, this share of the elements may differ."""
 REDUCED_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The same for models that compute in these types anywhere."""
 

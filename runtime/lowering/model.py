@@ -61,7 +61,7 @@ class FxModel:
     """Inputs that the exported program changes in place; the functional one leaves them as they are."""
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     saved_table_bytes: int = 0
-    """So many fewer bytes do tables take than as they were exported."""
+    """Bytes that encoding has saved in tables."""
     folder: Path | None = None
     """Where computed weights have their files; None for anonymous memory."""
     memory: list[torch.Tensor] = field(default_factory=list)

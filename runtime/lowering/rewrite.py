@@ -27,9 +27,9 @@ from cohabit.runtime.options import Options
 aten = torch.ops.aten
 
 _FOLDED_BYTES = 1 << 20
-"""Batch norms are folded into so much of a weight at a time: float64 copies of whole weights stay in the heap."""
+"""Part of a weight that a batch norm is folded into at a time: float64 copies of whole weights stay in the heap."""
 _CONSTANT_BYTES = 256 << 10
-"""So much may what is computed of no input at all add to the weights: masks and positions of a fixed length."""
+"""Maximum bytes that constant folding adds to the weights: masks and positions of a fixed length."""
 HOST_TABLE_BYTES = 1 << 20
 """An embedding table at least this large stays in the host store, and its rows are read there."""
 

@@ -1,7 +1,7 @@
 """The state of one tensor that leaves memory while a program runs.
 
 All tensors made of it, views included, share one torch storage. The storage is emptied when the tensor leaves and
-filled when it comes back, so views see the new bytes and nothing has to be made anew.
+filled when it comes back, so views see the new bytes and nothing is rebuilt.
 """
 
 import threading

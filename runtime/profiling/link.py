@@ -28,7 +28,7 @@ _LEAST_SHARE = 0.05
 
 
 def leading(manifest: Manifest, most_bytes: int) -> Manifest:
-    """Return a manifest of the first segments, of so many bytes at most; the first one always."""
+    """Return a manifest of the first segments, `most_bytes` at most, and always the first one."""
     ends = manifest.memory_offsets[1:]
     fitting = [
         s for n, (s, end) in enumerate(zip(manifest.segments, ends, strict=True)) if not n or end <= most_bytes

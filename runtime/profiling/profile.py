@@ -41,10 +41,10 @@ _METHOD = 6
 _CHEAP_BYTES = 16 << 10
 """An op that reads and writes no more than this takes a few times as long as torch's smallest."""
 _CHEAP_TIMES = 10
-"""So many times as long the cheapest such op may take. What it takes beyond is other work's, on every op."""
+"""The cheapest such op may take this many times as long. Time beyond that is other work's, on every op."""
 
 _SAMPLE_BYTES = 64 << 20
-"""So much of a model is copied to time the link provisionally: lowering, in the same process, needs memory, too."""
+"""Bytes of a model that are copied to time the link provisionally: lowering, in the same process, needs memory, too."""
 
 OpenArena = Callable[[int], AbstractContextManager[DeviceArena[Any]]]
 Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]], Program]

@@ -189,7 +189,7 @@ class Residency:
             tracked.uses -= 1
 
     def make_room(self, nbytes: int) -> bool:
-        """Have storages leave until so much fits below the limit. Returns whether it does."""
+        """Evict storages until `nbytes` fit below the limit. Returns whether they do."""
         while self.used_bytes + nbytes > self.limit_bytes:
             self.bury()
             if self.used_bytes + nbytes <= self.limit_bytes:

@@ -33,7 +33,7 @@ has it open. Files that a running server writes later are kept.
 _NAME = re.compile(r"(cuda-)?[0-9a-f]{32,64}(\.division)?\.json", re.ASCII)
 """Of profiles and plans. A folder given by mistake has others, which are not touched."""
 _PREFIX_DIGITS = 32
-"""Names in the cache begin with so many digits of an archive's fingerprint."""
+"""Number of digits of an archive's fingerprint that names in the cache begin with."""
 
 
 class _Origins(msgspec.Struct, frozen=True):

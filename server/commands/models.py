@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "List the models of a running server, their memory, and why some are not served."
     add_server_flags(parser)
     parser.add_argument(
-        "--watch", action="store_true", help="show the table anew every two seconds, until interrupted"
+        "--watch", action="store_true", help="refresh the table every two seconds, until interrupted"
     )
 
 

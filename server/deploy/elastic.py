@@ -1,4 +1,4 @@
-"""Divides memory anew among models while they are served, when measured request rates make that worth moving them."""
+"""Divides memory again among models while they are served, when measured request rates make that worth moving them."""
 
 import asyncio
 import logging
@@ -47,7 +47,7 @@ class _Sizes:
 
 
 class Elastic:
-    """Watches request rates, and divides memory anew where that is predicted to save LEAST_GAIN of the latency.
+    """Watches request rates, and divides memory again where that is predicted to save LEAST_GAIN of the latency.
 
     Belongs to the event loop's thread. Plans are made beforehand, in a process of low priority.
     """
@@ -56,7 +56,7 @@ class Elastic:
         self, placement: "ModelPlacement", requests: Requests, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.divisions = 0
-        """Times that memory was divided anew."""
+        """Times that memory was divided again."""
         self._placement = placement
         self._requests = requests
         self._clock = clock
@@ -74,7 +74,7 @@ class Elastic:
             await self.check()
 
     async def check(self) -> None:
-        """Divide memory anew if the rates of the window make it pay. Raises CohabitError.
+        """Divide memory again if the rates of the window make it pay. Raises CohabitError.
 
         A model that has come since is planned after that: until then, it keeps its partition.
         """
@@ -91,7 +91,7 @@ class Elastic:
         await self._plan(unplanned)
 
     async def _divide(self, models: Mapping[str, Model], rates_per_s: Mapping[str, float]) -> None:
-        """Divide memory anew if that pays, among the models that are planned; the others keep their sizes."""
+        """Divide memory again if that pays, among the models that are planned; the others keep their sizes."""
         placement = self._placement
         partitions = placement.memory.partitions
         memory_bytes = partitions.arena_bytes - partitions.workspaces.nbytes
@@ -120,7 +120,7 @@ class Elastic:
             "predicted_gain": round(gain, 2),
             "seconds": round(self._clock() - start_s, 2),
         }
-        _log.info("memory was divided anew by measured request rates", extra={"fields": fields})
+        _log.info("memory was divided again by measured request rates", extra={"fields": fields})
         placement.improver.begin([models[owner] for owner in changed if owner in placement.memory.models])
 
     def _rates_per_s(self) -> dict[str, float] | None:

@@ -139,7 +139,7 @@ def warn_without_packing(config: ServeConfig) -> None:
 def open_backend(config: ServeConfig) -> Backend:
     """Open the device and set how torch computes on the CPU. Raises DeviceError for an unknown device."""
     set_up_torch(config)
-    # A new engine makes a changed file anew, unless there is no new engine, or no archive to make it from.
+    # A new engine rebuilds a changed file, unless there is no new engine, or no archive to make it from.
     remade = config.engine == "process" and config.bundle is None
     link = config.link_bandwidth_bytes_per_s
     memory_bytes, _ = available_memory()
@@ -181,10 +181,10 @@ def prepare(
 ) -> Model:
     """Open a model from the cache, which a worker process fills first if it lacks the model. Raises CohabitError.
 
-    Archives come from clients, so nothing else reads them. A damaged cache is made anew. The model's profiles may be
+    Archives come from clients, so nothing else reads them. A damaged cache is rebuilt. The model's profiles may be
     provisional. The caller closes its store. With `yields`, it pauses after each step, for serving threads.
     """
-    archive, anew = noted_fingerprint(source.path, notes_of(cache_of(config) / "weights")), False
+    archive, rebuild = noted_fingerprint(source.path, notes_of(cache_of(config) / "weights")), False
     if archive is not None:
         try:
             return _opened(source, config, backend, archive, known_only=True, yields=yields)
@@ -196,19 +196,19 @@ def prepare(
             raise
         except Exception:
             _warn_of_useless_cache(source)
-            anew = True
+            rebuild = True
 
-    def fill(anew: bool) -> str:
+    def fill(rebuild: bool) -> str:
         if workers.here:
             return lowered_and_measured(
-                source, config, on_progress, quick=config.plans_later, anew=anew
+                source, config, on_progress, quick=config.plans_later, rebuild=rebuild
             ).lowered.archive
-        return _filled_by_worker(workers.call, source, config, quick=True, anew=anew)[0]
+        return _filled_by_worker(workers.call, source, config, quick=True, rebuild=rebuild)[0]
 
     try:
-        return _opened(source, config, backend, fill(anew))
+        return _opened(source, config, backend, fill(rebuild))
     except NotCached:  # another server that shares the cache has removed it meanwhile
-        return _opened(source, config, backend, fill(anew=False))
+        return _opened(source, config, backend, fill(rebuild=False))
 
 
 def _opened(
@@ -278,19 +278,19 @@ _Filled = tuple[str, dict[Bucket, Profile]]
 
 
 def _filled_by_worker(
-    call: Callable[..., _Filled], source: ModelSource, config: ServeConfig, *, quick: bool, anew: bool = False
+    call: Callable[..., _Filled], source: ModelSource, config: ServeConfig, *, quick: bool, rebuild: bool = False
 ) -> _Filled:
     model_config = None if source.config is None else source.config.SerializeToString()
-    return call(_fill_cache, replace(source, config=None), model_config, config, quick, anew)
+    return call(_fill_cache, replace(source, config=None), model_config, config, quick, rebuild)
 
 
 def _fill_cache(
-    source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool, anew: bool
+    source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool, rebuild: bool
 ) -> _Filled:
     """Lower and measure a model, unless the cache has it. Worker's process."""
     if model_config is not None:
         source = replace(source, config=ModelConfig.FromString(model_config))
-    model = lowered_and_measured(source, config, lambda name, stage: None, quick=quick, anew=anew)
+    model = lowered_and_measured(source, config, lambda name, stage: None, quick=quick, rebuild=rebuild)
     return model.lowered.archive, model.profiles
 
 
@@ -300,14 +300,14 @@ def lowered_and_measured(
     on_progress: OnProgress,
     *,
     quick: bool = False,
-    anew: bool = False,
+    rebuild: bool = False,
 ) -> Model:
     """Lower and measure a model, unless the cache has it, on a device that is opened for it. Its store is closed.
 
-    With `quick`, its profiles may be provisional. What the cache has of the model is made anew with `anew`, and once
-    after an unexpected error. Raises CohabitError.
+    With `quick`, its profiles may be provisional. `rebuild` discards the model's cache entry first; an unexpected
+    error does so once. Raises CohabitError.
     """
-    if anew:
+    if rebuild:
         _forget_lowered(source, config)
     backend = open_backend(config)
     try:
@@ -348,7 +348,7 @@ def _lowered_and_measured(
 
 
 def _warn_of_useless_cache(source: ModelSource) -> None:
-    _log.warning("the cache was of no use, and is made anew", exc_info=True, extra={"fields": source.key.fields})
+    _log.warning("cached files are unusable; rebuilding them", exc_info=True, extra={"fields": source.key.fields})
 
 
 def _forget_lowered(source: ModelSource, config: ServeConfig) -> bool:

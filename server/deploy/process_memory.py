@@ -44,7 +44,7 @@ class ProcessMemory:
         return self.base_bytes + self.store_bytes + SERVING_BYTES
 
     def require(self, models_bytes: int) -> None:
-        """Raise ConfigError with what each part takes if the models do not get so much."""
+        """Raise ConfigError, with the size of each part, if the models get less than `models_bytes`."""
         if models_bytes <= self.models_bytes:
             return
         needed = aligned(models_bytes, _STEP_BYTES)

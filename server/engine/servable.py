@@ -135,7 +135,7 @@ class ProgramServable:
         return Answer(self.info.key, outputs, timing)
 
     def _in_parts(self, requests: Sequence[Inputs], most: int, follow: Follow | None) -> Answer:
-        """Run the rows of requests in several executions of at most so many each."""
+        """Run the rows of requests in several executions of at most `most` rows each."""
         rows = {port.name: np.concatenate([inputs[port.name] for inputs in requests]) for port in self.inputs}
         count = len(next(iter(rows.values())))
         answers = [

@@ -33,7 +33,7 @@ _TEXT_BYTES = 4
 _QUICK_BODY_BYTES = 2 << 10
 """The event loop tokenizes texts up to this size."""
 _QUICK_VALUES = 64 << 10
-"""The event loop pools token states, and writes vectors, up to so many numbers."""
+"""Maximum size, in numbers, of token states and vectors that the event loop handles itself."""
 
 
 class EmbeddingsBody(msgspec.Struct):

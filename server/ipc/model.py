@@ -147,7 +147,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
     process_bytes: int = 0
     """RAM of the engine's process, its pages of libraries and other files included."""
     divisions: int | None = None
-    """Times that memory was divided anew by measured request rates; None where it never is."""
+    """Times that memory was divided again by measured request rates; None where it never is."""
 
 
 def lane_name(kind: str, lane: int, lanes: int) -> str:

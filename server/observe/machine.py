@@ -76,7 +76,7 @@ def _device(use: DeviceUse) -> Iterator[Family]:
         [({"lane": lane}, seconds) for lane, seconds in use.lane_busy_s.items()],
     )
     if use.divisions is not None:
-        meaning = "Times that memory was divided anew by measured request rates"
+        meaning = "Times that memory was divided again by measured request rates"
         yield single("cohabit_memory_divisions_total", "counter", meaning, use.divisions)
     if use.outside_bytes is not None:
         meaning = "Device memory outside of the arena: context, libraries' workspaces, constants, graphs"

@@ -1,4 +1,4 @@
-"""Assigns models to engines anew whenever engines come or go, and loads them before requests are routed there."""
+"""Reassigns models to engines whenever engines come or go, and loads them before requests are routed there."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ class Assigner:
         assign: Callable[[int], Assignment],
         count_engines: Callable[[], Awaitable[int]],
     ) -> None:
-        """`assign` assigns models to so many engines. `count_engines` counts those that run or are being started."""
+        """`assign` assigns models to a number of engines. `count_engines` counts those that run or are being started."""
         self.router = Router(models, self._lost)
         self._assign = assign
         self._count_engines = count_engines

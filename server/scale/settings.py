@@ -44,7 +44,7 @@ class ScalePlan:
     gpus: int
 
     def assigned(self, engines: int) -> Assignment:
-        """Return the models of each of so many engines."""
+        """Return the models of each engine, for this number of engines."""
         assert isinstance(self.config.memory, FixedSize)
         return assign(self.traffic, engines, self.config.memory.nbytes, self.copies)
 

@@ -97,7 +97,7 @@ class LiveFeed:
             self._next.set_exception(error)
 
     def _stop(self) -> None:
-        """Forget what was noted: who comes next begins anew."""
+        """Forget what was noted: the next viewer starts empty."""
         if self._making is not None:
             self._making.cancel()
         self._making = self._next = None

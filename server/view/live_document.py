@@ -121,7 +121,7 @@ def live_document(
 
 
 def _growth(first: Reading, last: Reading, key: ModelKey) -> ModelTotals:
-    """Return what was counted between two readings; a counter that fell began anew."""
+    """Return what was counted between two readings; a counter that fell was reset."""
     now, before = last.models.get(key, ModelTotals()), first.models.get(key, ModelTotals())
     if now.answered < before.answered or now.executions < before.executions:
         before = ModelTotals()

@@ -177,7 +177,7 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
 def test_200_moves_under_requests_lose_none_and_change_no_bit(
     stacks: Stacks, fixed_plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is divided anew again and again, so that each of three models has the most of it in turn."""
+    """Memory is divided again again and again, so that each of three models has the most of it in turn."""
     names = "abc"
     for number, name in enumerate(names):
         stacks.put(tmp_path, name, number)

@@ -321,7 +321,7 @@ def counted_plan(graph: Graph, actions: list[Action], residents: tuple[int, ...]
 
 
 def test_activation_is_swapped_out_and_computed_again() -> None:
-    """W0 stays, W1 passes; A1 goes to the host and back, A2 is dropped and computed anew."""
+    """W0 stays, W1 passes; A1 goes to the host and back, A2 is dropped and recomputed."""
     graph = chain([PAGE] * 3)
     w0, w1, w2, a0, a1, a2, a3 = range(7)
     actions = [

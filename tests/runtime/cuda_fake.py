@@ -67,7 +67,7 @@ class Action:
 
 @dataclass(eq=False)
 class Mark:
-    """Reaches a record: of a token, or, in a graph, of an event whose token each replay makes anew."""
+    """Reaches a record: of a token, or, in a graph, of an event whose token each replay replaces."""
 
     of: Token | FakeEvent
 

@@ -119,7 +119,7 @@ def test_a_device_that_one_lane_has_lost_is_lost_for_the_other(wide: Lowered) ->
         with pytest.raises(DeviceLost):
             first.run(programs[0], bench.lowered.examples(Bucket(2)))
         assert second.lost == first.lost is not None
-        with pytest.raises(DeviceLost, match="start the server anew"):
+        with pytest.raises(DeviceLost, match="restart the server"):
             second.run(programs[1], bench.lowered.examples(Bucket(2)))
 
 

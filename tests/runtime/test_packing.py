@@ -1,4 +1,4 @@
-"""Weights are packed for this machine, computed with in place, and packed anew for another machine."""
+"""Weights are packed for this machine, computed with in place, and packed again for another machine."""
 
 import ctypes
 import os

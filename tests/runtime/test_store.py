@@ -158,7 +158,7 @@ def test_a_gather_from_a_table_that_was_changed_fails_and_does_not_end_the_proce
 
 
 def test_a_changed_weights_file_is_the_loss_of_the_device(wide: Lowered, tmp_path: Path) -> None:
-    """The engine ends then, and the next one makes the damaged cache anew."""
+    """The engine ends then, and the next one rebuilds the damaged cache."""
     path = with_own_weights(wide, tmp_path).weights_path
     store, plan = open_store("file", path, wide.manifest), streaming_plan(wide.graphs[Bucket(2)])
     arena = CpuArena(4 * wide.manifest.segment_bytes)

@@ -1,4 +1,4 @@
-"""Memory is divided anew when measured request rates make it pay: with made-up models, and a clock that tests set."""
+"""Memory is divided again when measured request rates make it pay: with made-up models, and a clock that tests set."""
 
 import asyncio
 from collections.abc import Mapping
@@ -113,7 +113,7 @@ def test_the_popular_models_get_the_memory_within_a_few_seconds(rates: Rates) ->
 
 
 def test_chance_moves_nothing(rates: Rates) -> None:
-    """Rates that stay the same are drawn anew every second for ten minutes: memory is divided once."""
+    """Rates that stay the same are drawn again every second for ten minutes: memory is divided once."""
     rng = np.random.default_rng(1)
     for _ in range(600):
         rates.pass_second(zipf("c", rng))

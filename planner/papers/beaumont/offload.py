@@ -4,7 +4,7 @@ Beaumont, Eyraud-Dubois and Shilova, "Optimal GPU-CPU Offloading Strategies for 
 relaxations copies can be interrupted and memory comes free (or fills) byte by byte while they run. All that is
 offloaded is offloaded in order, then brought back in reverse order.
 
-Equations (1) to (9) were derived anew; the printed ones differ in these places:
+Equations (1) to (9) were derived again; the printed ones differ in these places:
 - (6) has ex^F for what the backward op needs in addition to its operands, ex^B;
 - Delta_B is of x_(i-1), ..., x_0: those are what can come before B_(i-1) starts, not x_L, ..., x_i;
 - Algorithm 1 asks for room with Delta where section 5.2 has Delta+, so a link that has nothing to do costs memory;

@@ -41,7 +41,7 @@ MUTATION: Final = 0.1
 THRESHOLD: Final = 1.0
 """Of the time that the two copies of a displacement take; see `planner.papers.swapadvisor.pool_swaps`."""
 GIVEN_ORDER: Final = 4
-"""Of so many in the first generation, one has the graph's own order or the one by weights."""
+"""One in this many members of the first generation has the graph's own order or the one by weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -50,7 +50,7 @@ long as a hundred evaluations."""
 MUTATION: Final = 0.1
 """As the paper's: the probability with which an op of such a schedule is any that is ready."""
 RANDOM_ORDERS: Final = 8
-"""Of so many in the first generation, one has a random order."""
+"""One in this many members of the first generation has a random order."""
 CHANGES: Final = 0.5
 """A child's mutation goes on with this probability after each changed decision."""
 COPIES: Final = 0.2

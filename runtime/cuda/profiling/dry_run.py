@@ -68,7 +68,7 @@ def fits(
     waste_bytes: int = 0,
     residents: Sequence[int] = (),
 ) -> bool:
-    """Whether a pool can hold what is counted in the course of these steps, `residents` from the start on."""
+    """Whether a pool can hold the counted tensors of these steps, with `residents` from the start."""
     driver = streams.driver
     ops = {n: graph.ops[step.op] for n, step in enumerate(steps) if isinstance(step, Compute)}
     last_use = {i: n for n, op in ops.items() for i in (*op.reads, *op.writes)}

@@ -23,7 +23,7 @@ _BLOCKS = 64
 _MOST_COPIES = 4096
 _ROUNDS = 5
 _STAGED_BYTES = 64 << 20
-"""So many of a model's first bytes are copied to measure the link through the staging ring."""
+"""Bytes of a model, the first ones, that are copied to measure the link through the staging ring."""
 _QUEUE_S = 0.004
 """How long a stream is kept busy while copies are issued, so that they run without gaps."""
 _LEAST_S = 1e-9

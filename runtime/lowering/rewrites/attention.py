@@ -28,7 +28,7 @@ more, plain products take 15 to 30 % less time, up to about this length."""
 
 
 def join_projections(model: FxModel, most_bytes: int) -> None:
-    """Compute linear layers of one input, whose results are reshaped, as one layer of at most so many bytes.
+    """Compute linear layers of one input, whose results are reshaped, as one layer of a limited size.
 
     Queries, keys and values are then views of its result. Entering a kernel takes as long as a small product.
     """

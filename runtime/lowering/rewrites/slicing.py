@@ -25,7 +25,7 @@ SLICE_SHARE, LEAST_SLICE_BYTES = 1 / 12, 512 << 10
 LEAST_WHOLE_BYTES = 1 << 20
 """Parts of a result with as many bytes per row of the batch are written into it one by one; smaller ones are joined."""
 _BLOCK_ROWS = 64
-"""Packed layouts hold so many outputs together, and are padded to a multiple of that."""
+"""Outputs per block of packed layouts, which are padded to a multiple of it."""
 _PARTS = "parts"
 """Key in the `meta` of joined parts that are to be written into the result: its sizes, and the rows of a part."""
 CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)

@@ -13,7 +13,7 @@ from cohabit.runtime.lowering.model import FxModel
 aten = torch.ops.aten
 
 LEAST_TABLES = 4
-"""So many tables are worth a check of the ids."""
+"""Fewest tables for which a check of the ids pays."""
 
 
 def join_tables(model: FxModel) -> None:
