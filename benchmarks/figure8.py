@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.ratio import LIKELY, Ratio
-from benchmarks.record import RESULTS, markdown_table, parser_of, record
+from benchmarks.record import markdown_table, parser_of, record, results_folder
 from benchmarks.scrape import serving
 from cohabit.loadgen.errors import ServerFailed
 from cohabit.loadgen.load import Load
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"![p99 over the rate, by layout]({options.record_as}.png)",
             ],
         )
-    picture = (RESULTS if options.record else folder) / f"{options.record_as}.png"
+    picture = (results_folder() if options.record else folder) / f"{options.record_as}.png"
     draw(points, picture)
     console.print(f"drawn: {picture}", soft_wrap=True)
     return 0 if {point.layout for point in points} == set(options.layouts) else 1

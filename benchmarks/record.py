@@ -17,10 +17,11 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 def record(name: str, title: str, module: str, sections: Sequence[str], folder: Path | None = None) -> Path:
     """Write `NAME.md` to a folder, by default `docs/results`. `module` is what `python -m` was given.
 
-    Sections are Markdown.
+    From a tree with changes, whose commit does not say what ran, the file goes to `.unrecorded` instead. Sections are
+    Markdown.
     Absolute paths, which are one machine's, are shown by their last part.
     """
-    path = (RESULTS if folder is None else folder) / f"{name}.md"
+    path = (results_folder() if folder is None else folder) / f"{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join(
         ["python", "-m", module, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]
@@ -28,6 +29,14 @@ def record(name: str, title: str, module: str, sections: Sequence[str], folder: 
     head = [f"# {title}", "", f"    {command}", "", f"{_date()}, commit {_commit()}. {_machine()}", ""]
     path.write_text("\n".join([*head, *sections]).rstrip() + "\n")
     return path
+
+
+def results_folder() -> Path:
+    """Return `docs/results`, or `.unrecorded` if the tree has changes of anything else."""
+    if not (changed := _changes()):
+        return RESULTS
+    print(f"not recorded in {RESULTS}, because the tree has changes:\n{changed}", file=sys.stderr)
+    return RESULTS.parent.parent / ".unrecorded"
 
 
 def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
@@ -78,12 +87,22 @@ def _date() -> str:
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
+    commit = _git("describe", "--always") or "unknown"
+    return f"{commit}-dirty" if _changes() else commit
+
+
+def _changes() -> str:
+    """Return the changed files of the tree but for results."""
+    return _git("status", "--porcelain", "--", ":/", ":(exclude,top)docs/results")
+
+
+def _git(*arguments: str) -> str:
+    """Return what git prints; empty without git, or outside of a repository."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
-    except OSError:  # a machine without git
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parent)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def _machine() -> str:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.captured.trainer import MEASURED_FIRST, Trainer
-from benchmarks.record import RESULTS, markdown_table, parser_of, record
+from benchmarks.record import markdown_table, parser_of, record, results_folder
 from benchmarks.training_nets import TINY, loss
 from cohabit.planner.check import check
 from cohabit.planner.memory import Memory
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overview, every = tables(found)
     sections = [about, overview, "![measured over simulated](training-candidates.png)\n", every]
     Console().print("\n".join(sections), markup=False)
-    folder = RESULTS if arguments.record else arguments.folder
+    folder = results_folder() if arguments.record else arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     draw(found, folder / "training-candidates.png")
     if arguments.record:

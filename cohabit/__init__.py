@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cohabit.runtime.training.budget import budget as budget
     from cohabit.serving import Server as Server
 
-_HOMES = {
+_LAZY = {
     "LoadedModule": "cohabit.module",
     "ModulePlan": "cohabit.module",
     "Server": "cohabit.serving",
@@ -21,14 +21,14 @@ _HOMES = {
 }
 """Modules that are imported once somebody needs them: the front end runs without torch."""
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_LAZY)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LAZY:
         raise AttributeError(f"module 'cohabit' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_LAZY})

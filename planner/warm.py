@@ -1,4 +1,4 @@
-"""Compiles the planner's inner loops ahead of time, when a container image is built."""
+"""Compiles the planner's inner loops: when a container image is built, and before a search in limited time."""
 
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
@@ -11,6 +11,14 @@ from cohabit.planner.sizing.fitting import split_budget
 
 def warm() -> None:
     """Plan a small chain once in every way, so that numba's cache holds every loop that planning uses."""
+    for searcher in ("best", "genetic"):
+        warm_up(searcher, counted=False)
+    for searcher in COUNTED:
+        warm_up(searcher, counted=True)
+
+
+def warm_up(searcher: str, *, counted: bool) -> None:
+    """Plan a small chain, so that the loops of one searcher are compiled, or read from numba's cache."""
     layers, nbytes = 6, 1 << 20
     tensors = [Tensor(f"weight{i}", nbytes, "parameter", 4096) for i in range(layers)]
     tensors.append(Tensor("input", 4096, "input"))
@@ -19,8 +27,7 @@ def warm() -> None:
     graph = Graph("warm", 1, "", tuple(tensors), ops, (2 * layers,))
     link = Link(1e-5, 2e8)  # so slow that every searcher has something to improve
     profile = Profile(graph.fingerprint, "none", (1e-3,) * layers, link, link)
-    memory = split_budget({graph.bucket: graph}, {graph.bucket: profile}, 3 * nbytes)
-    search(Problem(graph, profile, memory))
-    search(Problem(graph, profile, memory), "genetic", limit=Limit(evaluations=200))
-    for searcher in COUNTED:
-        search(Problem(graph, profile, Memory(3 * nbytes, counted=True)), searcher, limit=Limit(evaluations=100))
+    memory = Memory(3 * nbytes, counted=True)
+    if not counted:
+        memory = split_budget({graph.bucket: graph}, {graph.bucket: profile}, 3 * nbytes)
+    search(Problem(graph, profile, memory), searcher, limit=Limit(evaluations=200))

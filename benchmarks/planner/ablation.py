@@ -22,7 +22,7 @@ from benchmarks.planner.cache import DEFAULT_CACHE
 from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, training_graph
-from benchmarks.record import RESULTS, markdown_table, parser_of, record
+from benchmarks.record import markdown_table, parser_of, record, results_folder
 from cohabit.planner.memory import Memory
 from cohabit.planner.papers.swapadvisor.allocations import AllocationSpace
 from cohabit.planner.papers.swapadvisor.genetic import Chromosome, Genetic
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     sections = list(report(courses, problems, chance, options))
     print("\n".join(sections))
-    folder = RESULTS if options.record else options.folder
+    folder = results_folder() if options.record else options.folder
     folder.mkdir(parents=True, exist_ok=True)
     draw_courses(courses, options.seeds[0], folder / "planner-ablation.png")
     draw_parts(courses, folder / "planner-ablation-parts.png")

@@ -22,7 +22,7 @@ from benchmarks.captured.capture import BUCKET, StepOptions, capture
 from benchmarks.captured.state import TrainingState
 from benchmarks.planner.time_parts import TimeParts
 from benchmarks.predicted import measured_profile
-from benchmarks.record import RESULTS, markdown_table, parser_of, record
+from benchmarks.record import markdown_table, parser_of, record, results_folder
 from benchmarks.training_nets import NETS, loss
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = breakdown(arguments.nets, arguments.folder, arguments.seconds)
     sections = ["## A step's time by its parts (Figure 7)\n", PARTS, breakdown_table(parts)]
     sections.append("![time of a step by its parts](planner-home.png)\n")
-    draw_breakdown(parts, (RESULTS if arguments.record else arguments.folder) / "planner-home.png")
+    draw_breakdown(parts, (results_folder() if arguments.record else arguments.folder) / "planner-home.png")
     header = ["net", "memory, MiB", "all in memory", *WAYS]
     sections += ["## The largest batch (Table 2)\n", BATCH]
     sections.append(

@@ -19,7 +19,7 @@ from benchmarks.planner.cache import DEFAULT_CACHE, cached
 from benchmarks.planner.chains import NETWORKS as CHAINS
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import Classified, Training, _labelled, capture_training, peak_bytes
-from benchmarks.record import RESULTS, markdown_table, parser_of, record
+from benchmarks.record import markdown_table, parser_of, record, results_folder
 from cohabit.planner.memory import Memory
 from cohabit.planner.papers.tensile.schedule import TensileSchedule
 from cohabit.planner.problem import Problem
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     header = ["network, batch", "peak, MiB", "lowered to, MiB", "MSR", "EOR", "CBR"]
     sections = [ABOUT, markdown_table(header, rows), "![MSR, EOR and CBR by batch size](planner-tensile.png)"]
     Console().print("\n".join(sections), markup=False)
-    folder = RESULTS if options.record else options.folder
+    folder = results_folder() if options.record else options.folder
     folder.mkdir(parents=True, exist_ok=True)
     by_name = {name: [savings[name, batch] for batch in options.batches] for name in options.networks}
     draw(by_name, options.batches, folder / "planner-tensile.png")

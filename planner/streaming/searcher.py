@@ -101,7 +101,7 @@ class Streaming(Searcher[StreamingCandidate]):
         for candidate, cost in zip(candidates, costs, strict=False):
             busy_s = cost.link_bytes / self.problem.profile.swap_in.bandwidth_bytes_per_s
             self._evaluated.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
-            if is_perfect(self.reordered[0].work, cost):
+            if is_optimal(self.reordered[0].work, cost):
                 self._steps = iter(())
 
     def evaluate(self, candidate: StreamingCandidate, good_s: float) -> Cost:
@@ -221,7 +221,7 @@ class Streaming(Searcher[StreamingCandidate]):
         return place_residents(work.arrays, decisions.choice) if given is None else work.pages_of(given)
 
 
-def is_perfect(work: Workload, cost: Cost) -> bool:
+def is_optimal(work: Workload, cost: Cost) -> bool:
     """Whether there is hardly anything to improve on: nothing ever waits, with hardly a needless copy."""
     footprint, arrays = work.footprint, work.arrays
     pages = arrays.partition_pages + arrays.window_pages - max(footprint.op_pages)

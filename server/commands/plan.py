@@ -19,7 +19,7 @@ from cohabit.server.format import PLAN_WORDS, gap, make_table, milliseconds, per
 
 EXIT_INFEASIBLE = 2
 
-_COLUMNS = ("memory", "batch", "latency", "resident", "bound", "gap", "over link", "period")
+_COLUMNS = ("memory", "batch", "latency", "resident", "bound", "gap", "over link", "period", "tried")
 
 
 _EXAMPLES = """examples:
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                 except InfeasibleBudget as error:
                     errors.print(f"cohabit: batch {where[1]}: {error}", markup=False, soft_wrap=True)
                     least = format_bytes(error.least_bytes)
-                    rows.append([*where, *["-"] * 6, f"infeasible: needs {least}"])
+                    rows.append([*where, *["-"] * 7, f"infeasible: needs {least}"])
     if files:
         graph, device, weight_bytes = planned[0].graph, planned[0].profile.device, planned[0].weight_bytes
         noise = max(measured.profile.noise for measured in planned)
@@ -132,5 +132,6 @@ def _plan(
         gap(about.latency_s, about.bound_s),
         format_bytes(simulate(graph, plan, measured.profile).link_bytes),
         milliseconds(about.period_s),
+        f"{about.evaluations:,}",
     ]
     return cells, path

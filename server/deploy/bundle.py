@@ -50,7 +50,7 @@ def export(config: ServeConfig, output: Path, on_progress: OnProgress) -> Bundle
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output: {output} is not empty; name a new folder, or remove this one")
     models = [_prepared(source, config, on_progress) for source in _sources(config.repository)]
-    planner = Planner(config, WorkerProcesses(here=True))
+    planner = Planner(config, WorkerProcesses(inline=True))
     memory_bytes = config.memory.of(sum(model.weight_bytes for model in models))
     on_progress("planning", "dividing the memory")
     division = planner.division([model.demand for model in models], memory_bytes)

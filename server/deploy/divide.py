@@ -56,7 +56,7 @@ class Planner:
         if known is not None:
             return known
         on_divided()
-        call = self._workers.call_later if later else self._workers.call
+        call = self._workers.call_low_priority if later else self._workers.call
         division: Division = call(_divide, models, memory_bytes, layout, lanes, least_workspace_bytes, rough)
         if not (least_workspace_bytes or rough):
             self._library.store_division(models, memory_bytes, layout, lanes, division)
@@ -86,12 +86,12 @@ class Planner:
 
     def plans_by_size(self, model: ModelDemand, workspace_bytes: int) -> list[Mapping[Bucket, Plan]]:
         """Return quick plans for partitions of several sizes, the least first. Raises WorkerFailed."""
-        return self._workers.call_later(_plans_by_size, model, workspace_bytes, self._searcher)
+        return self._workers.call_low_priority(_plans_by_size, model, workspace_bytes, self._searcher)
 
     def best_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
         """Return what a full search finds, which is kept. Raises as `quick_plans`."""
         known = self.known_plans(model, memory)
-        return known or self._workers.call_later(_plan, model, memory, self._library, self._searcher)
+        return known or self._workers.call_low_priority(_plan, model, memory, self._library, self._searcher)
 
 
 def _divide(

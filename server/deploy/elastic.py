@@ -121,7 +121,7 @@ class Elastic:
             "seconds": round(self._clock() - start_s, 2),
         }
         _log.info("memory was divided again by measured request rates", extra={"fields": fields})
-        placement.improver.begin([models[owner] for owner in changed if owner in placement.memory.models])
+        placement.replanner.begin([models[owner] for owner in changed if owner in placement.memory.models])
 
     def _rates_per_s(self) -> dict[str, float] | None:
         """Return each model's requests per second in the shortest window that tells enough; None if none does yet."""
@@ -165,7 +165,7 @@ class Elastic:
         """Plan models for several sizes, while none of them may be measured again: profiles are not final then."""
         workspace_bytes = self._placement.memory.partitions.workspace_bytes
         for owner, model in models.items():
-            if self._placement.improver.is_busy:
+            if self._placement.replanner.is_busy:
                 return
             found = await in_thread(self._placement.planner.plans_by_size, model.demand, workspace_bytes)
             plans = {_bytes_of(made): (made, False) for made in found}

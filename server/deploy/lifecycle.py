@@ -54,7 +54,7 @@ def open_placement(
     If models will have to be prepared, the processes for that import it at the same time.
     """
     workers = worker_processes(config)
-    missing = 0 if workers.here else unknown(sources, config)
+    missing = 0 if workers.inline else unknown(sources, config)
     if missing:
         workers.start(PREPARING, min(missing, MOST_AT_START))
     from cohabit.server.deploy.place import ModelPlacement
@@ -93,10 +93,10 @@ class Lifecycle:
         self._placement = await in_thread(self._open_placement, sources, self._config, self._lanes)
         self._placement.on_change = self._changed
         failures = await self._deploy(sources, on_progress=on_progress)
-        self._placement.workers.here = False  # from now on, there are requests to answer in this process
+        self._placement.workers.inline = False  # from now on, there are requests to answer in this process
         self._opened.set()
-        if self._placement.improver.measures_again:
-            self._background.keep("checking profiles", self._placement.improver.watch)
+        if self._placement.replanner.measures_again:
+            self._background.keep("checking profiles", self._placement.replanner.watch)
         if self._config.layout == "elastic":
             from cohabit.server.deploy.elastic import Elastic
 
@@ -125,7 +125,7 @@ class Lifecycle:
         models, failures = await placement.prepare(sources, on_progress)
         failures |= await placement.place(models, old, self._accept, on_progress)
         served = [model for model in models if model.key not in failures]
-        placement.improver.begin(served, plan_next_start=not self._opened.is_set())
+        placement.replanner.begin(served, plan_next_start=not self._opened.is_set())
         return failures
 
     async def _accept(self, model: "Model") -> None:
@@ -145,7 +145,7 @@ class Lifecycle:
         pending = list(self._operations)
         if self._placement is not None:
             self._placement.workers.close()
-            await self._placement.improver.close()
+            await self._placement.replanner.close()
         await self._background.close()
         for task in pending:
             task.cancel()

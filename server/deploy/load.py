@@ -77,12 +77,12 @@ class PartitionedMemory:
         extent: Extent,
         *,
         workspace_bytes: int | None = None,
-        yields: bool = False,
+        throttle: bool = False,
     ) -> Programs:
         """Make programs of plans for an owner's partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
 
         `workspace_bytes` is each lane's workspace when the programs run; None for the present one. Binding holds
-        the interpreter lock; with `yields`, it sleeps for half of the time, so that serving threads can run.
+        the interpreter lock; with `throttle`, it sleeps for half of the time, so that serving threads can run.
         """
         assert self.arena is not None
         each = self.partitions.workspace_bytes if workspace_bytes is None else workspace_bytes
@@ -94,7 +94,7 @@ class PartitionedMemory:
             program = self.backend.build(model.lowered, plan, profile, self.arena, bases, model.store)
             # Two versions, or two loads of one, share no residents.
             programs[bucket] = replace(program, name=model.owner)
-            if yields:
+            if throttle:
                 time.sleep(time.perf_counter() - start_s)
         return programs
 

@@ -19,7 +19,7 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy.bundle import damaged, division_of, fitting_bundle
 from cohabit.server.deploy.divide import Planner
-from cohabit.server.deploy.improve import Improver
+from cohabit.server.deploy.replan import Replanner
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.memory_map import draw
 from cohabit.server.deploy.model import Model, Plans, Programs
@@ -112,7 +112,7 @@ class ModelPlacement:
         self._lanes = lanes
         self._preparing = asyncio.Semaphore(MOST_PREPARING)
         self._changing = asyncio.Lock()
-        self.improver = Improver(config, self, lanes)
+        self.replanner = Replanner(config, self, lanes)
         self.on_change: Callable[[Model], None] = lambda model: None
         """Called when a model has another partition or other plans."""
 
@@ -154,7 +154,7 @@ class ModelPlacement:
         The caller closes their stores, or places them.
         """
         config, workers, failures = self._config, self.workers, dict[ModelKey, str]()
-        at_start = asyncio.Semaphore(1 if workers.here else MOST_AT_START)
+        at_start = asyncio.Semaphore(1 if workers.inline else MOST_AT_START)
         limit = self._preparing if self.is_open else at_start
         progress = TimeLeft(sources)
 
@@ -163,7 +163,7 @@ class ModelPlacement:
                 async with limit:
                     on_progress(source.name, f"preparing{progress.left}")
                     model = await in_thread(
-                        prepare, source, config, self.memory.backend, workers, on_progress, yields=self.is_open
+                        prepare, source, config, self.memory.backend, workers, on_progress, throttle=self.is_open
                     )
                     warn_of_ignored_config(source, config.device)
             except Exception as error:
@@ -231,7 +231,7 @@ class ModelPlacement:
                         for model in planned:
                             model.lane = model.lane if old is None else old.lane
                             on_progress(model.key.name, "bringing residents in")
-                            await tried(model, self._admit(model, accept, yields=not first))
+                            await tried(model, self._admit(model, accept, throttle=not first))
                         if failures and not first:
                             raise _NotPlaced
                 outside_bytes = self.memory.backend.outside_bytes
@@ -358,7 +358,7 @@ class ModelPlacement:
                 if owner in moving:
                     made, _ = plans.get(owner, (model.plans, model.searched))
                     programs[owner] = await in_thread(
-                        memory.bind, model, made, wanted[owner], workspace_bytes=workspace, yields=True
+                        memory.bind, model, made, wanted[owner], workspace_bytes=workspace, throttle=True
                     )
             if old is not None:
                 await self._displace(old)
@@ -505,9 +505,9 @@ class ModelPlacement:
         known = self.planner.known_plans(model.demand, memory)
         return known or self.planner.quick_plans(model.demand, memory), known is not None
 
-    async def _admit(self, model: Model, accept: Accept, *, yields: bool) -> None:
+    async def _admit(self, model: Model, accept: Accept, *, throttle: bool) -> None:
         """Load a model and have it accepted; otherwise its memory is free again, and its store open."""
-        await self._load(model, yields=yields)
+        await self._load(model, throttle=throttle)
         try:
             await accept(model)
         except Exception:
@@ -515,7 +515,7 @@ class ModelPlacement:
             self.memory.remove(model)
             raise
 
-    async def _load(self, model: Model, *, yields: bool) -> None:
+    async def _load(self, model: Model, *, throttle: bool) -> None:
         """Allocate the memory of a model's plans, which is free, bind them, and load its residents."""
         memory, lane = self.memory, self._lanes[model.lane]
         model.owner = memory.new_owner(model.key)
@@ -529,7 +529,7 @@ class ModelPlacement:
         assert extent is not None
         programs: Programs = {}
         try:
-            programs = await in_thread(memory.bind, model, model.plans, extent, yields=yields)
+            programs = await in_thread(memory.bind, model, model.plans, extent, throttle=throttle)
             await lane.perform(memory.resident_load(programs, model.lane))
             memory.add(model, programs)
         except BaseException:
@@ -569,7 +569,7 @@ class ModelPlacement:
         Raises CohabitError; then it runs its present plans on.
         """
         extent, before = self.memory.partitions.held[model.owner], model.plans
-        programs = await in_thread(self.memory.bind, model, plans, extent, yields=True)
+        programs = await in_thread(self.memory.bind, model, plans, extent, throttle=True)
         async with self._restoring_on_failure():
             if plans[min(plans)].residents == before[min(before)].residents:
                 await self._lanes[model.lane].call_on_lane(lambda: model.servable.switch(programs))

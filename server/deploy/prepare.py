@@ -177,17 +177,17 @@ def prepare(
     workers: WorkerProcesses,
     on_progress: OnProgress = lambda name, stage: None,
     *,
-    yields: bool = False,
+    throttle: bool = False,
 ) -> Model:
     """Open a model from the cache, which a worker process fills first if it lacks the model. Raises CohabitError.
 
     Archives come from clients, so nothing else reads them. A damaged cache is rebuilt. The model's profiles may be
-    provisional. The caller closes its store. With `yields`, it pauses after each step, for serving threads.
+    provisional. The caller closes its store. With `throttle`, it pauses after each step, for serving threads.
     """
     archive, rebuild = noted_fingerprint(source.path, notes_of(cache_of(config) / "weights")), False
     if archive is not None:
         try:
-            return _opened(source, config, backend, archive, known_only=True, yields=yields)
+            return _opened(source, config, backend, archive, known_only=True, throttle=throttle)
         except NotCached as error:
             if config.bundle is not None:
                 raise
@@ -199,7 +199,7 @@ def prepare(
             rebuild = True
 
     def fill(rebuild: bool) -> str:
-        if workers.here:
+        if workers.inline:
             return lowered_and_measured(
                 source, config, on_progress, quick=config.plans_later, rebuild=rebuild
             ).lowered.archive
@@ -218,24 +218,24 @@ def _opened(
     archive: str,
     *,
     known_only: bool = False,
-    yields: bool = False,
+    throttle: bool = False,
 ) -> Model:
     """Open a model whose archive has this fingerprint from the cache. Raises NotCached.
 
-    Without `known_only`, it is measured here if a full disk has kept the profiles from being cached. With `yields`, it
+    Without `known_only`, it is measured here if a full disk kept the profiles out of the cache. With `throttle`, it
     pauses after each step, for serving threads.
     """
     name, cache = source.name, cache_of(config)
     model = Model(source, _rate(source, config))
-    with stage(f"lowering model '{name}'"), _pausing(yields):
+    with stage(f"lowering model '{name}'"), _pausing(throttle):
         options, buckets = model_options(source, config), wanted_buckets(source, config)
         lowered = cached(archive, name, wanted_batches(source, config), cache / "weights", options, buckets)
         lowered = _with_config_names(source, lowered)
         _refuse_mismatch(source, lowered)
-    with stage(f"opening the weights of model '{name}'"), _pausing(yields):
+    with stage(f"opening the weights of model '{name}'"), _pausing(throttle):
         model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
     try:
-        with stage(f"measuring model '{name}'"), _pausing(yields):
+        with stage(f"measuring model '{name}'"), _pausing(throttle):
             if config.bundle is not None:
                 model.lowered, model.profiles = lowered, bundled_profiles(lowered, cache / "profiles")
             else:
@@ -249,11 +249,11 @@ def _opened(
 
 
 @contextmanager
-def _pausing(yields: bool) -> Iterator[None]:
+def _pausing(throttle: bool) -> Iterator[None]:
     """Pause after a step that may have held the interpreter lock, for a multiple of its time."""
     start_s = time.perf_counter()
     yield
-    if yields:
+    if throttle:
         time.sleep(min(_PAUSE * (time.perf_counter() - start_s), _LONGEST_PAUSE_S))
 
 
@@ -267,7 +267,7 @@ def measured_profiles(
     """
     if again:
         forget(model.profiles.values(), cache_of(config) / "profiles")
-    _, profiles = _filled_by_worker(workers.call_later, model.source, config, quick=False)
+    _, profiles = _filled_by_worker(workers.call_low_priority, model.source, config, quick=False)
     if any(profiles[bucket].graph != graph.fingerprint for bucket, graph in model.lowered.graphs.items()):
         raise UnsupportedModel(f"{model.source.name}: its archive has changed since it was loaded")
     return profiles

@@ -126,13 +126,13 @@ class WorkerProcesses:
         most: int = 1,
         log_format: LogFormat = "text",
         *,
-        here: bool = False,
+        inline: bool = False,
     ) -> None:
         """A call that takes longer than `timeout_s` ends with its process. With `most` calls under way, others wait.
 
-        The processes log to stderr. With `here`, calls are made in the caller's process and thread.
+        The processes log to stderr. With `inline`, calls are made in the caller's process and thread.
         """
-        self.here = here
+        self.inline = inline
         """The caller may end this, once there is something else to do in its process."""
         self._timeout_s = timeout_s
         self._log_format = log_format
@@ -146,12 +146,12 @@ class WorkerProcesses:
         """Call a module-level function in a process, and wait. Raises WorkerFailed, also if the process dies."""
         return self._call(False, function, args, kwargs)
 
-    def call_later(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def call_low_priority(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call a function as `call` does, after other work that can wait."""
         return self._call(True, function, args, kwargs)
 
     def _call(self, later: bool, function: Callable[..., _T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _T:
-        if self.here:
+        if self.inline:
             return function(*args, **kwargs)
         with self._room[later]:
             process = self._take(function.__module__, later)
@@ -266,7 +266,7 @@ class _WorkerProcess:
 def worker_processes(config: ServeConfig) -> WorkerProcesses:
     """Return the processes that prepare and plan; with the engine in this process, it does so until it serves."""
     return WorkerProcesses(
-        PREPARING_S, MOST_PREPARING + MOST_PLANNING, config.log_format, here=not config.prepares_in_workers
+        PREPARING_S, MOST_PREPARING + MOST_PLANNING, config.log_format, inline=not config.prepares_in_workers
     )
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from cohabit.server.engine.device_thread import BackgroundWork, DeviceThread, Generation, Outcome, PendingWork
+from cohabit.server.engine.device_thread import BackgroundWork, DeviceThread, LoadedServable, Outcome, PendingWork
 from cohabit.server.engine.execution import Servable
 from cohabit.server.errors import (
     ExecutionFailed,
@@ -77,7 +77,7 @@ class ComputeLane:
         with self.device.changed:
             generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.recovery_s)
             self._current[model] = generation
-            self.device.models[model, generation] = Generation(servable, statistics)
+            self.device.models[model, generation] = LoadedServable(servable, statistics)
 
     def replan(self, servable: Servable) -> None:
         """Replace the predictions after a servable's plans have changed."""

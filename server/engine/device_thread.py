@@ -51,7 +51,7 @@ class PendingWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class LoadedServable:
     """What executes the requests of one load of a model, and counts them."""
 
     servable: Servable
@@ -67,7 +67,7 @@ class DeviceThread:
         self.scheduler = scheduler
         self.background: deque[PendingWork] = deque()
         self.stopped = False
-        self.models: dict[tuple[ModelKey, int], Generation] = {}
+        self.models: dict[tuple[ModelKey, int], LoadedServable] = {}
         """By key and generation."""
         self.followed: dict[Ticket, OnSpans] = {}
         """Traced requests, and what receives the spans of their executions. The event loop changes it."""
@@ -158,7 +158,7 @@ class DeviceThread:
             ended_s = time.monotonic()
         self._call_on_loop(self._owner.executed, tickets, outcomes, ended_s, model.servable.lost)
 
-    def _outcomes(self, model: Generation, tickets: Sequence[Ticket], batch: Batch) -> Sequence[Outcome]:
+    def _outcomes(self, model: LoadedServable, tickets: Sequence[Ticket], batch: Batch) -> Sequence[Outcome]:
         """Execute requests of a batch together; returns an answer for each, or an error for each."""
         started_s = time.monotonic()
         self.executing = (started_s, batch.predicted_s)

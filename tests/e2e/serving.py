@@ -136,7 +136,7 @@ class Running:
 
     def until_planned(self) -> None:
         """Wait until the searches for better plans have ended, and the plans that they found are in use."""
-        eventually(lambda: not self.placement.improver.is_busy)
+        eventually(lambda: not self.placement.replanner.is_busy)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def test_a_bundle_gives_the_bits_of_resident_models(repository: Path, plans: Pat
     with serving(repository, "400%", plans, **changes) as resident:
         wanted = {name: answer(resident, name) for name in MODELS}
     with serving_bundle(bundle) as server:
-        assert not server.placement.improver.is_busy
+        assert not server.placement.replanner.is_busy
         assert not multiprocessing.active_children(), "nothing is searched for"
         residents = sum(placed.footprint.resident_bytes for placed in server.placement.models.values())
         assert residents < len(MODELS) * WEIGHTS_MIB << 20

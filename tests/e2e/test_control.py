@@ -201,7 +201,7 @@ def test_200_moves_under_requests_lose_none_and_change_no_bit(
             await move(model, *arguments)
 
         monkeypatch.setattr(placement, "_move", noted)
-        monkeypatch.setattr(placement.improver, "begin", lambda models: None)  # it would move them, too
+        monkeypatch.setattr(placement.replanner, "begin", lambda models: None)  # it would move them, too
         stop, wrong = threading.Event(), list[str]()
 
         def ask_on(name: str) -> None:

@@ -20,7 +20,7 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.server.deploy import improve, place
-from cohabit.server.deploy.improve import Improver
+from cohabit.server.deploy.replan import Replanner
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.resources import available_cpus
 from tests.e2e.archives import Archives
@@ -120,7 +120,7 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
         }
         partition = placed.footprint.partition_bytes
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
-        assert not server.placement.improver.is_busy, "a warm start has nothing to improve"
+        assert not server.placement.replanner.is_busy, "a warm start has nothing to improve"
         assert not server.placement.models[MODEL, 1].is_provisional
         if server.placement.models[MODEL, 1].footprint.partition_bytes == partition:
             assert plans_of(server) == best
@@ -174,7 +174,7 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
     for seed, name in enumerate(models):
         stacks.put(repository, name, seed)
     with serving(repository, "50%", cache, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
-        assert not server.placement.improver.is_busy
+        assert not server.placement.replanner.is_busy
         assert all(not server.placement.models[m, 1].is_provisional for m in models)
         workers = server.placement.workers
         assert not workers._idle, "nothing is left to prepare or to plan"
@@ -199,15 +199,15 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         before, answer = placed.profiles, infer(server.address, MODEL, inputs)["score"]
         for _ in range(20):
             infer(server.address, MODEL, inputs)
-        improver = server.placement.improver
-        server.on_loop(improver.check())
+        replanner = server.placement.replanner
+        server.on_loop(replanner.check())
         measured = placed.profiles
         assert all(measured[b].fingerprint != before[b].fingerprint for b in before)
         assert all(measured[b].noise != 9.0 for b in before)
         assert all(measured[b].compute_s > before[b].compute_s / 2 for b in before)
         assert all(plan.profile == measured[b].fingerprint for b, plan in placed.plans.items())
         assert infer(server.address, MODEL, inputs)["score"].tobytes() == answer.tobytes()
-        server.on_loop(improver.check())
+        server.on_loop(replanner.check())
         assert placed.profiles is measured, "once per load"
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
         known = server.placement.models[MODEL, 1].profiles
@@ -240,9 +240,9 @@ def test_a_profile_is_in_doubt_if_it_is_noisy_or_disagrees(
     placed: Any = SimpleNamespace(memory=memory, workers=workers)
     lanes: Any = [SimpleNamespace(correction=lambda key: correction)]
     config: Any = None
-    improver = Improver(config, placed, lanes)
-    monkeypatch.setattr(improver, "improve", improved_again)
-    asyncio.run(improver.check())
+    replanner = Replanner(config, placed, lanes)
+    monkeypatch.setattr(replanner, "improve", improved_again)
+    asyncio.run(replanner.check())
     assert improved == [model] * doubtful
 
 

@@ -90,8 +90,8 @@ def test_a_process_that_has_opened_a_cuda_device_ends_with_its_call_and_a_new_on
 
 def test_what_can_wait_is_called_alone_in_processes_that_compile_the_planner() -> None:
     with closing(WorkerProcesses(most=2)) as workers, ThreadPoolExecutor(3) as threads:
-        endless = threads.submit(workers.call_later, signal.pause)
-        behind = threads.submit(workers.call_later, os.getpid)
+        endless = threads.submit(workers.call_low_priority, signal.pause)
+        behind = threads.submit(workers.call_low_priority, os.getpid)
         assert workers.call(os.getenv, "COHABIT_INTERPRET") == "1", "what is waited for goes first"
         assert not endless.done()
         assert not behind.done()
@@ -100,13 +100,13 @@ def test_what_can_wait_is_called_alone_in_processes_that_compile_the_planner() -
             with pytest.raises(WorkerFailed):
                 call.result()
     with closing(WorkerProcesses()) as workers:
-        assert workers.call_later(os.getenv, "COHABIT_INTERPRET") is None
-        assert workers.call_later(os.getpid) != workers.call(os.getpid)
+        assert workers.call_low_priority(os.getenv, "COHABIT_INTERPRET") is None
+        assert workers.call_low_priority(os.getpid) != workers.call(os.getpid)
 
 
 def test_a_call_here_is_made_in_this_process() -> None:
-    workers = WorkerProcesses(here=True)
-    assert workers.call(os.getpid) == workers.call_later(os.getpid) == os.getpid()
+    workers = WorkerProcesses(inline=True)
+    assert workers.call(os.getpid) == workers.call_low_priority(os.getpid) == os.getpid()
     with pytest.raises(ZeroDivisionError):
         workers.call(divmod, 1, 0)
 
@@ -229,7 +229,7 @@ def test_a_cache_that_leads_to_an_unexpected_error_is_made_anew(
         assert path.read_bytes() == good
         assert "KeyError: 'p_nothing'" in caplog.text
         cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
-        prepare(source, config, backend, WorkerProcesses(here=True)).store.close()
+        prepare(source, config, backend, WorkerProcesses(inline=True)).store.close()
         assert path.read_bytes() == good, "in one process as well"
 
 

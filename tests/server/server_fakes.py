@@ -178,8 +178,8 @@ class FakeLoaded:
     footprints: Mapping[ModelKey, ModelFootprint] = field(default_factory=dict)
     memory_map: str = ""
     closed: bool = False
-    workers: Any = field(default_factory=lambda: SimpleNamespace(here=True, close=lambda: None))
-    improver: Any = field(
+    workers: Any = field(default_factory=lambda: SimpleNamespace(inline=True, close=lambda: None))
+    replanner: Any = field(
         default_factory=lambda: SimpleNamespace(
             measures_again=False, begin=lambda *_, **__: None, close=nothing, watch=nothing
         )

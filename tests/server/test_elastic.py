@@ -37,7 +37,7 @@ class FakePlacement:
         )
         self.memory = SimpleNamespace(models=self.models, partitions=self.partitions)
         self.changing = asyncio.Lock()
-        self.improver = SimpleNamespace(is_busy=False, begin=lambda models: self.improved.extend(models))
+        self.replanner = SimpleNamespace(is_busy=False, begin=lambda models: self.improved.extend(models))
         self.planner = SimpleNamespace(plans_by_size=lambda demand, workspace: [plans(size) for size in SIZES])
         self.improved: list[Any] = []
         self.sizes: list[dict[str, int]] = []
@@ -150,7 +150,7 @@ def test_a_model_that_has_come_keeps_its_size_until_it_is_planned(rates: Rates) 
     rates.placement.models["new"] = rates.placement.model("new", 1)
     rates.requests["new"] = 0
     rates.placement._hold()
-    rates.placement.improver.is_busy = True  # it is measured
+    rates.placement.replanner.is_busy = True  # it is measured
     for _ in range(4):
         rates.pass_second({"b": 1000, "new": 2000})
     assert rates.elastic.divisions == 1
@@ -158,11 +158,11 @@ def test_a_model_that_has_come_keeps_its_size_until_it_is_planned(rates: Rates) 
 
 
 def test_models_that_are_being_measured_are_waited_for(rates: Rates) -> None:
-    rates.placement.improver.is_busy = True
+    rates.placement.replanner.is_busy = True
     for _ in range(5):
         rates.pass_second({"a": 1000})
     assert rates.elastic.divisions == 0
-    rates.placement.improver.is_busy = False
+    rates.placement.replanner.is_busy = False
     rates.pass_second({"a": 1000})
     assert rates.elastic.divisions == 1
 

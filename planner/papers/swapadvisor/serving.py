@@ -37,7 +37,7 @@ from cohabit.planner.streaming.anneal import FITS, LINK_WEIGHT, Critical, change
 from cohabit.planner.streaming.emit import emit
 from cohabit.planner.streaming.op_orders import OpOrder, OpOrders, in_order
 from cohabit.planner.streaming.page_map import NOWHERE
-from cohabit.planner.streaming.searcher import is_perfect
+from cohabit.planner.streaming.searcher import is_optimal
 from cohabit.planner.streaming.stream import KEPT, RELEASED, STREAMED, Decisions, place_residents, play, uniform
 from cohabit.planner.streaming.workload import Arrays
 
@@ -115,7 +115,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
 
     def tell(self, candidates: Sequence[ServingChromosome], costs: Sequence[Cost]) -> None:
         super().tell(candidates, costs)
-        if any(is_perfect(self._first.work, cost) for cost in costs):
+        if any(is_optimal(self._first.work, cost) for cost in costs):
             self._steps = iter(())
 
     def evaluate(self, candidate: ServingChromosome, good_s: float) -> Cost:

@@ -38,9 +38,14 @@ class MeasuredGraph:
         """Plan with the flags' effort. Raises InfeasibleBudget and what else `planner.search.driver` raises."""
         from cohabit.planner.problem import Limit  # the planner takes a while to import, and help needs none of it
         from cohabit.planner.search.driver import search
+        from cohabit.planner.warm import warm_up
 
+        problem = self._problem(self.bytes_of(memory), searcher, options.single)
+        if options.time_limit is not None:  # which is for searching, not for compiling
+            progress.doing(f"compiling the loops of {searcher}")
+            warm_up(searcher, counted=problem.memory.counted)
         return search(
-            self._problem(self.bytes_of(memory), searcher, options.single),
+            problem,
             searcher,
             seed=options.seed,
             limit=Limit(options.evaluations, options.time_limit),

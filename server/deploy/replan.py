@@ -34,7 +34,7 @@ LEAST_GAIN = 0.1
 """Share of the predicted latency that another division must save to be moved to: the next start has it in any case."""
 
 
-class Improver:
+class Replanner:
     """Belongs to the event loop's thread. Each load of a model is measured again once at most."""
 
     def __init__(self, config: ServeConfig, placement: "ModelPlacement", lanes: Sequence[ComputeLane]) -> None:
