@@ -1,7 +1,7 @@
-"""The engine's process: it listens for front ends on a Unix socket and executes their requests.
+"""The engine's process, which executes the front end's requests.
 
-Started by the supervisor as `python -m cohabit.server.engine_process CONNECTION LISTENER`, with two inherited sockets:
-a connection to the supervisor, with which it ends, and one on which it listens for further front ends.
+Started by the supervisor as `python -m cohabit.server.engine_process CONNECTION`, with an inherited socket: the
+connection to the front end, with which it ends.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _log = logging.getLogger("cohabit.engine")
 
 
 class FrontendConnection:
-    """One front end: its messages, and its shared memory. Event loop's thread only."""
+    """The front end's messages, and its shared memory. Event loop's thread only."""
 
     def __init__(self, service: "EngineService", shared: SharedMemory) -> None:
         self._service = service
@@ -62,7 +62,7 @@ class FrontendConnection:
     def _closed(self) -> None:
         for task in self._requests.values():
             task.cancel()
-        self._service.disconnected(self)
+        self._service.disconnected()
 
     def _received(self, message: messages.ToEngine) -> None:
         match message:
@@ -78,7 +78,7 @@ class FrontendConnection:
                 self._operations.add(operation)
                 operation.add_done_callback(self._operations.discard)
             case _:
-                self._service.received(message, self)
+                self._service.received(message)
 
     async def _infer(self, request: Request) -> None:
         on_spans = self._spans_of(request.number) if request.traced else None
@@ -131,25 +131,19 @@ class FrontendConnection:
 
 
 class EngineService:
-    """Accepts front ends, and runs one engine for all of them. Event loop's thread only."""
+    """Runs an engine for the front end that supervises it. Event loop's thread only."""
 
-    def __init__(
-        self, connection: socket.socket, listener: socket.socket, make_engine: Callable[..., Engine] = Engine
-    ) -> None:
-        """`connection` leads to the front end that supervises the engine; others connect to `listener`."""
+    def __init__(self, connection: socket.socket, make_engine: Callable[..., Engine] = Engine) -> None:
         self._connection = connection
-        self._listener = listener
         self._make_engine = make_engine
         self._engine: Engine | None = None
-        self._frontends: set[FrontendConnection] = set()
-        self._supervisor: FrontendConnection | None = None
-        self._memory_map: str | None = None
+        self._frontend: FrontendConnection
         self._starting: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
 
     @property
     def engine(self) -> Engine:
-        assert self._engine is not None  # front ends send requests only after EntryChanged
+        assert self._engine is not None  # the front end sends requests only after EntryChanged
         return self._engine
 
     @property
@@ -158,10 +152,12 @@ class EngineService:
         return (0.0, 0.0) if self._engine is None else self._engine.executing
 
     async def run(self) -> None:
-        """Serve until the supervising front end sends Stop or disconnects."""
-        self._supervisor = await self._adopt(self._connection)
+        """Serve until the front end sends Stop or disconnects."""
+        self._frontend = FrontendConnection(self, await asyncio.to_thread(_receive_memory, self._connection))
+        self._frontend.beat()
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: self._frontend.channel, self._connection)
         background = Background()
-        background.keep("accepting front ends", self._accept)
         background.keep("the heartbeat", self._beat)
         await self._ended.wait()
         await background.close()
@@ -169,51 +165,24 @@ class EngineService:
             await self._engine.stop()
         await asyncio.sleep(_LAST_MESSAGES_S)
 
-    def disconnected(self, frontend: FrontendConnection) -> None:
-        self._frontends.discard(frontend)
-        if frontend is self._supervisor:
-            self._ended.set()
+    def disconnected(self) -> None:
+        self._ended.set()
 
-    def received(self, message: messages.ToEngine, frontend: FrontendConnection) -> None:
+    def received(self, message: messages.ToEngine) -> None:
         """Handle a message that concerns the engine as a whole."""
         match message:
             case messages.Start():
                 self._starting = asyncio.create_task(self._start(message))
             case messages.Stop():
-                if frontend is self._supervisor:
-                    self._ended.set()
+                self._ended.set()
             case messages.CountRejection():
                 self.engine.registry.count_rejection(message.model, message.reason, message.count)
             case messages.ChangeLog():
                 log.apply(msgspec.convert(message.settings, LogSettings))
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._listener.setblocking(False)
-        while True:
-            connection, _ = await loop.sock_accept(self._listener)
-            try:
-                await self._adopt(connection)
-            except OSError as error:  # it has ended since it connected
-                connection.close()
-                _log.warning("a front end could not connect", extra={"fields": {"reason": str(error)}})
-
-    async def _adopt(self, connection: socket.socket) -> FrontendConnection:
-        """Accept a front end that has connected, and send it the present state. Raises OSError."""
-        frontend = FrontendConnection(self, await asyncio.to_thread(_receive_memory, connection))
-        self._frontends.add(frontend)
-        frontend.beat()
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: frontend.channel, connection)
-        for entry in () if self._engine is None else self._engine.registry:
-            frontend.channel.send(messages.EntryChanged(entry))
-        if self._memory_map is not None:
-            frontend.channel.send(messages.Started(self._memory_map))
-        return frontend
-
     async def _beat(self) -> None:
         while True:
-            for frontend in self._frontends:
-                frontend.beat()
+            self._frontend.beat()
             await asyncio.sleep(_HEARTBEAT_S)
 
     async def _start(self, message: messages.Start) -> None:
@@ -222,27 +191,23 @@ class EngineService:
         loop = asyncio.get_running_loop()
 
         def publish(entry: ModelEntry) -> None:
-            self._send_all(messages.EntryChanged(entry))
+            self._frontend.channel.send(messages.EntryChanged(entry))
 
         def progress(model: str, stage: str) -> None:
-            loop.call_soon_threadsafe(self._send_all, messages.Progress(model, stage))
+            loop.call_soon_threadsafe(self._frontend.channel.send, messages.Progress(model, stage))
 
         try:
             self._engine = self._make_engine(config, publish=publish, on_lost=_exit_device_lost)
-            self._memory_map = await self._engine.start(progress, message.before)
+            memory_map = await self._engine.start(progress, message.before)
         except LoadCancelled:
             return
         except CohabitError as error:
-            self._send_all(messages.StartRefused(to_wire(error)))
+            self._frontend.channel.send(messages.StartRefused(to_wire(error)))
         except Exception:
             reason = f"starting the engine failed unexpectedly: {log.log_internal_error(_log)}"
-            self._send_all(messages.StartRefused(to_wire(StartFailed(reason))))
+            self._frontend.channel.send(messages.StartRefused(to_wire(StartFailed(reason))))
         else:
-            self._send_all(messages.Started(self._memory_map))
-
-    def _send_all(self, message: object) -> None:
-        for frontend in self._frontends:
-            frontend.channel.send(message)
+            self._frontend.channel.send(messages.Started(memory_map))
 
 
 def _receive_memory(connection: socket.socket) -> SharedMemory:
@@ -270,9 +235,9 @@ def main(make_engine: Callable[..., Engine] = Engine) -> None:
     end_with_parent()
     no_new_privileges()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when the engine ends
-    connection, listener = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:3])
+    connection = socket.socket(fileno=int(sys.argv[1]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(EngineService(connection, listener, make_engine).run())
+        runner.run(EngineService(connection, make_engine).run())
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

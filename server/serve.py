@@ -2,14 +2,10 @@
 
 import asyncio
 import logging
-import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cohabit.server.background import Background
@@ -42,8 +38,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cohabit.serve")
 _ANSWERS_WRITTEN_S = 2.0
-_RECONNECT_S = 0.05
-_FRONTEND_RESTART_S = 1.0
 
 
 class Server:
@@ -53,13 +47,11 @@ class Server:
         self,
         config: ServeConfig,
         open_placement: "OpenPlacement | None" = None,
-        engine_path: Path | None = None,
         engine_command: Sequence[str] = COMMAND,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`open_placement` opens the device of an engine in this process, `engine_command` starts one in another.
 
-        `engine_path` is where another front end's engine listens; without it, this front end starts an engine.
         `clock` tells how old the text of the metrics is, and how long requests take.
         """
         self._engine_command = engine_command
@@ -68,7 +60,6 @@ class Server:
         self.grpc_address: str | None = None
         self.metrics_url = ""
         self._config = config
-        self._engine_path = engine_path
         self._memory = RequestMemory(config.queue_bytes)
         self._local: Engine | None = None
         self.supervisor: Supervisor | None = None
@@ -81,7 +72,6 @@ class Server:
         self._ports: list[HttpServer] = []
         self._grpc: GrpcServer | None = None
         self._background = Background()
-        self._frontends: set[asyncio.subprocess.Process] = set()
 
     def _make_client(self, open_placement: "OpenPlacement | None") -> EngineClient:
         config = self._config
@@ -97,7 +87,7 @@ class Server:
 
     def _make_plane(self) -> None:
         config = self._config
-        if config.trace_file is not None and self._engine_path is None:
+        if config.trace_file is not None:
             self._trace_file = TraceFile(config.trace_file, lanes=config.compute_lanes)
         if config.collector is not None:
             self._exporter = OtlpExporter(config.collector)
@@ -121,11 +111,9 @@ class Server:
         tls = None
         if config.tls_cert is not None and config.tls_key is not None:
             tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
-        is_first = self._engine_path is None
-        unix = config.unix_folder if is_first else None
-        limit, reuse_port = config.max_connections, config.frontends > 1
+        unix, limit = config.unix_folder, config.max_connections
         app = make_app(self.plane, config.max_body_bytes, access, self._feed, Sites.of(config))
-        http = HttpServer(app, max_connections=limit, tls=tls, reuse_port=reuse_port)
+        http = HttpServer(app, max_connections=limit, tls=tls)
         self._ports.append(http)
         self.http_url = await http.start(
             config.addresses, config.http_port, None if unix is None else unix / "http.sock", "--http-port"
@@ -139,12 +127,11 @@ class Server:
                 max_body_bytes=config.max_body_bytes,
                 max_connections=limit,
                 tls=tls,
-                reuse_port=reuse_port,
             )
             self.grpc_address = await self._grpc.start(
                 config.addresses, config.grpc_port, None if unix is None else unix / "grpc.sock"
             )
-        if is_first and config.metrics_port is not None:
+        if config.metrics_port is not None:
             metrics = HttpServer(make_metrics_app(self.plane, access), max_connections=limit, tls=tls)
             self._ports.append(metrics)
             url = await metrics.start(config.addresses, config.metrics_port, None, "--metrics-port")
@@ -158,18 +145,10 @@ class Server:
         if self._local is not None:
             return await self._local.start(on_progress)
         assert isinstance(self.client, EngineConnection)
-        if self._engine_path is not None:
-            self._background.keep(
-                "reaching the engine", partial(self._follow_engine, self.client, self._engine_path)
-            )
-            return ""
         # Later starts of an engine get the same figure: each must find room for the same models.
         encoded = encode_config(replace(self._config, frontend_bytes=resident_bytes()))
         self.supervisor = Supervisor(self.client, encoded, self._config.watchdog_s, self._engine_command)
-        memory_map = await self.supervisor.start(on_progress)
-        for _ in range(1, self._config.frontends):
-            self._background.keep("keeping a front end", partial(self._keep_frontend, self.supervisor.path))
-        return memory_map
+        return await self.supervisor.start(on_progress)
 
     async def failed(self) -> None:
         """Return once the engine is no longer supervised, so that the server has to end; otherwise never."""
@@ -178,11 +157,7 @@ class Server:
     async def stop(self) -> bool:
         """Answer the requests in flight, refuse new ones, and close; False if anything was abandoned."""
         await self._background.close()
-        for process in self._frontends:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
         drained = await self.plane.drain(self._config.exit_timeout_s)
-        await asyncio.gather(*(process.wait() for process in self._frontends))
         ended = await (self.client if self.supervisor is None else self.supervisor).close()
         if self._grpc is not None:
             await self._grpc.stop(_ANSWERS_WRITTEN_S)
@@ -195,43 +170,6 @@ class Server:
             await asyncio.to_thread(self._exporter.close)
         self._memory.close()
         return drained and ended
-
-    async def _follow_engine(self, client: EngineConnection, path: Path) -> None:
-        """Connect to another front end's engine, again after each restart."""
-        while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                connection.connect(
-                    str(path)
-                )  # the listener's backlog takes it at once, even before the engine runs
-                await client.connect(connection)
-                await client.wait_closed()
-            except OSError as error:
-                connection.close()
-                _log.warning("the engine was not reached", extra={"fields": {"reason": str(error)}})
-                await asyncio.sleep(_FRONTEND_RESTART_S)
-            client.died("the engine was restarted")
-            client.shed()
-            await asyncio.sleep(_RECONNECT_S)
-
-    async def _keep_frontend(self, engine_path: Path) -> None:
-        """Start a further front end, again after it has ended."""
-        while True:
-            command = (sys.executable, "-m", "cohabit.server.frontend_process", str(engine_path))
-            try:
-                process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-            except OSError as error:
-                _log.error("a front end could not be started", extra={"fields": {"reason": str(error)}})
-                await asyncio.sleep(_FRONTEND_RESTART_S)
-                continue
-            assert process.stdin is not None
-            process.stdin.write(encode_config(self._config))
-            process.stdin.close()
-            self._frontends.add(process)
-            status = await process.wait()
-            self._frontends.discard(process)
-            _log.error("a front end has ended, and is started again", extra={"fields": {"status": status}})
-            await asyncio.sleep(_FRONTEND_RESTART_S)
 
     def _warn_if_open(self, access: Access) -> None:
         if not self._config.is_loopback and not access.tokens:

@@ -141,7 +141,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
     },
 }
 PUT_TOGETHER = {
-    "server": {"cli", "engine_host", "engine_process", "frontend_process", "in_process", "serve"},
+    "server": {"cli", "engine_host", "engine_process", "in_process", "serve"},
     "planner": {"library", "warm"},
     "runtime": {"devices"},
 }

@@ -439,9 +439,7 @@ class CudaExecutor:
     def _faults(self, program: CudaProgram) -> Iterator[None]:
         """Turn any exception into DeviceError, or into DeviceLost where the device does not work any more."""
         if self._shared.lost is not None:
-            raise DeviceLost(
-                f"{program.graph.name}: the device is lost ({self._shared.lost}); restart the server"
-            )
+            raise DeviceLost(f"{program.graph.name}: the device is lost ({self._shared.lost}); restart the server")
         try:
             yield
         except Exception as error:

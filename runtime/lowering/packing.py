@@ -120,7 +120,7 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def pack_linear(weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Pack a linear layer's weight for inputs of these numbers of rows. Kernels for any number of rows take every layout."""
+    """Pack a linear layer's weight for inputs of these numbers of rows. Kernels take every layout for any number."""
     packed: torch.Tensor = _onednn._reorder_linear_weight(weight, max(rows))
     return packed
 

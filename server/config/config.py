@@ -227,9 +227,6 @@ class ServeConfig:
         port_or_off,
         "PORT",
     )
-    frontends: int = setting(
-        1, "--frontends", "number of processes that accept requests on the ports", integer(1, 64), "N"
-    )
     max_connections: int = setting(1024, "--max-connections", "open connections per port", integer(1, 1 << 20), "N")
     exit_timeout_s: float = setting(
         30.0,
@@ -382,9 +379,8 @@ class ServeConfig:
 
     @property
     def takes_client_shm(self) -> bool:
-        """Whether clients may register shared memory; several front ends do not share registrations."""
-        allowed = self.is_loopback if self.client_shm == "auto" else self.client_shm != "off"
-        return self.frontends == 1 and allowed
+        """Whether clients may register shared memory."""
+        return self.is_loopback if self.client_shm == "auto" else self.client_shm != "off"
 
 
 def cache_of(config: ServeConfig) -> Path:
@@ -416,20 +412,12 @@ def check_consistent(config: ServeConfig) -> None:
         )
     if config.model_control == "explicit" and not isinstance(config.memory, FixedSize):
         raise ConfigError("--memory: a share of the weights means nothing before models are loaded; give a size")
-    if config.process_memory_bytes is not None and (config.device != "cpu" or config.frontends > 1):
-        raise ConfigError("--process-memory needs --device cpu and --frontends 1")
+    if config.process_memory_bytes is not None and config.device != "cpu":
+        raise ConfigError("--process-memory needs --device cpu")
     if (config.tls_cert is None) != (config.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key need each other")
     if config.tls_client_ca is not None and config.tls_cert is None:
         raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key")
-    if config.frontends > 1 and config.engine != "process":
-        raise ConfigError(f"--frontends {config.frontends} needs --engine process, which they share")
-    if config.frontends > 1 and 0 in (config.http_port, config.grpc_port, config.metrics_port):
-        raise ConfigError(f"--frontends {config.frontends} needs fixed ports; 0 would give each its own")
-    if config.frontends > 1 and config.client_shm in ("on", "any-user"):
-        raise ConfigError("--client-shm needs --frontends 1: front ends do not share what clients register")
-    if config.frontends > 1 and config.trace_file is not None:
-        raise ConfigError("--trace-config file= needs --frontends 1: front ends do not share a trace file")
     if "rate" in config.trace and config.trace_file is None and config.collector is None:
         raise ConfigError("--trace-config rate= needs --trace-config file=FILE or otlp=URL")
     if sum(host.startswith(_UNIX) for host in config.hosts) > 1:

@@ -158,9 +158,9 @@ def read_settings(
 
 
 def _may_take_memory_left(values: Mapping[str, Value]) -> bool:
-    """Whether no memory is given, on a device and with the one front end that --process-memory is for."""
+    """Whether no memory is given, on the device that --process-memory is for."""
     is_given = values["memory"] is not None or values["process_memory"] is not None
-    return not is_given and values["device"] == "cpu" and values["frontends"] == "1"
+    return not is_given and values["device"] == "cpu"
 
 
 def _share_process_memory(values: dict[str, Value], origins: dict[str, str], *, memory_is_bundled: bool) -> None:

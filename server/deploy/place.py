@@ -19,7 +19,6 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy.bundle import damaged, division_of, fitting_bundle
 from cohabit.server.deploy.divide import Planner
-from cohabit.server.deploy.replan import Replanner
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.memory_map import draw
 from cohabit.server.deploy.model import Model, Plans, Programs
@@ -33,6 +32,7 @@ from cohabit.server.deploy.prepare import (
     warn_without_packing,
 )
 from cohabit.server.deploy.process_memory import measure_process_memory
+from cohabit.server.deploy.replan import Replanner
 from cohabit.server.deploy.worker import (
     MOST_AT_START,
     MOST_PREPARING,

@@ -312,15 +312,9 @@ class DataPlane:
 
     def change_log(self, changes: Mapping[str, object]) -> None:
         """Change the log settings of the front end and the engine. Raises InvalidRequest or Refused."""
-        self._require_only_front_end("log settings")
         self.log_settings = log_changes(self.log_settings, changes)
         log.apply(self.log_settings)
         self._client.change_log(self.log_settings)
-
-    def _require_only_front_end(self, what: str) -> None:
-        if self._config.frontends > 1:
-            text = f"{what} cannot be changed with --frontends over 1: front ends do not share it"
-            raise Refused("Unsupported", text)
 
     def trace_settings(self, model: str | None, changes: Iterable[str]) -> dict[str, str | list[str]]:
         """Return the trace settings, which are the same for every model.

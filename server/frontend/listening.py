@@ -49,7 +49,7 @@ def without_covered(hosts: Sequence[str]) -> list[str]:
     return [host for host in dict.fromkeys(hosts) if host != "0.0.0.0" or "::" not in hosts]
 
 
-def open_sockets(hosts: Sequence[str], port: int, flag: str, reuse_port: bool) -> list[socket.socket]:
+def open_sockets(hosts: Sequence[str], port: int, flag: str) -> list[socket.socket]:
     """Listen at every address of the hosts; port 0 takes a free port, the same one for all. The sockets do not block.
 
     Raises ConfigError, which names the flag.
@@ -60,7 +60,7 @@ def open_sockets(hosts: Sequence[str], port: int, flag: str, reuse_port: bool) -
             try:
                 for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
                     sock = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                    _set_options(sock, family, reuse_port)
+                    _set_options(sock, family)
                     sock.bind((address[0], port, *address[2:]))
                     _listen(sock)
                     port = sock.getsockname()[1]
@@ -89,11 +89,9 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _set_options(sock: socket.socket, family: int, reuse_port: bool) -> None:
+def _set_options(sock: socket.socket, family: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_S * 1e3))
-    if reuse_port:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     if family == socket.AF_INET6:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
 

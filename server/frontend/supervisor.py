@@ -3,15 +3,12 @@
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.server.errors import EngineUnavailable
@@ -43,10 +40,6 @@ class Supervisor:
         self._config = config
         self._watchdog_s = watchdog_s
         self._command = command
-        self._folder = Path(tempfile.mkdtemp(prefix="cohabit-"))
-        self.path = self._folder / "engine.sock"
-        """Where the engine listens for further front ends, the same after restarts."""
-        self._listener: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._death: asyncio.Task[str] | None = None
         self._killed_for: str | None = None
@@ -87,9 +80,6 @@ class Supervisor:
                 clean = False
                 self._kill()
                 await self._process.wait()
-        if self._listener is not None:
-            self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
         return clean
 
     async def _supervise(self, first: asyncio.Future[str], on_progress: Callable[[str, str], None]) -> None:
@@ -142,13 +132,13 @@ class Supervisor:
         Raises the loading error, EngineUnavailable if the process ends before, and OSError if there can be none.
         """
         self._killed_for = self._death = None
-        # A pair of sockets of its own: nothing of an earlier process is in it, and no file that could be removed.
+        # A pair of sockets per process: nothing of an earlier one is in it.
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                inherited = theirs.fileno(), self._listen().fileno()
+                inherited = theirs.fileno()
                 process = await asyncio.create_subprocess_exec(
-                    *self._command, *map(str, inherited), pass_fds=inherited, stdin=asyncio.subprocess.DEVNULL
+                    *self._command, str(inherited), pass_fds=(inherited,), stdin=asyncio.subprocess.DEVNULL
                 )
             except OSError:
                 ours.close()
@@ -162,20 +152,6 @@ class Supervisor:
             started.cancel()
             raise EngineUnavailable(f"the engine's process ended while it loaded: {await self._death}")
         return await started
-
-    def _listen(self) -> socket.socket:
-        """Return the socket for further front ends; a new one if its file was removed. Raises OSError."""
-        if self._listener is None or not self.path.exists():
-            if self._listener is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
-                self._folder.mkdir(mode=0o700)  # fails if it is another user's by now
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(str(self.path))
-            listener.listen(64)
-            if self._listener is not None:
-                self._listener.close()
-            self._listener = listener
-        return self._listener
 
     async def _died(self, process: asyncio.subprocess.Process) -> str:
         """Wait until a process has ended and its last messages were read; returns the reason."""

@@ -49,7 +49,6 @@ class GrpcServer:
         max_connections: int,
         keep_alive_s: float = 75.0,
         tls: TlsFiles | None = None,
-        reuse_port: bool = False,
     ) -> None:
         """`keep_alive_s` is when a connection without traffic is checked by a ping, and one without calls is closed."""
         self._plane = plane
@@ -67,7 +66,7 @@ class GrpcServer:
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-            ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.so_reuseport", 0),
             ("grpc.max_connection_idle_ms", round(keep_alive_s * 1e3)),
             ("grpc.keepalive_time_ms", round(keep_alive_s * 1e3)),
             ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),

@@ -44,12 +44,10 @@ class HttpServer:
         max_connections: int,
         keep_alive_s: float = KEEP_ALIVE_S,
         tls: TlsFiles | None = None,
-        reuse_port: bool = False,
     ) -> None:
         """`keep_alive_s` bounds how long a connection may be without a whole request head."""
         self._max_connections = max_connections
         self._tls = tls
-        self._reuse_port = reuse_port
         self._options: dict[str, Any] = {
             "access_log": None,
             "auto_decompress": False,
@@ -70,7 +68,7 @@ class HttpServer:
         """
         tls = None if self._tls is None else self._tls.context()
         await self._runner.setup()
-        sockets = open_sockets(hosts, port, flag, self._reuse_port)
+        sockets = open_sockets(hosts, port, flag)
         for sock in sockets:
             self._listen(sock, tls)
         if unix is not None:

@@ -26,7 +26,7 @@ class Assigner:
         assign: Callable[[int], Assignment],
         count_engines: Callable[[], Awaitable[int]],
     ) -> None:
-        """`assign` assigns models to a number of engines. `count_engines` counts those that run or are being started."""
+        """`assign` divides models among engines. `count_engines` counts those that run or are being started."""
         self.router = Router(models, self._lost)
         self._assign = assign
         self._count_engines = count_engines

@@ -203,9 +203,8 @@ def test_without_memory_the_whole_server_takes_what_is_left() -> None:
     assert found.origins["process_memory"] == found.origins["memory"] == "what this machine has left"
     for given in (("--memory", "25%"), ("--process-memory", "1GiB")):
         assert not taking_what_is_left(*given).takes_memory_left
-    for given in (("--device", "cuda"), ("--frontends", "2")):
-        with pytest.raises(ConfigError, match="--memory is missing"):
-            taking_what_is_left(*given)
+    with pytest.raises(ConfigError, match="--memory is missing"):
+        taking_what_is_left("--device", "cuda")
 
 
 def test_what_is_printed_reads_back_to_the_same_config_and_names_origins(tmp_path: Path) -> None:
@@ -259,11 +258,8 @@ def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_pat
         (("--tls-cert", "c"), "--tls-cert and --tls-key need each other"),
         (("--tls-key", "k"), "--tls-cert and --tls-key need each other"),
         (("--tls-client-ca", "ca"), "--tls-client-ca needs --tls-cert"),
-        (("--frontends", "2", "--engine", "in-process"), "--frontends 2 needs --engine process"),
-        (("--frontends", "2", "--grpc-port", "0"), "--frontends 2 needs fixed ports"),
         (("--host", "unix:a", "--host", "unix:b"), "--host: give one folder for Unix sockets"),
         (("--trace-config", "rate=1"), "--trace-config rate= needs --trace-config file=FILE or otlp=URL"),
-        (("--trace-config", "file=t", "--frontends", "2"), "--trace-config file= needs --frontends 1"),
         (("--watchdog", "-1"), "--watchdog: '-1' is not a number of seconds"),
     ],
 )

@@ -4,9 +4,7 @@ import asyncio
 import gc
 import math
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -183,35 +181,6 @@ async def test_an_engine_whose_process_cannot_be_made_is_started_once_it_can(
     np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
 
 
-async def test_an_engine_is_started_again_after_its_folder_was_cleaned_away(front_end: FrontEnd) -> None:
-    assert front_end.supervisor is not None
-    path = front_end.supervisor.path
-    shutil.rmtree(path.parent)
-    send(front_end, signal.SIGKILL)
-    np.testing.assert_array_equal(await front_end.double(1), rows(1) * 2)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as further:
-        further.connect(str(path))
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-
-
-async def test_front_ends_that_leave_before_they_are_accepted_do_not_keep_others_out(front_end: FrontEnd) -> None:
-    assert front_end.supervisor is not None
-    path = str(front_end.supervisor.path)
-    for _ in range(3):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
-            left.connect(path)
-    memory = RequestMemory(1 << 16)
-    other, connection = EngineConnection(memory), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(path)
-    await other.connect(connection)
-    async with asyncio.timeout(20):
-        while other.unavailable:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-    np.testing.assert_array_equal(await FrontEnd(other, memory, None).double(2), rows(2) * 2)
-    await other.close()
-    memory.close()
-
-
 async def test_the_end_of_supervision_is_known(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(reason: str) -> None:
         raise RuntimeError("it was not foreseen")
@@ -336,9 +305,7 @@ async def test_nothing_is_left_of_an_engine_that_was_stopped(tmp_path: Path) -> 
     async with frontends.process(tmp_path) as made:
         supervisor = made.supervisor
         assert supervisor is not None
-        pid, path = supervisor.pid, supervisor.path
-        assert path.exists()
-    assert not path.exists()
+        pid = supervisor.pid
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -15,8 +15,6 @@ from tritonclient.grpc.service_pb2 import ServerLiveResponse
 from cohabit.server.errors import ConfigError
 from cohabit.server.frontend.listening import TlsFiles, address_of, without_covered
 from cohabit.server.grpc.server import credentials_of
-from cohabit.server.http.app import make_metrics_app
-from cohabit.server.http.server import HttpServer
 
 LIVE = ServerLiveResponse(live=True).SerializeToString()
 
@@ -153,13 +151,3 @@ def test_hosts_share_a_port(hosts: tuple[str, ...]) -> None:
 def test_a_wildcard_covers_the_other_family() -> None:
     assert without_covered(["0.0.0.0", "::1", "0.0.0.0"]) == ["0.0.0.0", "::1"]
     assert without_covered(["0.0.0.0", "::"]) == ["::"]
-
-
-async def test_a_port_is_shared_where_that_is_asked_for(server: Ports) -> None:
-    first, second = (
-        HttpServer(make_metrics_app(server.plane), max_connections=1, reuse_port=True) for _ in range(2)
-    )
-    url = await first.start(["127.0.0.1"], 0, None, "--metrics-port")
-    assert await second.start(["127.0.0.1"], int(url.rpartition(":")[2]), None, "--metrics-port") == url
-    for metrics in (first, second):
-        await metrics.stop(0)
