@@ -12,6 +12,8 @@ from benchmarks.edge.cgroup import EXIT_UNAVAILABLE
 COMMANDS = {
     "demo": "demo --record",
     "figure8": "figure8 --record",
+    "figure8-weights": "figure8 --shares 40,60,80 --layouts resident partitioned 'partitioned, bfloat16'"
+    " 'partitioned, int8' time_shared --rounds 4 --record-as figure8-weights --record",
     "overload": "overload --record",
     "faults": "faults --record",
     "worst-bodies": "worst_bodies --record",
