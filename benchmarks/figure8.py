@@ -20,6 +20,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
@@ -53,8 +54,8 @@ COPIED, COMPUTED = "cohabit_swapped_bytes_total", "cohabit_compute_seconds_sum"
 COUNTED = ("nv_inference_count", COPIED, COMPUTED)
 WARM_UP_S = 1.0
 SLO_S = 0.1
-SATURATING_PER_S = 3000.0
-"""A rate of which a server answers as much as it can."""
+SATURATING_CLIENTS = 16
+"""Clients of a closed loop that keep a server busy."""
 GIVE_UP_S = 5.0
 """Behind the last arrival of a rate that is too high, what still waits is given up after so long."""
 
@@ -159,11 +160,11 @@ def _memory(text: str, weight_bytes: int) -> str:
 
 
 async def _saturation(options: argparse.Namespace) -> float:
-    """Requests per second that a server with all of the memory answers when it gets far more."""
+    """Requests per second that a server with all of the memory answers to clients that always have a request."""
     command = server_command("cohabit", options.folder / "repository", "100%", "resident")
     async with serving([*command, "--cache", str(options.folder / "cache")]) as server:
-        report = await run_load(server.url, _load(SATURATING_PER_S, 0, options))
-    return report.completed / (report.duration_s + GIVE_UP_S)  # it goes on answering until it gives up
+        load = msgspec.structs.replace(_load(1.0, 0, options), concurrency=SATURATING_CLIENTS)
+        return (await run_load(server.url, load)).achieved_per_s
 
 
 def _load(rate: float, seed: int, options: argparse.Namespace) -> Load:
@@ -273,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_rates,
         default=[],
         metavar="PERCENT,...",
-        help="instead, rates in percent of what the resident server answers when it gets far more",
+        help="instead, rates in percent of what the resident server answers at most",
     )
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT", help="(default: all)"
