@@ -47,6 +47,20 @@ def conv_pixel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return torch.nn.functional.linear(x.flatten(1), weight.flatten(1), bias)[:, :, None, None]
 
 
+def linear_transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `linear(x)`, given the weight as [in, out]."""
+    rows = x.reshape(-1, x.shape[-1])
+    result = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[1])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x [..., width] over the root mean square of each row, times the weight [width]."""
+    scale = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
+    scale = scale.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul(x, scale).mul_(weight)
+
+
 def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Return x [batch, length, heads, size], each pair of numbers turned. Angles: [length, 1, size / 2, (cos, sin)]."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
@@ -106,6 +120,7 @@ PLAIN: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {
 }
 """The plain version of each fused op."""
 FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (
-    *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel, rotate, short_attention, rows_of_tables),
+    *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel),
+    *(linear_transposed, rms_norm, rotate, short_attention, rows_of_tables),
     *PLAIN,
 )

@@ -21,8 +21,10 @@ from cohabit.runtime.lowering.fused_ops import (
     conv_add_relu,
     conv_pixel,
     conv_relu,
+    linear_transposed,
 )
 from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_form
+from cohabit.runtime.lowering.rewrites.linear_forms import fastest
 
 aten = torch.ops.aten
 
@@ -273,10 +275,37 @@ class OneDnnKernels:
         layer, x, bias = found.layer, found.layer.args[0], _bias(found.layer)
         channels = 1 if layer.target is aten.conv2d.default else -1
         rows = [math.prod(size) // size[channels] for size in self._sizes(layer)]
+        if layer.target is aten.linear.default and (other := self._other_form(model, found, rows)) is not None:
+            return other
         weight = self._packed_once(model, layer, "linear", lambda w: packing.pack_linear(w.flatten(1), rows))
         if found.total is None:
             return FusedCall(found, plain, (x, weight, bias, *_words(found.activation)))
         return FusedCall(found, add, (x, found.residual, weight, bias, "add"))
+
+    def _other_form(self, model: FxModel, found: LayerPattern, rows: Sequence[int]) -> FusedCall | None:
+        """Return a linear layer's call with a weight that is not packed, if that is faster on this machine."""
+        layer, x, bias = found.layer, found.layer.args[0], _bias(found.layer)
+        weight = model.weight_of(layer.args[1])
+        assert weight is not None
+        if weight.dtype is not torch.float32:
+            return None
+        activation = found.activation
+        form = fastest(
+            weight.shape[1],
+            weight.shape[0],
+            tuple(sorted(set(rows))),
+            has_bias=bias is not None,
+            fused=None if activation is None else (activation.name, activation.scalars, activation.algorithm),
+            adds=found.total is not None,
+            threads=torch.get_num_threads(),
+        )
+        alone = LayerPattern(layer)
+        if form == "plain":
+            return FusedCall(alone, aten.linear.default, (x, layer.args[1], bias))
+        if form == "transposed":
+            turned = self._packed_once(model, layer, "transposed", lambda w: w.t().contiguous())
+            return FusedCall(alone, linear_transposed, (x, turned, bias))
+        return None
 
     def _convolution(self, model: FxModel, found: LayerPattern) -> FusedCall:
         layer, residual = found.layer, found.residual

@@ -1,0 +1,104 @@
+"""The fastest form of a linear layer on this machine, measured when a model is lowered.
+
+A layer can be computed from its weight as exported, from the transposed one (a plain product, which needs no packing),
+or from a weight packed for oneDNN, with the activation function or the sum that follows in the same kernel. Which is
+fastest depends on the processor, the shape, and the number of rows. Weights of a model are cold when a layer begins,
+so each form is timed over several weights in turns.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Final, Literal
+
+import torch
+
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.fused_ops import linear_transposed
+
+Form = Literal["plain", "transposed", "packed"]
+_COLD_BYTES: Final = 8 << 20
+"""Of different weights that a form is timed with, and at least `_LEAST_WEIGHTS` of them."""
+_LEAST_WEIGHTS: Final = 3
+_SECONDS: Final = 8e-3
+"""Time for which each form is tried, per number of rows."""
+_WORTH: Final = 0.95
+"""Another form than the packed one is taken if it takes at most this share of its time."""
+
+Tail = Callable[[torch.Tensor], torch.Tensor]
+"""What follows a layer, on its result, which may be changed in place."""
+
+
+@lru_cache(maxsize=4096)
+def fastest(
+    inputs: int,
+    outputs: int,
+    rows: tuple[int, ...],
+    *,
+    has_bias: bool,
+    fused: tuple[str, tuple[float, ...], str] | None,
+    adds: bool,
+    threads: int,
+) -> Form:
+    """Return the form with the least time over all numbers of rows.
+
+    `fused` is the activation function that the packed form computes with the layer, in oneDNN's words, and `adds` says
+    whether it adds a residual. Layers of one shape are measured once per process.
+    """
+    count = max(_LEAST_WEIGHTS, _COLD_BYTES // (4 * inputs * outputs))
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(outputs, inputs, generator=generator) for _ in range(min(count, 32))]
+    bias = torch.zeros(outputs) if has_bias else None
+    packed = [packing.pack_linear(weight, rows) for weight in weights]
+    transposed = [weight.t().contiguous() for weight in weights]
+    seconds = dict.fromkeys(("plain", "transposed", "packed"), 0.0)
+    for number in rows:
+        x, other = torch.randn(number, inputs, generator=generator), torch.zeros(number, outputs)
+        tail = _tail(fused, other if adds else None)
+        if adds:
+            kernels = [partial(packing.LINEAR_SUM, x, other, weight, bias, "add") for weight in packed]
+        else:
+            words = ("none", [], "") if fused is None else (fused[0], list(fused[1]), fused[2])
+            kernels = [partial(packing.LINEAR, x, weight, bias, *words) for weight in packed]
+        seconds["packed"] += _seconds(kernels)
+        seconds["plain"] += _seconds(
+            [partial(_then, tail, torch.nn.functional.linear, x, w, bias) for w in weights]
+        )
+        seconds["transposed"] += _seconds([partial(_then, tail, linear_transposed, x, w, bias) for w in transposed])
+    best: Form = min(("plain", "transposed"), key=seconds.__getitem__)  # type: ignore[assignment]
+    return best if seconds[best] <= _WORTH * seconds["packed"] else "packed"
+
+
+def _then(tail: Tail, layer: Callable[..., torch.Tensor], *arguments: torch.Tensor | None) -> torch.Tensor:
+    return tail(layer(*arguments))
+
+
+def _tail(fused: tuple[str, tuple[float, ...], str] | None, other: torch.Tensor | None) -> Tail:
+    if other is not None:
+        return lambda y: y.add_(other)
+    if fused is None:
+        return lambda y: y
+    name, scalars, algorithm = fused
+    if name == "gelu":
+        return partial(torch.nn.functional.gelu, approximate=algorithm)
+    if name == "leaky_relu":
+        return partial(torch.nn.functional.leaky_relu, negative_slope=scalars[0], inplace=True)
+    in_place = {"sigmoid": torch.sigmoid_, "tanh": torch.tanh_}
+    if name in in_place:
+        return in_place[name]
+    functions = {"swish": torch.nn.functional.silu, "hardswish": torch.nn.functional.hardswish}
+    return partial(functions[name], inplace=True)
+
+
+def _seconds(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
+    """The time of a call among others, without the slowest: the lower quartile of those in `_SECONDS`."""
+    times: list[float] = []
+    for call in calls:
+        call()
+    end = time.perf_counter() + _SECONDS
+    while time.perf_counter() < end:
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 4]

@@ -1,0 +1,132 @@
+"""Functions that models spell out become one op, and what only resembles them stays as it is."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.lowering import fusion, packing
+from cohabit.runtime.lowering.rewrites import linear_forms
+from cohabit.runtime.options import Options
+from cohabit.runtime.profiling.profile import resident_plan
+from tests.runtime import models
+from tests.runtime.backends import cpu, opened
+from tests.runtime.mixing import Computed
+from tests.runtime.plans import streaming_plan
+
+pytestmark = pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
+Function = Callable[[torch.Tensor], torch.Tensor]
+ROOT = math.sqrt(2 / math.pi)
+
+GELUS: dict[str, Function] = {
+    "transformers": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "few digits": lambda x: 0.5 * x * (torch.tanh((torch.pow(x, 3) * 0.044715 + x) * 0.7978845608) + 1),
+    "products": lambda x: (1 + torch.tanh(ROOT * (x + 0.044715 * (x * x * x)))) * (x * 0.5),
+}
+NO_GELUS: dict[str, Function] = {
+    "another constant": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.05 * torch.pow(x, 3.0)))),
+    "another power": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 5.0)))),
+    "another summand": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x.sin() + 0.044715 * torch.pow(x, 3.0)))),
+    "another half": lambda x: 0.5 * x.cos() * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3.0)))),
+}
+
+
+def lowered_ops(model: nn.Module, folder: Path) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """The targets of the lowered program's ops, its answer, and eager PyTorch's."""
+    lowered = models.lowered(
+        model.eval(), {"x": torch.zeros(3, 5, 24)}, folder, "m", [1, 2], options=Options(packed=True)
+    )
+    assert lowered.validation is not None
+    assert lowered.validation.left_out == ()
+    x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
+    with opened(cpu, lowered) as bench, torch.no_grad():
+        program = bench.program(resident_plan(bench.graph))
+        answer = bench.executor.run(program, [x.clone()]).outputs[0].clone()
+        return [op.target for op in bench.graph.ops], answer, model(x)
+
+
+@pytest.mark.parametrize("name", GELUS)
+def test_gelu_that_is_spelled_out_is_one_op(name: str, tmp_path: Path) -> None:
+    targets, answer, expected = lowered_ops(Computed(GELUS[name]), tmp_path)
+    assert targets == ["aten.gelu.default"]
+    torch.testing.assert_close(answer, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NO_GELUS)
+def test_what_resembles_gelu_stays(name: str, tmp_path: Path) -> None:
+    targets, answer, expected = lowered_ops(Computed(NO_GELUS[name]), tmp_path)
+    assert not any("gelu" in target for target in targets)
+    torch.testing.assert_close(answer, expected, atol=1e-6, rtol=1e-6)
+
+
+class Norm(nn.Module):
+    def __init__(self, dim: int = -1, times: int = 1) -> None:
+        super().__init__()
+        self.weight, self.dim, self.times = nn.Parameter(torch.randn(24)), dim, times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(self.dim, keepdim=True) + 1e-5)
+        return self.weight * (x * scale) + (scale if self.times > 1 else 0)
+
+
+def test_root_mean_square_norm_is_one_op(tmp_path: Path) -> None:
+    targets, answer, expected = lowered_ops(Norm(), tmp_path)
+    assert "rms_norm" in targets
+    assert not any("rsqrt" in target or "mean" in target for target in targets)
+    torch.testing.assert_close(answer, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("model", [Norm(dim=1), Norm(times=2)], ids=["over another dimension", "its scale is read"])
+def test_what_resembles_a_norm_stays(model: nn.Module, tmp_path: Path) -> None:
+    targets, answer, expected = lowered_ops(model, tmp_path)
+    assert "rms_norm" not in targets
+    torch.testing.assert_close(answer, expected, atol=1e-6, rtol=1e-6)
+
+
+class Layers(nn.Module):
+    """Linear layers with and without a bias, an activation function, a residual, and rows in two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(24, 48), nn.Linear(48, 24, bias=False), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.b(nn.functional.gelu(self.a(x)))
+        return torch.tanh(self.c(y) + x) + self.a(x[:, 0])[:, None, :24]
+
+
+@pytest.mark.parametrize("form", ["plain", "transposed", "packed"])
+def test_each_form_of_a_layer_is_right_at_every_budget(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(fusion, "fastest", lambda *shape, **about: form)
+    torch.manual_seed(0)
+    model = Layers().eval()
+    lowered = models.lowered(
+        model, {"x": torch.zeros(3, 5, 24)}, tmp_path, "m", [1, 2], options=Options(packed=True)
+    )
+    assert lowered.validation is not None
+    assert lowered.validation.left_out == ()
+    targets = {op.target for op in lowered.graphs[Bucket(2)].ops}
+    kind = {"plain": "aten.linear.default", "transposed": "linear_transposed", "packed": "mkldnn._linear_pointwise"}
+    assert any(kind[form] in target for target in targets)
+    x = torch.randn(2, 5, 24)
+    with opened(cpu, lowered) as bench, torch.no_grad():
+        plans = (resident_plan(bench.graph), streaming_plan(bench.graph))
+        found = [bench.executor.run(bench.program(plan), [x.clone()]).outputs[0].clone() for plan in plans]
+        torch.testing.assert_close(found[0], model(x), atol=1e-5, rtol=1e-5)
+        assert torch.equal(found[0], found[1])
+
+
+def test_a_form_is_measured_once_per_shape() -> None:
+    linear_forms.fastest.cache_clear()
+    about = {"has_bias": True, "fused": ("gelu", (), "none"), "adds": False, "threads": torch.get_num_threads()}
+    forms = {linear_forms.fastest(64, 64, (1, 4), **about) for _ in range(2)}
+    assert len(forms) == 1
+    assert forms <= {"plain", "transposed", "packed"}
+    assert linear_forms.fastest.cache_info().misses == 1
