@@ -24,14 +24,14 @@ from cohabit.runtime.lowering.fused_ops import (
     linear_transposed,
 )
 from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_form
-from cohabit.runtime.lowering.rewrites.linear_forms import fastest
+from cohabit.runtime.lowering.rewrites.linear_forms import Form, fastest
 
 aten = torch.ops.aten
 
 _DEFAULTS = (None, [1, 1], [0, 0], [1, 1], 1)
 """Of a 2-d convolution's arguments after the weight: bias, stride, padding, dilation, groups."""
 LEAST_MULTIPLICATIONS = 1 << 20
-"""A linear layer with fewer in its smallest batch stays plain: entering oneDNN takes ten times as long as a small
+"""A linear layer with fewer in its smallest batch is not packed: entering oneDNN takes ten times as long as a small
 product."""
 
 
@@ -256,7 +256,7 @@ class OneDnnKernels:
         if not sizes or any(reader.target is not layer.target for reader in readers):
             return False
         if layer.target is aten.linear.default:
-            return min(math.prod(size[:-1]) for size in sizes) * weight.numel() >= LEAST_MULTIPLICATIONS
+            return True
         convolves = _is_signal_convolution if layer.target is aten.conv1d.default else _is_image_convolution
         return all(convolves(r) and _window(r) == _window(layer) for r in readers)
 
@@ -271,41 +271,39 @@ class OneDnnKernels:
             return self._linear(model, found, conv1x1, conv1x1_add)
         return self._convolution(model, found)
 
-    def _linear(self, model: FxModel, found: LayerPattern, plain: Any, add: Any) -> FusedCall:
+    def _linear(self, model: FxModel, found: LayerPattern, plain: Any, add: Any) -> FusedCall | None:
         layer, x, bias = found.layer, found.layer.args[0], _bias(found.layer)
         channels = 1 if layer.target is aten.conv2d.default else -1
         rows = [math.prod(size) // size[channels] for size in self._sizes(layer)]
-        if layer.target is aten.linear.default and (other := self._other_form(model, found, rows)) is not None:
-            return other
+        if layer.target is aten.linear.default:
+            form = self._form(model, found, rows)
+            if form == "plain":
+                return None
+            if form == "transposed":
+                turned = self._packed_once(model, layer, "transposed", lambda w: w.t().contiguous())
+                return FusedCall(LayerPattern(layer), linear_transposed, (x, turned, bias))
         weight = self._packed_once(model, layer, "linear", lambda w: packing.pack_linear(w.flatten(1), rows))
         if found.total is None:
             return FusedCall(found, plain, (x, weight, bias, *_words(found.activation)))
         return FusedCall(found, add, (x, found.residual, weight, bias, "add"))
 
-    def _other_form(self, model: FxModel, found: LayerPattern, rows: Sequence[int]) -> FusedCall | None:
-        """Return a linear layer's call with a weight that is not packed, if that is faster on this machine."""
-        layer, x, bias = found.layer, found.layer.args[0], _bias(found.layer)
-        weight = model.weight_of(layer.args[1])
+    def _form(self, model: FxModel, found: LayerPattern, rows: Sequence[int]) -> Form:
+        """Return the form of a linear layer that is fastest on this machine, packed or not."""
+        weight, activation = model.weight_of(found.layer.args[1]), found.activation
         assert weight is not None
-        if weight.dtype is not torch.float32:
-            return None
-        activation = found.activation
-        form = fastest(
+        packs = min(rows) * weight.numel() >= LEAST_MULTIPLICATIONS
+        if weight.dtype is not torch.float32 or not weight.numel():
+            return "packed" if packs else "plain"
+        return fastest(
             weight.shape[1],
             weight.shape[0],
             tuple(sorted(set(rows))),
-            has_bias=bias is not None,
+            has_bias=_bias(found.layer) is not None,
             fused=None if activation is None else (activation.name, activation.scalars, activation.algorithm),
             adds=found.total is not None,
+            packs=packs,
             threads=torch.get_num_threads(),
         )
-        alone = LayerPattern(layer)
-        if form == "plain":
-            return FusedCall(alone, aten.linear.default, (x, layer.args[1], bias))
-        if form == "transposed":
-            turned = self._packed_once(model, layer, "transposed", lambda w: w.t().contiguous())
-            return FusedCall(alone, linear_transposed, (x, turned, bias))
-        return None
 
     def _convolution(self, model: FxModel, found: LayerPattern) -> FusedCall:
         layer, residual = found.layer, found.residual

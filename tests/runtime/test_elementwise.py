@@ -125,7 +125,13 @@ def test_each_form_of_a_layer_is_right_at_every_budget(
 
 def test_a_form_is_measured_once_per_shape() -> None:
     linear_forms.fastest.cache_clear()
-    about = {"has_bias": True, "fused": ("gelu", (), "none"), "adds": False, "threads": torch.get_num_threads()}
+    about = {
+        "has_bias": True,
+        "fused": ("gelu", (), "none"),
+        "adds": False,
+        "packs": True,
+        "threads": torch.get_num_threads(),
+    }
     forms = {linear_forms.fastest(64, 64, (1, 4), **about) for _ in range(2)}
     assert len(forms) == 1
     assert forms <= {"plain", "transposed", "packed"}

@@ -108,7 +108,11 @@ def _operand(node: Any, target: Any, number: float) -> fx.Node | None:
     if not isinstance(node, fx.Node) or node.target is not target or node.kwargs or len(node.args) != 2:
         return None
     for x, other in (node.args, node.args[::-1]):
-        if isinstance(x, fx.Node) and isinstance(other, int | float) and math.isclose(other, number, rel_tol=_EXACT):
+        if (
+            isinstance(x, fx.Node)
+            and isinstance(other, int | float)
+            and math.isclose(other, number, rel_tol=_EXACT)
+        ):
             return x
     return None
 

@@ -6,6 +6,7 @@ fastest depends on the processor, the shape, and the number of rows. Weights of 
 so each form is timed over several weights in turns.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -38,9 +39,10 @@ def fastest(
     has_bias: bool,
     fused: tuple[str, tuple[float, ...], str] | None,
     adds: bool,
+    packs: bool,
     threads: int,
 ) -> Form:
-    """Return the form with the least time over all numbers of rows.
+    """Return the form with the least time over all numbers of rows, `packed` only if it `packs`.
 
     `fused` is the activation function that the packed form computes with the layer, in oneDNN's words, and `adds` says
     whether it adds a residual. Layers of one shape are measured once per process.
@@ -49,9 +51,10 @@ def fastest(
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(outputs, inputs, generator=generator) for _ in range(min(count, 32))]
     bias = torch.zeros(outputs) if has_bias else None
-    packed = [packing.pack_linear(weight, rows) for weight in weights]
+    packed = [packing.pack_linear(weight, rows) for weight in weights] if packs else []
     transposed = [weight.t().contiguous() for weight in weights]
-    seconds = dict.fromkeys(("plain", "transposed", "packed"), 0.0)
+    seconds = dict.fromkeys(("plain", "transposed"), 0.0)
+    packed_s = 0.0
     for number in rows:
         x, other = torch.randn(number, inputs, generator=generator), torch.zeros(number, outputs)
         tail = _tail(fused, other if adds else None)
@@ -60,13 +63,13 @@ def fastest(
         else:
             words = ("none", [], "") if fused is None else (fused[0], list(fused[1]), fused[2])
             kernels = [partial(packing.LINEAR, x, weight, bias, *words) for weight in packed]
-        seconds["packed"] += _seconds(kernels)
+        packed_s += _seconds(kernels) if packs else math.inf
         seconds["plain"] += _seconds(
             [partial(_then, tail, torch.nn.functional.linear, x, w, bias) for w in weights]
         )
         seconds["transposed"] += _seconds([partial(_then, tail, linear_transposed, x, w, bias) for w in transposed])
-    best: Form = min(("plain", "transposed"), key=seconds.__getitem__)  # type: ignore[assignment]
-    return best if seconds[best] <= _WORTH * seconds["packed"] else "packed"
+    best: Form = min(("plain", "transposed"), key=seconds.__getitem__)
+    return best if seconds[best] <= _WORTH * packed_s else "packed"
 
 
 def _then(tail: Tail, layer: Callable[..., torch.Tensor], *arguments: torch.Tensor | None) -> torch.Tensor:
