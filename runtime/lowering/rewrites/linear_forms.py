@@ -23,8 +23,9 @@ _COLD_BYTES: Final = 8 << 20
 _LEAST_WEIGHTS: Final = 3
 _SECONDS: Final = 8e-3
 """Time for which each form is tried, per number of rows."""
-_WORTH: Final = 0.95
-"""Another form than the packed one is taken if it takes at most this share of its time."""
+_WORTH: Final = 0.9
+"""A form takes the place of another, of the order packed, plain, transposed, if it takes at most this share of its time:
+what is less may be chance."""
 
 Tail = Callable[[torch.Tensor], torch.Tensor]
 """What follows a layer, on its result, which may be changed in place."""
@@ -68,7 +69,7 @@ def fastest(
             [partial(_then, tail, torch.nn.functional.linear, x, w, bias) for w in weights]
         )
         seconds["transposed"] += _seconds([partial(_then, tail, linear_transposed, x, w, bias) for w in transposed])
-    best: Form = min(("plain", "transposed"), key=seconds.__getitem__)
+    best: Form = "transposed" if seconds["transposed"] <= _WORTH * seconds["plain"] else "plain"
     return best if seconds[best] <= _WORTH * packed_s else "packed"
 
 
