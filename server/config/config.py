@@ -99,7 +99,7 @@ class ServeConfig:
     search: Search = setting(
         "best",
         "--search",
-        "how plans are searched for: streaming, genetic, or both with activation offloading if needed (best)",
+        "how plans are searched for: streaming, genetic, or streaming with activation offloading if needed (best)",
     )
     device: str = setting(
         "cpu", "--device", "device that runs the models: cpu, cuda, or cuda:N", metavar="NAME", group="device"
