@@ -49,6 +49,7 @@ COMMANDS = {
     "generated": "generated --programs 20000 --record",
     "precision": "precision --record",
     "weights": "weights --record",
+    "kernels": "kernels --record",
     "budget": "budget --record",
     "training": "training --seconds 3 --record",
     "training-batch": "training_batch --record",

@@ -1,0 +1,144 @@
+"""Forms of a linear layer over rows and sizes: which is chosen on this processor, and how it compares with ONNX Runtime's.
+
+ONNX Runtime is left out where it is not installed (`pip install 'cohabit[bench]'`).
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.record import markdown_table, record
+from cohabit.runtime.lowering import packing
+from cohabit.runtime.lowering.fused_ops import linear_transposed
+from cohabit.runtime.lowering.rewrites.linear_forms import fastest
+
+ROWS = (1, 8, 40, 128, 256)
+SIZES = ((64, 64), (256, 256), (256, 688), (512, 512), (384, 1536), (1536, 384), (768, 768), (1024, 4096))
+COLD_BYTES = 16 << 20
+MOST_WEIGHTS = 20
+SECONDS = 0.1
+
+Call = Callable[[], object]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
+    options = parser.parse_args(argv)
+    cells = [(rows, *sizes) for sizes in SIZES for rows in ROWS]
+    with torch.inference_mode():
+        found = [_compared(*cell) for cell in track(cells, "timing", console=Console(stderr=True))]
+    forms = list(found[0][1])
+    rows = []
+    for cell, (chosen, seconds) in zip(cells, found, strict=True):
+        peer = [f"{seconds[chosen] / seconds['ONNX Runtime']:.2f}"] if "ONNX Runtime" in seconds else []
+        rows.append(
+            [
+                ", ".join(map(str, cell)),
+                *(f"{seconds[form] * 1e6:.1f}" for form in forms),
+                chosen,
+                f"{seconds[chosen] / seconds['packed']:.2f}",
+                *peer,
+            ]
+        )
+    over_packed = _mean([seconds[chosen] / seconds["packed"] for chosen, seconds in found])
+    summary = f"Geometric means: chosen over packed {over_packed:.2f}"
+    if "ONNX Runtime" in forms:
+        summary += f", over ONNX Runtime {_mean([s[c] / s['ONNX Runtime'] for c, s in found]):.2f}"
+    header = [
+        "rows, in, out",
+        *forms,
+        "chosen",
+        "over packed",
+        *(["over ONNX Runtime"] if "ONNX Runtime" in forms else []),
+    ]
+    about = (
+        "Microseconds of a linear layer with a bias, one thread, float32: the lower quartile over different weights in"
+        f" turns, at least {COLD_BYTES >> 20} MiB of them or {MOST_WEIGHTS}. *Chosen* is what lowering chooses for that"
+        f" number of rows alone. Instruction set: {torch.backends.cpu.get_cpu_capability()}.\n"
+    )
+    sections = [about, markdown_table(header, rows), f"{summary}.\n"]
+    print("\n".join(sections))
+    if options.record:
+        record("kernels", "Forms of a linear layer on this processor", "benchmarks.kernels", sections)
+    return 0
+
+
+def _compared(rows: int, inputs: int, outputs: int) -> tuple[str, dict[str, float]]:
+    """Return the form that is chosen, and the seconds of each."""
+    count = min(MOST_WEIGHTS, max(3, COLD_BYTES // (4 * inputs * outputs)))
+    weights = [torch.randn(outputs, inputs) / math.sqrt(inputs) for _ in range(count)]
+    x, bias = torch.randn(rows, inputs), torch.randn(outputs)
+    calls: dict[str, list[Call]] = {
+        "plain": [partial(torch.nn.functional.linear, x, w, bias) for w in weights],
+        "transposed": [partial(linear_transposed, x, w.t().contiguous(), bias) for w in weights],
+        "packed": [
+            partial(packing.LINEAR, x, packing.pack_linear(w, [rows]), bias, "none", [], "") for w in weights
+        ],
+    }
+    if find_spec("onnxruntime") is not None:
+        calls["ONNX Runtime"] = [_onnx(x, w, bias) for w in weights]
+    multiplications = rows * inputs * outputs
+    chosen = fastest(
+        *(inputs, outputs, (rows,)),
+        has_bias=True,
+        fused=None,
+        adds=False,
+        packs=multiplications >= 1 << 20,
+        threads=torch.get_num_threads(),
+    )
+    return chosen, {form: _seconds(own) for form, own in calls.items()}
+
+
+def _onnx(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Call:
+    """A run of ONNX Runtime's own layer, its input and output bound to memory."""
+    import onnx
+    import onnxruntime
+
+    helper, numpy_helper = onnx.helper, onnx.numpy_helper
+    shape = (x.shape[0], weight.shape[0])
+    graph = helper.make_graph(
+        [helper.make_node("Gemm", ["x", "w", "b"], ["y"])],
+        "layer",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, list(x.shape))],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, list(shape))],
+        [numpy_helper.from_array(weight.t().contiguous().numpy(), "w"), numpy_helper.from_array(bias.numpy(), "b")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = settings.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    binding.bind_cpu_input("x", x.numpy())
+    binding.bind_output("y", "cpu")
+    return partial(session.run_with_iobinding, binding)
+
+
+def _seconds(calls: Sequence[Call]) -> float:
+    times: list[float] = []
+    for call in calls:
+        call()
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 4]
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
