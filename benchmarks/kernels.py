@@ -1,4 +1,4 @@
-"""Forms of a linear layer over rows and sizes: which is chosen on this processor, and how it compares with ONNX Runtime's.
+"""Forms of a linear layer by rows and sizes: which is chosen on this processor, and ONNX Runtime's time beside it.
 
 ONNX Runtime is left out where it is not installed (`pip install 'cohabit[bench]'`).
 """
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -53,13 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = f"Geometric means: chosen over packed {over_packed:.2f}"
     if "ONNX Runtime" in forms:
         summary += f", over ONNX Runtime {_mean([s[c] / s['ONNX Runtime'] for c, s in found]):.2f}"
-    header = [
-        "rows, in, out",
-        *forms,
-        "chosen",
-        "over packed",
-        *(["over ONNX Runtime"] if "ONNX Runtime" in forms else []),
-    ]
+    header = ["rows, in, out", *forms, "chosen", "over packed"]
+    header += ["over ONNX Runtime"] if "ONNX Runtime" in forms else []
     about = (
         "Microseconds of a linear layer with a bias, one thread, float32: the lower quartile over different weights in"
         f" turns, at least {COLD_BYTES >> 20} MiB of them or {MOST_WEIGHTS}. *Chosen* is what lowering chooses for that"
@@ -100,9 +96,7 @@ def _compared(rows: int, inputs: int, outputs: int) -> tuple[str, dict[str, floa
 
 def _onnx(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Call:
     """A run of ONNX Runtime's own layer, its input and output bound to memory."""
-    import onnx
-    import onnxruntime
-
+    onnx, onnxruntime = import_module("onnx"), import_module("onnxruntime")
     helper, numpy_helper = onnx.helper, onnx.numpy_helper
     shape = (x.shape[0], weight.shape[0])
     graph = helper.make_graph(
