@@ -119,10 +119,9 @@ class Decoding:
         multiples = blocks[:, split:].view(torch.int8).view(whole, _PART_BLOCKS, BLOCK)
         targets = self.numbers[: whole * PART].view(whole, _PART_BLOCKS, BLOCK)
         clear = min(whole, self._clear(_PART_BYTES))
+        # In place, a part's numbers may lie over the scales of the one before.
         at_once = 1 if self.in_place or torch.get_num_threads() > 1 else _GROUP
-        for first in range(
-            0, clear, at_once
-        ):  # in place, a part's numbers may lie over the scales of the one before
+        for first in range(0, clear, at_once):
             group = slice(first, min(first + at_once, clear))
             targets[group].copy_(multiples[group]).mul_(scales[group])
         for k in range(clear, whole):
