@@ -5,9 +5,9 @@
 #     sh examples/bundle.sh [further settings of `cohabit serve`]
 set -eu
 
-# On the workstation. Weights are not packed for its processor, and op times are scaled to the board's: see
-# server/commands/planning/board_profiles.json for the boards, and for which of their figures are estimates.
-cohabit export-bundle models --memory 64MiB --batch-sizes 1 --profile pi5-sd --no-pack-weights -o bundle
+# On the workstation. Weights are not packed for its processor, and plans are made for a card that reads 90 MB/s. Op times are those of the
+# workstation.
+cohabit export-bundle models --memory 64MiB --batch-sizes 1 --link-bandwidth 90MB/s --no-pack-weights -o bundle
 
 # On the board, after copying the folder. One process takes less memory than two; parameters stream from the bundle's
 # files, and no search runs. Without archives and worker processes, a model cannot be replaced while it is served.

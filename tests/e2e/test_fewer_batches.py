@@ -13,7 +13,7 @@ from torch.export import Dim
 
 from cohabit.loadgen.zoo.exporting import save_model
 from cohabit.planner.sizing.deployment import Division
-from cohabit.server.deploy import improve
+from cohabit.server.deploy import replan
 from cohabit.server.deploy.divide import Planner
 from tests.e2e.serving import Running, ask, infer, serving
 from tests.e2e.stacks import Stacks, answer, expected
@@ -119,7 +119,7 @@ def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
     repository: Path, tmp_path: Path, divisions: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is measured already. What is divided later is moved to, here whatever it gains."""
-    monkeypatch.setattr(improve, "LEAST_GAIN", -10.0)
+    monkeypatch.setattr(replan, "LEAST_GAIN", -10.0)
     folder = tmp_path / "models"
     shutil.copytree(repository, folder)
     shutil.rmtree(folder / "a")

@@ -19,7 +19,7 @@ from cohabit.planner import profile as profile_format
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.server.deploy import improve, place
+from cohabit.server.deploy import place, replan
 from cohabit.server.deploy.replan import Replanner
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.resources import available_cpus
@@ -84,13 +84,13 @@ def test_with_json_a_refused_start_is_a_record(archives: Archives, tmp_path: Pat
 @pytest.fixture
 def may_measure(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Models are measured in the background once it is set."""
-    allowed, measured = threading.Event(), improve.measured_profiles
+    allowed, measured = threading.Event(), replan.measured_profiles
 
     def measured_later(*arguments: Any, **options: Any) -> dict[Bucket, Profile]:
         assert allowed.wait(60)
         return measured(*arguments, **options)
 
-    monkeypatch.setattr(improve, "measured_profiles", measured_later)
+    monkeypatch.setattr(replan, "measured_profiles", measured_later)
     return allowed
 
 

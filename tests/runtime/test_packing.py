@@ -181,6 +181,7 @@ from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, opened
 
 fusion.LEAST_MULTIPLICATIONS = 0
+fusion.fastest = lambda *shape, **about: "packed"
 for name, threads in (("net", 1), ("bottleneck", 2)):
     torch.set_num_threads(threads)
     folder = Path(sys.argv[1]) / name
