@@ -24,8 +24,8 @@ _LEAST_WEIGHTS: Final = 3
 _SECONDS: Final = 8e-3
 """Time for which each form is tried, per number of rows."""
 _WORTH: Final = 0.9
-"""A form takes the place of another, in the order packed, plain, transposed, if it takes at most this share of its time.
-A smaller gain may be chance."""
+"""A form takes the place of another, in the order packed, plain, transposed, at this share of its time or less. A
+smaller gain may be chance."""
 
 Tail = Callable[[torch.Tensor], torch.Tensor]
 """What follows a layer, on its result, which may be changed in place."""
