@@ -123,6 +123,13 @@ def test_each_form_of_a_layer_is_right_at_every_budget(
         assert torch.equal(found[0], found[1])
 
 
+def test_what_takes_long_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_forms, "_seconds", lambda calls: pytest.fail("it was measured"))
+    about = {"has_bias": True, "fused": None, "adds": False, "threads": 1}
+    assert linear_forms.fastest.__wrapped__(4096, 4096, (64, 128), packs=True, **about) == "packed"
+    assert linear_forms.fastest.__wrapped__(4096, 4096, (64, 128), packs=False, **about) == "plain"
+
+
 def test_a_form_is_measured_once_per_shape() -> None:
     linear_forms.fastest.cache_clear()
     about = {

@@ -19,8 +19,12 @@ from cohabit.runtime.lowering.fused_ops import linear_transposed
 
 Form = Literal["plain", "transposed", "packed"]
 _COLD_BYTES: Final = 8 << 20
-"""Of different weights that a form is timed with, and at least `_LEAST_WEIGHTS` of them."""
-_LEAST_WEIGHTS: Final = 3
+"""Of different weights that a form is timed with, unless one weight is larger."""
+_MOST_WEIGHTS: Final = 32
+_MOST_MULTIPLICATIONS: Final = 1 << 29
+"""Products with more are bound by computing, which all forms do alike, and would take most of a first start to time."""
+_MOST_ROWS: Final = 4
+"""Different numbers of rows that are timed, from the least to the most."""
 _SECONDS: Final = 8e-3
 """Time for which each form is tried, per number of rows."""
 _WORTH: Final = 0.9
@@ -43,20 +47,24 @@ def fastest(
     packs: bool,
     threads: int,
 ) -> Form:
-    """Return the form with the least time over all numbers of rows, `packed` only if it `packs`.
+    """Return the form with the least time over numbers of rows, which ascend; `packed` only if it `packs`.
 
     `fused` is the activation function that the packed form computes with the layer, in oneDNN's words, and `adds` says
     whether it adds a residual. Layers of one shape are measured once per process.
     """
-    count = max(_LEAST_WEIGHTS, _COLD_BYTES // (4 * inputs * outputs))
+    timed = [number for number in rows if number * inputs * outputs <= _MOST_MULTIPLICATIONS]
+    if not timed:
+        return "packed" if packs else "plain"
+    timed = timed[:: -(-len(timed) // _MOST_ROWS)]
+    count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (4 * inputs * outputs)))
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(outputs, inputs, generator=generator) for _ in range(min(count, 32))]
+    weights = [torch.randn(outputs, inputs, generator=generator) for _ in range(count)]
     bias = torch.zeros(outputs) if has_bias else None
     packed = [packing.pack_linear(weight, rows) for weight in weights] if packs else []
     transposed = [weight.t().contiguous() for weight in weights]
     seconds = dict.fromkeys(("plain", "transposed"), 0.0)
     packed_s = 0.0
-    for number in rows:
+    for number in timed:
         x, other = torch.randn(number, inputs, generator=generator), torch.zeros(number, outputs)
         tail = _tail(fused, other if adds else None)
         if adds:
