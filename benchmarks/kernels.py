@@ -6,7 +6,6 @@ ONNX Runtime is left out where it is not installed (`pip install 'cohabit[bench]
 import argparse
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -19,7 +18,7 @@ from rich.progress import track
 from benchmarks.record import markdown_table, record
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.fused_ops import linear_transposed
-from cohabit.runtime.lowering.rewrites.linear_forms import fastest
+from cohabit.runtime.lowering.rewrites.linear_forms import cold_seconds, fastest
 
 ROWS = (1, 8, 40, 128, 256)
 SIZES = ((64, 64), (256, 256), (256, 688), (512, 512), (384, 1536), (1536, 384), (768, 768), (1024, 4096))
@@ -84,14 +83,16 @@ def _compared(rows: int, inputs: int, outputs: int) -> tuple[str, dict[str, floa
         calls["ONNX Runtime"] = [_onnx(x, w, bias) for w in weights]
     multiplications = rows * inputs * outputs
     chosen = fastest(
-        *(inputs, outputs, (rows,)),
+        inputs,
+        outputs,
+        (rows,),
         has_bias=True,
         fused=None,
         adds=False,
         packs=multiplications >= 1 << 20,
         threads=torch.get_num_threads(),
     )
-    return chosen, {form: _seconds(own) for form, own in calls.items()}
+    return chosen, {form: cold_seconds(own, SECONDS) for form, own in calls.items()}
 
 
 def _onnx(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Call:
@@ -114,19 +115,6 @@ def _onnx(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Call:
     binding.bind_cpu_input("x", x.numpy())
     binding.bind_output("y", "cpu")
     return partial(session.run_with_iobinding, binding)
-
-
-def _seconds(calls: Sequence[Call]) -> float:
-    times: list[float] = []
-    for call in calls:
-        call()
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        for call in calls:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 4]
 
 
 def _mean(ratios: Sequence[float]) -> float:

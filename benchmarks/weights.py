@@ -94,8 +94,8 @@ def _accuracy(options: argparse.Namespace, console: Console) -> list[str]:
     about = (
         "64 rows of seeded noise and tokens per model, in batches of 8, one thread. The first output of each row beside"
         f" that of eager PyTorch in float32; the largest error is relative to the batch's largest value. Real weights:"
-        f" {real}. The others are random. *Stored* is the weights file, of which the RAM store is a copy, over that of"
-        " float32.\n"
+        f" {real}. The others are random. *Stored* is the size of the weights file, which the RAM store copies, over"
+        " that of float32.\n"
     )
     header = ["model", "weights", "float32 MiB", "stored", "top-1 equal", "cosine, mean", "least", "largest error"]
     return ["## Accuracy and bytes\n", about, markdown_table(header, rows)]
@@ -161,7 +161,7 @@ def _times(options: argparse.Namespace, console: Console) -> list[str]:
         rows += _timed(name, link, options)
     about = (
         f"Batch 1, one thread, in {SHARE:.0%} of the float32 weights, medians of {options.rounds} rounds in which all"
-        " run in turns, each twice, of which the second counts. *Faster* is the median of the rounds' ratios, float32's"
+        " run in turns, twice each; the second run counts. *Faster* is the median of the rounds' ratios, float32's"
         " time over the codec's, with the quartiles. *Link* is the profile's, in bytes of memory, with decoding. *Host*"
         " is what opening the RAM store added to the process's resident memory. The link of 400 MB/s sleeps while a"
         " copy's encoded bytes would be on their way, and decodes within that time.\n"

@@ -26,7 +26,7 @@ from cohabit.runtime.lowering.trace import Instruction, Storage, Trace, TracedOp
 from cohabit.runtime.lowering.validation import Validation
 from cohabit.runtime.lowering.weights import dtype_name, dtype_of
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in fused_ops.FUSED_OPS},
@@ -89,6 +89,7 @@ class LoweredProgram:
     changed_inputs: tuple[str, ...] = ()
     validation: Validation | None = None
     encoding: Encoding | None = None
+    saved_table_bytes: int = 0
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,6 +107,7 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     changed_inputs: tuple[str, ...] = ()
     validation: Validation | None = None
     encoding: Encoding | None = None
+    saved_table_bytes: int = 0
 
 
 _decoder = msgspec.json.Decoder(Artifact)
@@ -125,6 +127,7 @@ def encode(lowering: str, program: LoweredProgram) -> bytes:
         changed_inputs=program.changed_inputs,
         validation=program.validation,
         encoding=program.encoding,
+        saved_table_bytes=program.saved_table_bytes,
     )
     return msgspec.json.encode(artifact)
 
@@ -149,6 +152,7 @@ def decode(raw: bytes, lowering: str | None) -> LoweredProgram:
         changed_inputs=artifact.changed_inputs,
         validation=artifact.validation,
         encoding=artifact.encoding,
+        saved_table_bytes=artifact.saved_table_bytes,
     )
 
 

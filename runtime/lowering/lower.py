@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,16 +21,7 @@ from cohabit.planner.shapes import DEFAULT_BUCKETS, STATIC, Bucket, Dimension, D
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import artifact, packing, weights
 from cohabit.runtime.lowering.archive_file import ArchiveFile, noted_fingerprint, notes_of
-from cohabit.runtime.lowering.encoding.choice import (
-    Encoding,
-    encode_tables,
-    exact_codecs,
-    is_accurate,
-    lossy_codecs,
-    rounded_table,
-    shorten_tables,
-)
-from cohabit.runtime.lowering.encoding.codec import Codec
+from cohabit.runtime.lowering.encoding.choice import Encoding, encode_lossy, exact_codecs, shorten_tables
 from cohabit.runtime.lowering.interaction import find_interaction, tolerance_of
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.rewrite import RewriteFailed, rewrite
@@ -47,7 +38,7 @@ MOST_BUCKETS = 64
 """Each has a plan, and programs in memory."""
 _CHECKED_BATCHES = 2
 """How many batch sizes are traced at several shapes of a bucket: a batch of 1 is special to torch, others are alike."""
-_LOWERING = "19"
+_LOWERING = "20"
 """Changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 
@@ -78,7 +69,9 @@ class Lowered:
     validation: Validation | None = None
     """How the program was compared with the archive's; None if it is not from an archive."""
     encoding: Encoding | None = None
-    """How weights are stored; None if the model is not from an archive."""
+    """How weights are rounded; None where they are exact."""
+    saved_table_bytes: int = 0
+    """Bytes that encoding has saved in tables."""
 
     @cached_property
     def graphs(self) -> dict[Bucket, Graph]:
@@ -87,8 +80,7 @@ class Lowered:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, however they are stored."""
-        stored = self.manifest.segment_bytes + self.manifest.table_bytes
-        return stored if self.encoding is None else self.encoding.plain_bytes
+        return self.manifest.segment_bytes + self.manifest.table_bytes + self.saved_table_bytes
 
     @property
     def archive(self) -> str:
@@ -186,11 +178,14 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     entry.folder.mkdir(parents=True, exist_ok=True)
     on_progress(f"{name}: comparing with the archive's program")
     runs, validation, samples = _validated(name, program, guards, entry)
-    codecs, encoding = exact_codecs(runs.own), Encoding(0)
+    codecs, encoding = exact_codecs(runs.own), None
     if entry.options.weights != "float32":
         on_progress(f"{name}: comparing weights in {entry.options.weights} with exact ones")
-        runs, lossy, encoding = _with_lossy_weights(runs, samples, entry.options.weights, validation.unchecked)
+        run = partial(_outputs_of, runs.model, samples)
+        asked, unchecked = entry.options.weights, validation.unchecked
+        lossy, encoding = encode_lossy(runs.model, runs.own, asked, run, unchecked)
         codecs |= lossy
+        runs = _Runs(runs.model, runs.own, runs.buckets, runs.applied)  # with encoded tables, ops are others
     model, own, buckets, usable = runs.model, runs.own, runs.buckets, sorted({b.batch for b in runs.buckets})
     on_progress(f"{name}: tracing batches{', and comparing their rows' if entry.compare_rows else ''}")
     interaction = find_interaction(model, usable, runs.symbols, runs.outputs) if entry.compare_rows else None
@@ -219,9 +214,8 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         dynamic=model.dynamic,
         changed_inputs=model.changed_inputs,
         validation=validation,
-        encoding=msgspec.structs.replace(
-            encoding, plain_bytes=manifest.segment_bytes + manifest.table_bytes + model.saved_table_bytes
-        ),
+        encoding=encoding,
+        saved_table_bytes=model.saved_table_bytes,
     )
     encoded = artifact.encode(entry.stamp, lowered)
     archive.refuse_change()
@@ -260,26 +254,12 @@ def _validated(
         raise UnsupportedModel(f"{name}: {error}") from error
 
 
-def _with_lossy_weights(
-    runs: "_Runs", samples: Sequence[Sample], asked: Codec, unchecked: str | None
-) -> tuple["_Runs", dict[str, Codec], Encoding]:
-    """Return a model whose tables are encoded, the codecs of weights that are, and what that costs in accuracy."""
-    model, ordinary = runs.model, [sample for sample in samples if not sample.broken]
-
-    def run(own: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-        return [run_model(model, dict(own), [t.clone() for t in sample.inputs]) for sample in ordinary]
-
-    expected, tables = run(runs.own), dict(model.tables)
-    model.tables = {name: rounded_table(table, asked) for name, table in tables.items()}
-    kept = () if is_accurate(model.outputs, run(runs.own), expected) else tuple(tables)
-    model.tables = tables
-    if kept:
-        shorten_tables(model)
-    else:
-        encode_tables(model, lambda table: asked)
-    found, outputs, exact = lossy_codecs(runs.own, asked, run, expected, model.outputs)
-    encoding = Encoding(0, asked, outputs, (*kept, *exact), unchecked)
-    return _Runs(model, runs.own, runs.buckets, runs.applied), found, encoding
+def _outputs_of(
+    model: FxModel, samples: Sequence[Sample], weights: Mapping[str, torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Return a model's outputs with these weights on the samples that have no NaN or infinity."""
+    ordinary = [sample.inputs for sample in samples if not sample.broken]
+    return [run_model(model, dict(weights), [tensor.clone() for tensor in inputs]) for inputs in ordinary]
 
 
 def _rewritten(
@@ -313,6 +293,7 @@ def _lowered(name: str, entry: "Entry", program: artifact.LoweredProgram, manife
         changed_inputs=program.changed_inputs,
         validation=program.validation,
         encoding=program.encoding,
+        saved_table_bytes=program.saved_table_bytes,
     )
 
 

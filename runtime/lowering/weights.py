@@ -240,8 +240,18 @@ def _segment(offset: int, group: Sequence[WeightUse], alignment: int) -> Segment
     for use in group:
         t = use.tensor
         stride, layout = ((), layout_of(t)) if is_packed(t) else (tuple(t.stride()), None)
-        form = (dtype_name(t.dtype), tuple(t.shape), stride)
-        pieces.append(Piece(use.name, *form, position, use.nbytes, layout, use.codec))
+        pieces.append(
+            Piece(
+                name=use.name,
+                dtype=dtype_name(t.dtype),
+                shape=tuple(t.shape),
+                stride=stride,
+                offset=position,
+                nbytes=use.nbytes,
+                layout=layout,
+                codec=use.codec,
+            )
+        )
         position += aligned(use.nbytes, alignment)
     segment = Segment(offset, aligned(position, BLOCK_BYTES), tuple(pieces))
     if segment.file_bytes < segment.nbytes:

@@ -30,7 +30,7 @@ def options_of(
 ) -> Options:
     """Return a model's options on a device. Raises RepositoryError naming the parameter.
 
-    `weights` is what they are stored as where the model's parameter does not say.
+    `weights` is what they are stored as where the model's parameter does not say; a reduced precision has its own.
     """
     is_cuda = device.startswith("cuda")
     packed = pack_weights and device == "cpu" and packing.unavailable() is None
@@ -51,6 +51,13 @@ def options_of(
             )
         options = replace(options, dtype=dtype, tf32=tf32 if is_cuda else "none")
     stored = cast(Weights | None, _choice(source.config, WEIGHTS, STORED_AS))
+    if options.dtype != "float32":
+        if stored not in (None, "float32"):
+            raise RepositoryError(
+                f"config.pbtxt: parameter '{WEIGHTS}': {stored} is for weights of float32, and '{PRECISION}' makes them"
+                f" {options.dtype}; leave out one of the two"
+            )
+        stored = "float32"
     layout, fused = (_choice(source.config, key, tuple(_TRUTHS)) for key in (CHANNELS_LAST, FUSED))
     if fused == "true" and not is_cuda:
         raise RepositoryError(

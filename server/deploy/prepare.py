@@ -66,16 +66,16 @@ def warn_of_validation(lowered: Lowered) -> None:
 def stored_words(lowered: Lowered) -> str | None:
     """Say in how many bytes weights are stored, and at what cost; None where they are stored as they are."""
     encoding, nbytes = lowered.encoding, lowered.manifest.file_bytes
-    if encoding is None or nbytes >= encoding.plain_bytes:
+    if encoding is None and nbytes >= lowered.weight_bytes:
         return None
-    stored = f"{format_bytes(nbytes)} of {format_bytes(encoding.plain_bytes)} are stored and copied"
-    if encoding.lossy is None:
+    stored = f"{format_bytes(nbytes)} of {format_bytes(lowered.weight_bytes)} are stored and copied"
+    if encoding is None:
         return f"{stored}, in 16 bits where that is exact"
     costs = "; ".join(map(str, encoding.outputs))
     if encoding.unchecked is not None:
         costs = f"outputs were not compared: {encoding.unchecked}"
     kept = f"; {', '.join(encoding.kept)} stay exact, which change outputs too much" if encoding.kept else ""
-    return f"{stored}, in {encoding.lossy}; beside exact weights, {costs}{kept}"
+    return f"{stored}, in {encoding.codec}; beside exact weights, {costs}{kept}"
 
 
 def log_stored(lowered: Lowered) -> None:

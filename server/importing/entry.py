@@ -230,8 +230,7 @@ async def _compared(
             rows = ()
         else:
             on_progress("comparing with eager PyTorch")
-        encoding = model.lowered.encoding
-        if encoding is not None and encoding.lossy is not None:
+        if model.lowered.encoding is not None:
             tolerance = math.inf  # its cosines say whether it is good enough
         comparison = _Comparison(subject, model.servable, tolerance or _usual_tolerance(subject))
         errors = {count: comparison.largest_error(count, count) for count in rows}
@@ -256,8 +255,7 @@ def _stored(lowered: Lowered, comparison: "_Comparison") -> tuple[str, ...]:
     """Say in how many bytes weights are stored, and what lossy ones cost on the examples."""
     if (words := stored_words(lowered)) is None:
         return ()
-    lossy = lowered.encoding is not None and lowered.encoding.lossy is not None
-    if lossy and comparison.cosines:
+    if lowered.encoding is not None and comparison.cosines:
         words += f". On the examples, the least cosine with eager PyTorch's is {min(comparison.cosines):.5f}"
     return (words,)
 

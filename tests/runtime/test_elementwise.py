@@ -124,7 +124,7 @@ def test_each_form_of_a_layer_is_right_at_every_budget(
 
 
 def test_what_takes_long_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_forms, "_seconds", lambda calls: pytest.fail("it was measured"))
+    monkeypatch.setattr(linear_forms, "cold_seconds", lambda calls: pytest.fail("it was measured"))
     about = {"has_bias": True, "fused": None, "adds": False, "threads": 1}
     assert linear_forms.fastest.__wrapped__(4096, 4096, (64, 128), packs=True, **about) == "packed"
     assert linear_forms.fastest.__wrapped__(4096, 4096, (64, 128), packs=False, **about) == "plain"

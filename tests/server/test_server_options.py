@@ -62,6 +62,9 @@ def test_a_model_s_own_weights_go_before_the_server_s() -> None:
         assert options_of(ModelSource("m", 1, Path("model.pt2")), device, weights="bfloat16").weights == "bfloat16"
     with pytest.raises(RepositoryError, match="parameter 'weights': '4bits' is none of float32, bfloat16, int8"):
         options_of(source(weights="4bits"), "cpu")
+    assert options_of(source(precision="float16"), "cuda", weights="int8").weights == "float32"
+    with pytest.raises(RepositoryError, match="int8 is for weights of float32, and 'precision' makes them float16"):
+        options_of(source(precision="float16", weights="int8"), "cuda")
 
 
 def test_parameters_choose_a_cpu_s_options() -> None:

@@ -4,6 +4,7 @@ A 16-bit codec that keeps every bit is always taken. Where fewer bytes are asked
 compared with those of the exact weights, and weights that change them too much stay exact.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -44,12 +45,9 @@ class OutputAccuracy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a model's weights are stored."""
+    """How the weights of a model are rounded, and what that costs."""
 
-    plain_bytes: int
-    """What the weights would take as they are."""
-    lossy: Codec | None = None
-    """The codec of weights that are not stored exactly."""
+    codec: Codec
     outputs: tuple[OutputAccuracy, ...] = ()
     kept: tuple[str, ...] = ()
     """Weights that stay exact, because outputs would fall below `LEAST_COSINE`."""
@@ -70,7 +68,27 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.numel() >= LEAST_NUMBERS
 
 
-def lossy_codecs(
+def encode_lossy(
+    model: FxModel, weights: Tensors, asked: Codec, run: Run, unchecked: str | None
+) -> tuple[dict[str, Codec], Encoding]:
+    """Encode a model's tables, and return the codecs of its other weights, and what both cost in accuracy.
+
+    `run` returns outputs with given weights and the model's tables; nothing, if outputs cannot be compared.
+    """
+    expected, tables = run(weights), dict(model.tables)
+    model.tables = {name: _rounded_table(table, asked) for name, table in tables.items()}
+    is_accurate = _least(_accuracies(model.outputs, run(weights), expected)) >= LEAST_COSINE
+    model.tables = tables
+    if is_accurate:
+        encode_tables(model, lambda table: asked if _can_be(table, asked) else "plain")
+    else:
+        shorten_tables(model)
+    codecs, outputs, exact = _lossy_codecs(weights, asked, run, expected, model.outputs)
+    kept = exact if is_accurate else (*tables, *exact)
+    return codecs, Encoding(asked, outputs, kept, unchecked)
+
+
+def _lossy_codecs(
     weights: Tensors, asked: Codec, run: Run, expected: list[list[torch.Tensor]], ports: Sequence[Port]
 ) -> tuple[dict[str, Codec], tuple[OutputAccuracy, ...], tuple[str, ...]]:
     """Return the codecs of the weights that may be lossy, outputs' accuracy, and the weights that stay exact.
@@ -78,7 +96,7 @@ def lossy_codecs(
     Vectors (biases, norms) and small weights are not asked. Where outputs fall below `LEAST_COSINE`, the weights that
     change them most alone stay exact: one, then two, four and so on.
     """
-    lossy = {n: t for n, t in weights.items() if t.dim() > 1 and _is_large(t) and np.isfinite(_numbers(t)).all()}
+    lossy = {name: t for name, t in weights.items() if t.dim() > 1 and _is_large(t) and _can_be(t, asked)}
 
     def accuracy(names: Sequence[str]) -> tuple[OutputAccuracy, ...]:
         changed = {name: _round_trip(lossy[name], asked) for name in names}
@@ -97,8 +115,17 @@ def lossy_codecs(
     return dict.fromkeys(names, asked), outputs, tuple(name for name in lossy if name not in names)
 
 
-def _numbers(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    return bytes_of(tensor).view(np.float32)
+def _can_be(tensor: torch.Tensor, codec: Codec) -> bool:
+    """Whether a codec has all numbers of a float32 tensor.
+
+    8 bits have neither NaN nor infinities; in 16, the largest numbers would become infinities.
+    """
+    dense = tensor if packing.is_packed(tensor) else tensor.contiguous()
+    numbers = bytes_of(dense).view(np.float32)
+    finite = numbers[np.isfinite(numbers)]
+    if codec == "int8":
+        return len(finite) == len(numbers)
+    return not len(finite) or float(np.abs(finite).max()) <= torch.finfo(torch.bfloat16).max
 
 
 def _round_trip(tensor: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, Bytes]:
@@ -132,15 +159,10 @@ def cosine(own: torch.Tensor, other: torch.Tensor) -> float:
     return float((own * other).sum()) / lengths if lengths else float(torch.equal(own, other))
 
 
-def is_accurate(ports: Sequence[Port], found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> bool:
-    """Whether outputs reach `LEAST_COSINE`."""
-    return _least(_accuracies(ports, found, expected)) >= LEAST_COSINE
-
-
 def _least(outputs: Sequence[OutputAccuracy]) -> float:
-    """The least cosine; not a number counts as none."""
-    cosines = [o.cosine if o.cosine == o.cosine else -1.0 for o in outputs if o.cosine is not None]
-    return min(cosines, default=1.0)
+    """The least cosine; NaN counts as none at all."""
+    cosines = [output.cosine for output in outputs if output.cosine is not None]
+    return -1.0 if any(map(math.isnan, cosines)) else min(cosines, default=1.0)
 
 
 def shorten_tables(model: FxModel) -> None:
@@ -151,7 +173,8 @@ def shorten_tables(model: FxModel) -> None:
 def encode_tables(model: FxModel, choose: Callable[[torch.Tensor], Codec]) -> None:
     """Encode the host's embedding tables, in `int8` with a scale per row, and decode rows after they have been read.
 
-    Tables that an op sums up in its own type stay as they are.
+    Tables that an op sums up in its own type stay as they are. No name of the exported program has a dot, as those of
+    encoded tables do.
     """
     readers: dict[str, list[torch.fx.Node]] = {}
     for node in model.graph.nodes:
@@ -171,18 +194,18 @@ def encode_tables(model: FxModel, choose: Callable[[torch.Tensor], Codec]) -> No
         before = sum(t.nbytes for t in model.tables.values())
         del model.tables[name]
         if codec == "int8":
-            multiples, model.tables[f"{name}_scales"] = _by_row(table)
-            model.tables[f"{name}_int8"] = model.in_file(multiples)
+            multiples, model.tables[f"{name}.scales"] = _by_row(table)
+            model.tables[f"{name}.{codec}"] = model.in_file(multiples)
         else:
-            model.tables[f"{name}_{codec}"] = model.in_file(table.to(getattr(torch, codec)))
+            model.tables[f"{name}.{codec}"] = model.in_file(table.to(getattr(torch, codec)))
         model.saved_table_bytes += before - sum(t.nbytes for t in model.tables.values())
         for node in nodes:
             _decode_rows(model, node, name, codec)
 
 
-def rounded_table(table: torch.Tensor, codec: Codec) -> torch.Tensor:
+def _rounded_table(table: torch.Tensor, codec: Codec) -> torch.Tensor:
     """Return a table as it is once encoded and decoded."""
-    if table.dtype is not torch.float32:
+    if table.dtype is not torch.float32 or not _can_be(table, codec):
         return table
     if codec == "int8":
         multiples, scales = _by_row(table)
@@ -199,10 +222,10 @@ def _by_row(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _decode_rows(model: FxModel, node: torch.fx.Node, name: str, codec: Codec) -> None:
     call = model.graph.call_function
     with model.graph.inserting_before(node):
-        rows = call(aten.embedding.default, (f"{name}_{codec}", *node.args[1:]), dict(node.kwargs))
+        rows = call(aten.embedding.default, (f"{name}.{codec}", *node.args[1:]), dict(node.kwargs))
         decoded = call(aten._to_copy.default, (rows,), {"dtype": torch.float32})
         if codec == "int8":
-            scales = call(aten.embedding.default, (f"{name}_scales", *node.args[1:]), dict(node.kwargs))
+            scales = call(aten.embedding.default, (f"{name}.scales", *node.args[1:]), dict(node.kwargs))
             decoded = call(aten.mul.Tensor, (decoded, scales))
     decoded.meta = dict(node.meta)
     node.replace_all_uses_with(decoded)

@@ -1,4 +1,4 @@
-"""Functions that published models spell out in several ops, each of which passes over a whole tensor, as one op."""
+"""Replaces functions that published models spell out in several passes over a tensor by one op."""
 
 import math
 from typing import Any

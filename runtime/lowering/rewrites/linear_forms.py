@@ -62,27 +62,31 @@ def fastest(
     bias = torch.zeros(outputs) if has_bias else None
     packed = [packing.pack_linear(weight, rows) for weight in weights] if packs else []
     transposed = [weight.t().contiguous() for weight in weights]
-    seconds = dict.fromkeys(("plain", "transposed"), 0.0)
-    packed_s = 0.0
+    name, scalars, algorithm = fused or ("none", (), "")
+    plain_s = transposed_s = packed_s = 0.0
     for number in timed:
         x, other = torch.randn(number, inputs, generator=generator), torch.zeros(number, outputs)
         tail = _tail(fused, other if adds else None)
-        if adds:
-            kernels = [partial(packing.LINEAR_SUM, x, other, weight, bias, "add") for weight in packed]
-        else:
-            words = ("none", [], "") if fused is None else (fused[0], list(fused[1]), fused[2])
-            kernels = [partial(packing.LINEAR, x, weight, bias, *words) for weight in packed]
-        packed_s += _seconds(kernels) if packs else math.inf
-        seconds["plain"] += _seconds(
-            [partial(_then, tail, torch.nn.functional.linear, x, w, bias) for w in weights]
-        )
-        seconds["transposed"] += _seconds([partial(_then, tail, linear_transposed, x, w, bias) for w in transposed])
-    best: Form = "transposed" if seconds["transposed"] <= _WORTH * seconds["plain"] else "plain"
-    return best if seconds[best] <= _WORTH * packed_s else "packed"
 
+        def plain(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
+            return tail(torch.nn.functional.linear(x, weight, bias))
 
-def _then(tail: Tail, layer: Callable[..., torch.Tensor], *arguments: torch.Tensor | None) -> torch.Tensor:
-    return tail(layer(*arguments))
+        def turned(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
+            return tail(linear_transposed(x, weight, bias))
+
+        def by_onednn(weight: torch.Tensor, x: torch.Tensor = x, other: torch.Tensor = other) -> torch.Tensor:
+            if adds:
+                result: torch.Tensor = packing.LINEAR_SUM(x, other, weight, bias, "add")
+            else:
+                result = packing.LINEAR(x, weight, bias, name, list(scalars), algorithm)
+            return result
+
+        plain_s += cold_seconds([partial(plain, weight) for weight in weights])
+        transposed_s += cold_seconds([partial(turned, weight) for weight in transposed])
+        packed_s += cold_seconds([partial(by_onednn, weight) for weight in packed]) if packs else math.inf
+    best: Form = "transposed" if transposed_s <= _WORTH * plain_s else "plain"
+    best_s = transposed_s if best == "transposed" else plain_s
+    return best if best_s <= _WORTH * packed_s else "packed"
 
 
 def _tail(fused: tuple[str, tuple[float, ...], str] | None, other: torch.Tensor | None) -> Tail:
@@ -102,12 +106,12 @@ def _tail(fused: tuple[str, tuple[float, ...], str] | None, other: torch.Tensor 
     return partial(functions[name], inplace=True)
 
 
-def _seconds(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
-    """The time of a call among others, without the slowest: the lower quartile of those in `_SECONDS`."""
+def cold_seconds(calls: Sequence[Callable[[], object]], seconds: float = _SECONDS) -> float:
+    """Return the time of a call, the lower quartile of calls made in turns for `seconds`."""
     times: list[float] = []
     for call in calls:
         call()
-    end = time.perf_counter() + _SECONDS
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for call in calls:
             start = time.perf_counter()
