@@ -19,7 +19,7 @@ from cohabit.server.format import PLAN_WORDS, gap, make_table, milliseconds, per
 
 EXIT_INFEASIBLE = 2
 
-_COLUMNS = ("memory", "batch", "latency", "resident", "bound", "gap", "over link", "period", "tried")
+_COLUMNS = ("memory", "batch", "latency", "resident", "bound", "gap", "over link", "period")
 
 
 _EXAMPLES = """examples:
@@ -75,6 +75,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         raise ConfigError("plan: give --memory SIZE")
     rows: list[list[str]] = []
     files: list[Path] = []
+    tried: list[int] = []
     with SearchProgress(errors) as progress:
         planned = measured_graphs(options, progress.doing)
         for measured in planned:
@@ -83,13 +84,14 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             for memory in options.memory:
                 where = [format_bytes(measured.bytes_of(memory)), str(measured.graph.bucket)]
                 try:
-                    cells, path = _plan(measured, memory, options, progress)
+                    cells, path, evaluations = _plan(measured, memory, options, progress)
+                    tried.append(evaluations)
                     rows.append([*where, *cells, path.name])
                     files.append(path)
                 except InfeasibleBudget as error:
                     errors.print(f"cohabit: batch {where[1]}: {error}", markup=False, soft_wrap=True)
                     least = format_bytes(error.least_bytes)
-                    rows.append([*where, *["-"] * 7, f"infeasible: needs {least}"])
+                    rows.append([*where, *["-"] * 6, f"infeasible: needs {least}"])
     if files:
         graph, device, weight_bytes = planned[0].graph, planned[0].profile.device, planned[0].weight_bytes
         noise = max(measured.profile.noise for measured in planned)
@@ -106,16 +108,22 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             out,
             table,
             title=f"{graph.name}, {format_bytes(weight_bytes)} of weights, on {device}",
-            total=f"in {options.output}; draw one with: cohabit show {files[0]}",
+            total=f"{_range(tried)} tried per plan. In {options.output}; draw one with: cohabit show {files[0]}",
         )
         out.print(PLAN_WORDS, style="dim", soft_wrap=True)
     return 0 if len(files) == len(rows) else EXIT_INFEASIBLE
 
 
+def _range(tried: list[int]) -> str:
+    least, most = min(tried), max(tried)
+    count = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return f"{count} candidate{'' if most == 1 else 's'}"
+
+
 def _plan(
     measured: MeasuredGraph, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
-) -> tuple[list[str], Path]:
-    """Search and write a plan; returns its cells of the table and its file."""
+) -> tuple[list[str], Path, int]:
+    """Search and write a plan; returns its cells of the table, its file, and how many candidates were tried."""
     from cohabit.planner.schedule.simulate import simulate
 
     graph, searcher = measured.graph, options.search
@@ -132,6 +140,5 @@ def _plan(
         gap(about.latency_s, about.bound_s),
         format_bytes(simulate(graph, plan, measured.profile).link_bytes),
         milliseconds(about.period_s),
-        f"{about.evaluations:,}",
     ]
-    return cells, path
+    return cells, path, about.evaluations
