@@ -45,10 +45,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runtime.tiling": ({"runtime", "planner.tiling", "planner.errors"}, {"numpy", "torch"}),
     "server": ({"server", "planner.errors"}, {"msgspec", "rich", "uvloop"}),
     "server.engine_process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),
-    "server.config": (
-        {"server", "planner.errors", "planner.memory", "planner.shapes", "runtime.options"},
-        {"msgspec"},
-    ),
+    "server.config": ({"server", "planner.errors", "planner.memory", "planner.shapes"}, {"msgspec"}),
     "server.ipc": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
     "server.protocol": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
     "server.scheduling": ({"server", "planner.shapes"}, {"msgspec"}),

@@ -14,7 +14,6 @@ import msgspec
 
 from cohabit.planner.memory import parse_size
 from cohabit.planner.shapes import ShapeBuckets
-from cohabit.runtime.options import Weights
 from cohabit.server.config.setting import Setting, declared, flag, setting
 from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, write_size
 from cohabit.server.config.values import (
@@ -32,6 +31,7 @@ from cohabit.server.errors import ConfigError
 
 Layout = Literal["partitioned", "elastic", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 Store = Literal["ram", "file", "verified-file"]
+Weights = Literal["float32", "bfloat16", "int8"]
 LogFormat = Literal["text", "json"]
 ClientShm = Literal["auto", "on", "off", "any-user"]
 ModelControl = Literal["none", "explicit", "poll"]
