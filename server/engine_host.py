@@ -13,6 +13,7 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.lifecycle import Lifecycle, OpenPlacement, open_placement
 from cohabit.server.deploy.polling import Poller
 from cohabit.server.engine.compute_lane import ComputeLane, make_lanes
+from cohabit.server.engine.sequences import StateMemory
 from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed, did_you_mean
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelKey, lane_name
@@ -51,7 +52,7 @@ class Engine:
     ) -> None:
         """`publish` receives every change of a model, `on_lost` the reason for the loss of the device."""
         self.registry = Registry(publish)
-        self.lanes = make_lanes(config.compute_lanes, config.queue_limit, on_lost)
+        self.lanes = make_lanes(config.compute_lanes, config.queue_limit, on_lost, StateMemory(config.queue_bytes))
         self.lifecycle = Lifecycle(config, self.registry, self.lanes, open_placement)
         self._config = config
         self._background = Background()
@@ -146,9 +147,11 @@ class Engine:
                 lane.pending(key),
                 lane.correction(key),
                 dict(model.servable.captures),
+                *((0, 0) if sequences is None else (sequences.count, sequences.nbytes)),
             )
             for key, model in self.lifecycle.serving.items()
             for lane in [self.lanes[model.lane]]
+            for sequences in [lane.sequences(key)]
         }
         use = self.lifecycle.use
         computed_s = {

@@ -60,7 +60,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"server", "planner.errors"},
         {"grpc", "grpc_health", "grpc_reflection", "msgspec", "numpy"} | TRITON,
     ),
-    "server.engine": ({"server", "runtime", "planner.shapes"}, {"msgspec", "numpy", "torch"}),
+    "server.engine": ({"server", "runtime", "planner.errors", "planner.shapes"}, {"msgspec", "numpy", "torch"}),
     "server.repository": ({"server", "runtime.lowering.archive_file"}, {"msgspec"}),
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.importing": (
@@ -100,7 +100,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "triton": {"config", "ipc", "protocol", "scheduling"},
         "engine": {"ipc", "protocol", "scheduling"},
         "repository": {"ipc", "scheduling", "triton"},
-        "deploy": {"config", "engine", "ipc", "repository", "triton"},
+        "deploy": {"config", "engine", "ipc", "repository", "scheduling", "triton"},
         "frontend": {"config", "ipc", "observe", "protocol", "triton"},
         "view": {"config", "frontend", "ipc", "observe", "protocol"},
         "http": {"frontend", "ipc", "observe", "protocol", "triton", "view"},

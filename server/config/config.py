@@ -249,8 +249,8 @@ class ServeConfig:
     queue_bytes: int = setting(
         1 << 30,
         "--queue-memory",
-        "shared memory for the bodies, inputs and outputs of unanswered requests, per front end (default with"
-        " --process-memory: a sixteenth of it)",
+        "shared memory for the bodies, inputs and outputs of unanswered requests, per front end; as much again for"
+        " states of sequences (default with --process-memory: a sixteenth of it)",
         parse_size,
         "SIZE",
         write_size,

@@ -131,9 +131,9 @@ class Lifecycle:
     async def _accept(self, model: "Model") -> None:
         """Warm a loaded model up, and serve it. Raises RepositoryError for a sample that fails."""
         lane = self._lanes[model.lane]
-        await warm_up(lane, model.servable, model.source)
+        await warm_up(lane, model.servable, model.source, model.sequences)
         statistics = self._registry.served(model.source, model.servable.info, model.footprint)
-        lane.add(model.servable, statistics, model.source.policy)
+        lane.add(model.servable, statistics, model.source.policy, model.sequences)
         self.serving[model.key] = model
 
     def is_serving(self, model: str) -> bool:

@@ -23,6 +23,7 @@ from cohabit.server.engine.servable import ProgramServable, describe
 from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelKey, lane_name
 from cohabit.server.resources import resident_bytes
 from cohabit.server.triton.model_config import with_defaults
+from cohabit.server.triton.sequences import with_sequences
 
 _SHARED = "(shared)"
 """The owner of the region that all models share."""
@@ -119,7 +120,8 @@ class PartitionedMemory:
         most = max(lowered.batches)
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
-        info = with_defaults(describe(lowered, model.key.version, most, model.source.labels), config)
+        whole = describe(lowered, model.key.version, most, model.source.labels)
+        info = with_defaults(with_sequences(whole, model.sequences), config)
         runner = self.executors[model.lane] if self.shared is None else self.shared
         model.servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
         model.shares = self.shared is not None

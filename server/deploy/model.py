@@ -14,6 +14,7 @@ from cohabit.runtime.memory import HostStore
 from cohabit.server.engine.servable import ProgramServable
 from cohabit.server.ipc.model import ModelFootprint, ModelKey
 from cohabit.server.repository.sources import ModelSource
+from cohabit.server.scheduling.sequences import SequenceRules
 
 Plans = Mapping[Bucket, Plan]
 Programs = Mapping[Bucket, Program]
@@ -36,6 +37,8 @@ class Model:
     profiles: dict[Bucket, Profile] = field(init=False)
     store: HostStore[Any] = field(init=False)
     """Its parameters in the host."""
+    sequences: SequenceRules | None = None
+    """How its requests make sequences, if they do."""
 
     # Divide.
     most_batch: int | None = None

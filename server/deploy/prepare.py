@@ -31,8 +31,10 @@ from cohabit.server.deploy.worker import EXPECTED, WorkerProcesses, stage
 from cohabit.server.engine.servable import describe
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.resources import available_cpus, available_memory
+from cohabit.server.scheduling.sequences import SequenceRules
 from cohabit.server.triton.config_fields import parameter_of
 from cohabit.server.triton.model_config import ModelConfig, config_mismatch, config_names
+from cohabit.server.triton.sequences import rules_of, state_names, with_sequences
 
 _log = logging.getLogger("cohabit.models")
 
@@ -231,7 +233,7 @@ def _opened(
         options, buckets = model_options(source, config), wanted_buckets(source, config)
         lowered = cached(archive, name, wanted_batches(source, config), cache / "weights", options, buckets)
         lowered = _with_config_names(source, lowered)
-        _refuse_mismatch(source, lowered)
+        model.sequences = _checked_rules(source, lowered)
     with stage(f"opening the weights of model '{name}'"), _pausing(throttle):
         model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
     try:
@@ -337,7 +339,7 @@ def _lowered_and_measured(
         lowered = lower(source.path, name, batches, cache / "weights", progress, options, shape_buckets=buckets)
         release_free_memory()  # lowering has packed the weights one by one
         lowered = _with_config_names(source, lowered)
-        _refuse_mismatch(source, lowered)
+        model.sequences = _checked_rules(source, lowered)
     with stage(f"opening the weights of model '{name}'"):
         model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
     with closing(model.store), stage(f"measuring model '{name}'"):
@@ -406,18 +408,28 @@ def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:
     """Give the inputs and outputs the names that config.pbtxt has for them."""
     if source.config is None:
         return lowered
+    kept_inputs, kept_outputs = state_names(source.config)
     inputs, outputs = (
         tuple(replace(port, name=names.get(port.name, port.name)) for port in ports)
-        for ports, given in ((lowered.inputs, source.config.input), (lowered.outputs, source.config.output))
-        for names in [config_names([tensor.name for tensor in given], [port.name for port in ports])]
+        for ports, given, kept in (
+            (lowered.inputs, source.config.input, kept_inputs),
+            (lowered.outputs, source.config.output, kept_outputs),
+        )
+        for own in [[port.name for port in ports if port.name not in kept]]
+        for names in [config_names([tensor.name for tensor in given], own)]
     )
     return replace(lowered, inputs=inputs, outputs=outputs)
 
 
-def _refuse_mismatch(source: ModelSource, lowered: Lowered) -> None:
+def _checked_rules(source: ModelSource, lowered: Lowered) -> SequenceRules | None:
+    """Return how requests make sequences; None if they make none. Raises for a config.pbtxt that contradicts it."""
+    if source.config is None:
+        return None
     info = describe(lowered, source.version, max(lowered.batches))
-    if source.config is not None and (reason := config_mismatch(source.config, info)) is not None:
+    rules = rules_of(source.config, info, {name: path for name, (path, _) in source.state_files.items()})
+    if (reason := config_mismatch(source.config, with_sequences(info, rules))) is not None:
         raise UnsupportedModel(reason)
+    return rules
 
 
 def _rate(source: ModelSource, config: ServeConfig) -> float:

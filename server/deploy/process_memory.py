@@ -32,11 +32,13 @@ class ProcessMemory:
     store_bytes: int
     """Parameters in the host store; with --store file, buffers."""
     queue_bytes: int
+    state_bytes: int = 0
+    """For states of sequences; 0 where no model has them."""
 
     @property
     def models_bytes(self) -> int:
         """What is left for the models; 0 if nothing is."""
-        left = self.limit_bytes - self._fixed_bytes - self.queue_bytes
+        left = self.limit_bytes - self._fixed_bytes - self.queue_bytes - self.state_bytes
         return max(0, left // _STEP_BYTES * _STEP_BYTES)
 
     @property
@@ -50,12 +52,14 @@ class ProcessMemory:
         needed = aligned(models_bytes, _STEP_BYTES)
         queue_bytes, source = self.queue_bytes, "--queue-memory"
         if queue_bytes == self.limit_bytes // QUEUE_SHARE:  # not given: it grows with the limit
-            queue_bytes = (self._fixed_bytes + needed) // (QUEUE_SHARE - 1)
+            shares = 2 if self.state_bytes else 1
+            queue_bytes = (self._fixed_bytes + needed) // (QUEUE_SHARE - shares)
             source = "--queue-memory, by default a sixteenth"
         parts = (
             ("Python, torch and the server", self.base_bytes),
             ("host store (less with --store file)", self.store_bytes),
             (f"requests ({source})", queue_bytes),
+            *([("states of sequences (as much)", queue_bytes)] if self.state_bytes else []),
             ("code, kernels and heap of the first requests", SERVING_BYTES),
             ("models, at least", needed),
         )
@@ -73,4 +77,5 @@ def measure_process_memory(limit_bytes: int, models: Sequence[Model], config: Se
     release_code_pages()
     store_bytes = sum(m.lowered.manifest.file_bytes for m in models) if config.store == "ram" else 0
     base_bytes = resident_bytes() + config.frontend_bytes - store_bytes
-    return ProcessMemory(limit_bytes, base_bytes, store_bytes, config.queue_bytes)
+    state_bytes = config.queue_bytes if any(model.sequences is not None for model in models) else 0
+    return ProcessMemory(limit_bytes, base_bytes, store_bytes, config.queue_bytes, state_bytes)

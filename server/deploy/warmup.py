@@ -7,14 +7,19 @@ from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.engine.execution import Servable
 from cohabit.server.errors import RepositoryError
 from cohabit.server.repository.sources import ModelSource
+from cohabit.server.scheduling.sequences import SequenceRules
 from cohabit.server.triton.warmup import warmup_request
 
 _MOST_EXECUTIONS = 1000
 """Of one model, so that a mistyped count does not keep it from being served."""
 
 
-async def warm_up(lane: ComputeLane, servable: Servable, source: ModelSource) -> None:
+async def warm_up(
+    lane: ComputeLane, servable: Servable, source: ModelSource, rules: SequenceRules | None = None
+) -> None:
     """Execute a model's warm-up samples, between the executions of others. They are not counted.
+
+    Of a model with sequences, each is a sequence of one request.
 
     Raises RepositoryError for a sample that does not fit the model, or that it cannot take.
     """
@@ -28,7 +33,8 @@ async def warm_up(lane: ComputeLane, servable: Servable, source: ModelSource) ->
     for sample in samples:
         try:
             request = await asyncio.to_thread(warmup_request, sample, servable.info, files)
+            inputs = request.inputs if rules is None else rules.first_inputs(request.inputs)
             for _ in range(max(sample.count, 1)):
-                await lane.call_on_lane(partial(servable.execute, [request.inputs], request.batch))
+                await lane.call_on_lane(partial(servable.execute, [inputs], request.batch))
         except Exception as error:
             raise RepositoryError(f"config.pbtxt: model_warmup '{sample.name}': {error}") from error

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from cohabit.server.engine.device_thread import BackgroundWork, DeviceThread, LoadedServable, Outcome, PendingWork
 from cohabit.server.engine.execution import Servable
+from cohabit.server.engine.sequences import Sequences, StateMemory
 from cohabit.server.errors import (
     ExecutionFailed,
     ModelNotFound,
@@ -28,6 +30,7 @@ from cohabit.server.ipc.statistics import FailureReason, ModelStatistics
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.scheduling.queues import Ticket
 from cohabit.server.scheduling.scheduler import Scheduler
+from cohabit.server.scheduling.sequences import SequenceRules
 
 _T = TypeVar("_T")
 
@@ -40,11 +43,16 @@ class ComputeLane:
         scheduler: Scheduler,
         lane: int = 0,
         on_lost: Callable[[str], None] = lambda reason: None,
+        state_memory: StateMemory | None = None,
     ) -> None:
-        """`on_lost` is called with the reason, once, when nothing can be executed any more."""
+        """`state_memory` bounds the states of sequences; without it there is no limit.
+
+        `on_lost` is called with the reason, once, when nothing can be executed any more.
+        """
         self._scheduler = scheduler
         self.device = DeviceThread(scheduler, self, lane)
         self._on_lost = on_lost
+        self._state_memory = state_memory or StateMemory(sys.maxsize)
         self._current: dict[ModelKey, int] = {}
         """The generation of each model that new requests are for."""
         self.lost: str | None = None
@@ -57,6 +65,11 @@ class ComputeLane:
         """Whether new requests are refused."""
         self._answered = asyncio.Event()
 
+    def sequences(self, model: ModelKey) -> Sequences | None:
+        """Return the sequences of the present load of a model, if it has any."""
+        load = self.device.models.get((model, self._current.get(model, 0)))
+        return None if load is None else load.sequences
+
     def serves(self, model: ModelKey) -> bool:
         return model in self._current
 
@@ -68,8 +81,14 @@ class ComputeLane:
         """Return measured over predicted time of this model's executions; 1 if it is not loaded."""
         return self._scheduler.correction(model) if model in self._current else 1.0
 
-    def add(self, servable: Servable, statistics: ModelStatistics, policy: Policy | None = None) -> None:
-        """Serve a model, or replace the servable of its future requests."""
+    def add(
+        self,
+        servable: Servable,
+        statistics: ModelStatistics,
+        policy: Policy | None = None,
+        rules: SequenceRules | None = None,
+    ) -> None:
+        """Serve a model, or replace the servable of its future requests. Sequences of a replaced one are forgotten."""
         info, predicted_s = servable.info, servable.predicted_s
         model = info.key
         # No batching without predictions, nor where it changes answers.
@@ -77,7 +96,8 @@ class ComputeLane:
         with self.device.changed:
             generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.recovery_s)
             self._current[model] = generation
-            self.device.models[model, generation] = LoadedServable(servable, statistics)
+            sequences = None if rules is None else Sequences(info, rules, self._state_memory)
+            self.device.models[model, generation] = LoadedServable(servable, statistics, sequences)
 
     def replan(self, servable: Servable) -> None:
         """Replace the predictions after a servable's plans have changed."""
@@ -126,6 +146,8 @@ class ComputeLane:
         try:
             with self.device.changed:
                 ticket = self._scheduler.submit(time.monotonic(), request)
+                if (sequences := self._sequences_of(ticket)) is not None:
+                    sequences.enter(request)
                 if on_spans is not None:
                     self.device.followed[ticket] = on_spans
                 self.device.changed.notify()
@@ -262,7 +284,14 @@ class ComputeLane:
         """Remove a request that is over, and return its future if it has not been removed before."""
         self.device.followed.pop(ticket, None)
         self._answered.set()
-        return self._waiting.pop(ticket, None)
+        future = self._waiting.pop(ticket, None)
+        if future is not None and (sequences := self._sequences_of(ticket)) is not None:
+            sequences.leave(ticket.request)
+        return future
+
+    def _sequences_of(self, ticket: Ticket) -> Sequences | None:
+        load = self.device.models.get((ticket.request.model, ticket.generation))
+        return None if load is None else load.sequences
 
     def executed(
         self, tickets: Sequence[Ticket], outcomes: Sequence[Outcome], ended_s: float, lost: str | None
@@ -321,7 +350,10 @@ class ComputeLane:
 
 
 def make_lanes(
-    count: int, queue_limit: int, on_lost: Callable[[str], None] = lambda reason: None
+    count: int,
+    queue_limit: int,
+    on_lost: Callable[[str], None] = lambda reason: None,
+    state_memory: StateMemory | None = None,
 ) -> list[ComputeLane]:
     """Make the compute lanes of one device. When one has lost the device, all have; then `on_lost` is called once."""
 
@@ -332,7 +364,7 @@ def make_lanes(
         if not others:
             on_lost(reason)
 
-    lanes = [ComputeLane(Scheduler(queue_limit), number, lost) for number in range(count)]
+    lanes = [ComputeLane(Scheduler(queue_limit), number, lost, state_memory) for number in range(count)]
     return lanes
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from cohabit.server.engine.execution import Servable
+from cohabit.server.engine.sequences import Sequences
 from cohabit.server.errors import ExecutionFailed, InvalidRequest, RequestError
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.ipc.request import Answer, Request
@@ -56,6 +57,19 @@ class LoadedServable:
 
     servable: Servable
     statistics: ModelStatistics
+    sequences: Sequences | None = None
+    """Those of its requests; None for a model without them."""
+
+    def execute(self, tickets: Sequence[Ticket], follow: "Follow | None" = None) -> Answer:
+        """Execute requests together. Of a model with sequences, keep the states that come of it."""
+        rows = sum([ticket.request.batch for ticket in tickets])
+        if self.sequences is None:
+            return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, follow)
+        with self.sequences.room(tickets, time.monotonic()):
+            inputs = [self.sequences.inputs_of(ticket) for ticket in tickets]
+            answer = self.servable.execute(inputs, rows, follow)
+            self.sequences.keep(tickets, answer.outputs, time.monotonic())
+        return answer
 
 
 class DeviceThread:
@@ -164,10 +178,8 @@ class DeviceThread:
         self.executing = (started_s, batch.predicted_s)
         for ticket in tickets:
             ticket.request.mark(*self.executing)
-        inputs = [ticket.request.inputs for ticket in tickets]
-        rows = sum([ticket.request.batch for ticket in tickets])
         try:
-            together = model.servable.execute(inputs, rows, self._follow(tickets))
+            together = model.execute(tickets, self._follow(tickets))
         except RequestError as error:
             return [error] * len(tickets)
         except Exception as error:

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from msgspec.structs import replace
 from tritonclient.grpc import service_pb2 as pb
 
-from cohabit.server.errors import SEND_LESS_JSON, Refused, RequestError, too_large
+from cohabit.server.errors import SEND_LESS_JSON, InvalidRequest, Refused, RequestError, too_large
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.frontend.threads import call
@@ -17,7 +17,7 @@ from cohabit.server.grpc.codec import decode_request, encode_response, parameter
 from cohabit.server.grpc.errors import status_of
 from cohabit.server.grpc.handlers import metadata_of
 from cohabit.server.grpc.unsent_answers import CallAnswers, UnsentAnswers
-from cohabit.server.grpc.wire import UNCHECKED_BYTES, described_bytes, names_of
+from cohabit.server.grpc.wire import UNCHECKED_BYTES, described_bytes, names_of, sequence_of
 from cohabit.server.observe.request_trace import HEADER, RequestTrace
 from cohabit.server.protocol.matching import errors_of
 from cohabit.server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
@@ -129,7 +129,7 @@ class InferenceCalls:
         return response
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        """Answer the requests of a stream in order, several at a time.
+        """Answer the requests of a stream in order, several at a time, but of a sequence one after the other.
 
         An error is an answer like any other: the stream stays open.
         """
@@ -137,12 +137,22 @@ class InferenceCalls:
         unsent = self._unsent.of_call(context)
         answers: asyncio.Queue[asyncio.Task[tuple[Any, Lease | None]] | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_AHEAD)
+        last: dict[bytes, asyncio.Task[tuple[Any, Lease | None]]] = {}
+        """By sequence, the answer to its last request, while that is under way."""
+
+        def answer_next(request: bytes) -> None:
+            sequence = _sequence_of(request)
+            answer = asyncio.create_task(self._answer(request, traceparent, unsent, last.get(sequence)))
+            answers.put_nowait(answer)
+            if sequence:
+                last[sequence] = answer
+                answer.add_done_callback(lambda _: last.pop(sequence) if last.get(sequence) is answer else None)
 
         async def read() -> None:
             try:
                 async for request in requests:
                     await room.acquire()
-                    answers.put_nowait(asyncio.create_task(self._answer(request, traceparent, unsent)))
+                    answer_next(request)
             finally:
                 answers.put_nowait(None)
 
@@ -162,9 +172,15 @@ class InferenceCalls:
                     late.cancel()
 
     async def _answer(
-        self, request: bytes, traceparent: str | None, unsent: CallAnswers
+        self,
+        request: bytes,
+        traceparent: str | None,
+        unsent: CallAnswers,
+        before: asyncio.Task[tuple[Any, Lease | None]] | None,
     ) -> tuple[Any, Lease | None]:
-        """Answer one request of a stream, with an error message if it fails."""
+        """Answer one request of a stream, with an error message if it fails. It begins once `before` is done."""
+        if before is not None:
+            await asyncio.wait([before])
         with self._tracing(traceparent):
             try:
                 response, lease = await self._infer(request, None, unsent)
@@ -222,6 +238,14 @@ class InferenceCalls:
                 message = await call(slow, encode_response, request, answer, info, regions)
             unsent.hold(lease)
             return message, lease
+
+
+def _sequence_of(request: bytes) -> bytes:
+    """Return what tells a request's sequence from others; empty for none, and for what is no request."""
+    try:
+        return sequence_of(request)
+    except InvalidRequest:
+        return b""
 
 
 def _which(request: Any) -> tuple[str, str | None]:

@@ -18,7 +18,9 @@ _MOST_TYPED = 1 << 20
 """Typed contents of a request that are written as varints: each byte may become eight."""
 _NAMES_WITHIN = 64
 """Fields of a message among which its names are: writers put them first."""
-_MODEL, _VERSION, _ID, _INPUTS, _OUTPUTS, _RAW, _SHAPE, _CONTENTS = 1, 2, 3, 5, 6, 7, 3, 5
+_MODEL, _VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS, _RAW, _SHAPE, _CONTENTS = 1, 2, 3, 4, 5, 6, 7, 3, 5
+_KEY, _VALUE, _SEQUENCE_ID = 1, 2, b"sequence_id"
+"""Of a parameter."""
 _VARINTS = frozenset(range(1, 6))
 """Fields of contents."""
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -68,6 +70,16 @@ def names_of(data: bytes) -> tuple[str, str, str]:
             names[number] = data[start:end]
     model, version, request_id = (name.decode(errors="replace") for name in names.values())
     return model, version, request_id
+
+
+def sequence_of(data: bytes) -> bytes:
+    """Return what tells a message's sequence from others without parsing it, empty for none. Raises InvalidRequest."""
+    for number, start, end in islice(_fields(data, 0, len(data)), _NAMES_WITHIN):
+        if number == _PARAMETERS:
+            entry = {field: data[first:last] for field, first, last in islice(_fields(data, start, end), 2)}
+            if entry.get(_KEY) == _SEQUENCE_ID:
+                return entry.get(_VALUE, b"")
+    return b""
 
 
 def _varints(data: bytes, start: int, end: int) -> int:

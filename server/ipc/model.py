@@ -68,6 +68,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     only_batches: tuple[int, ...] = ()
     """The batch sizes that requests may have, if rows influence one another. Empty: all up to the largest."""
     dynamic: DynamicShape = STATIC
+    sequences: bool = False
+    """Whether requests belong to sequences, whose state the server keeps."""
 
     @property
     def key(self) -> ModelKey:

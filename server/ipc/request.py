@@ -37,6 +37,17 @@ class RequestedOutput(msgspec.Struct, frozen=True):
         return "shared_memory_region" in self.parameters
 
 
+SequenceId = int | str
+
+
+class SequenceStep(msgspec.Struct, frozen=True):
+    """A request's place in a sequence, whose requests share state: Triton's correlation id, and the two flags."""
+
+    id: SequenceId
+    start: bool = False
+    end: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True, tag="infer"):
     """An inference request that fits its model. Equal only to itself.
 
@@ -57,6 +68,8 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True, tag="in
     """Within which the answer must be ready, counted from the request's arrival."""
     sizes: tuple[int, ...] = ()
     """Of the model's dynamic dimensions; only requests of the same sizes are batched."""
+    sequence: SequenceStep | None = None
+    """Its place in a sequence; None for a model without them."""
     arrived_s: float | None = None
     """When the request arrived, by `time.monotonic`; None for now."""
     room: Array | None = None

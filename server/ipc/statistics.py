@@ -151,6 +151,9 @@ class ModelCounters(msgspec.Struct):
     """Measured over predicted seconds of recent executions."""
     captures: dict[Bucket, GraphCapture] = {}
     """How executions are issued on a device with graphs."""
+    sequences: int = 0
+    """Sequences whose states are kept."""
+    state_bytes: int = 0
 
 
 class EngineReport(msgspec.Struct):

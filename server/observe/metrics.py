@@ -223,6 +223,18 @@ _METRICS = (
     ),
     _by_bucket("cohabit_plan_gap", "Predicted seconds over the lower bound, less 1", _gaps),
     _metric(
+        "cohabit_sequences",
+        "gauge",
+        "Sequences whose states are kept",
+        lambda view: [({}, view.report.sequences)],
+    ),
+    _metric(
+        "cohabit_state_bytes",
+        "gauge",
+        "Memory that the states of sequences take",
+        lambda view: [({}, view.report.state_bytes)],
+    ),
+    _metric(
         "cohabit_captured",
         "gauge",
         "Whether an execution is launched as one graph, where the device has graphs",

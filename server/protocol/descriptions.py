@@ -9,7 +9,7 @@ from cohabit.server.ipc.model import ModelInfo, ModelKey, TensorSpec
 from cohabit.server.ipc.statistics import ModelCounters, ModelStatistics, StageTimes
 
 _EXTENSIONS = (
-    *("classification", "model_repository", "model_repository(unload_dependents)", "schedule_policy"),
+    *("classification", "sequence", "model_repository", "model_repository(unload_dependents)", "schedule_policy"),
     *("model_configuration", "system_shared_memory", "cuda_shared_memory", "binary_tensor_data", "parameters"),
     *("statistics", "trace", "logging", "generate"),
 )

@@ -9,7 +9,7 @@ from msgspec import Meta, Raw
 
 from cohabit.server.errors import InvalidRequest, Refused, RequestError, TensorMismatch
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
-from cohabit.server.ipc.request import Parameters, Request, RequestedOutput
+from cohabit.server.ipc.request import Parameters, Request, RequestedOutput, SequenceStep
 from cohabit.server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
 from cohabit.server.protocol.shared_memory import RegionUse, Window
 from cohabit.server.protocol.tensors import filled
@@ -17,6 +17,8 @@ from cohabit.server.protocol.tensors import filled
 Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 MOST_DIMS = 64
 """Dimensions of a tensor; NumPy has no more either."""
+_MOST_ID = 128
+"""Characters of a sequence's id, as in Triton."""
 MOST_UNSIGNED = 2**64 - 1
 """Triton's `timeout`, `priority` and sizes are uint64."""
 
@@ -76,6 +78,7 @@ def fit(
     _match_inputs(message.inputs, info)
     batch = _batch(message.inputs, info)
     sizes = _sizes(message.inputs, info) if info.dynamic.dimensions else ()
+    sequence = _sequence(parameters, info, batch)
     inputs = {body.name: read(body) for body in message.inputs}
     for tensor in info.inputs:
         if tensor.default is not None and tensor.name not in inputs:
@@ -87,7 +90,7 @@ def fit(
         timeout_us = unsigned(parameters, "timeout", "the request")
         timeout_s = timeout_us / 1e6 if timeout_us else None  # 0 means none
     outputs = _outputs(message.outputs, info, regions, binary)
-    return Request(info.key, inputs, batch, outputs, message.id or None, priority, timeout_s, sizes)
+    return Request(info.key, inputs, batch, outputs, message.id or None, priority, timeout_s, sizes, sequence)
 
 
 def window_of(parameters: Parameters, regions: RegionUse, where: str) -> Window | None:
@@ -275,17 +278,43 @@ def _output(asked: RequestedOutput, tensor: TensorSpec, regions: RegionUse, defa
 
 
 def _check_parameters(parameters: Parameters) -> None:
-    """Refuse reserved parameters and sequences. Custom parameters are accepted and not used."""
+    """Refuse reserved parameters. Custom parameters are accepted and not used."""
     for key in parameters:
         if key.startswith("triton_"):
             raise InvalidRequest(
                 f"parameter keys starting with 'triton_' are reserved for Triton usage, got '{key}'"
             )
-    if parameters.get("sequence_id") or parameters.get("sequence_start") or parameters.get("sequence_end"):
-        raise Refused(
-            "Unsupported",
-            "sequence_id is set, but models here keep no state between requests; send requests without a sequence",
+
+
+def _sequence(parameters: Parameters, info: ModelInfo, batch: int) -> SequenceStep | None:
+    """Return a request's place in its sequence. Raises Refused for a model without sequences, and InvalidRequest."""
+    sequence = parameters.get("sequence_id")
+    start, end = (_flag(parameters, key, False) for key in ("sequence_start", "sequence_end"))
+    if not info.sequences:
+        if sequence or start or end:
+            raise Refused(
+                "Unsupported",
+                f"sequence_id is set, but model '{info.name}' keeps no state between requests; send requests without a"
+                " sequence, or say in its config.pbtxt what it keeps (sequence_batching)",
+            )
+        return None
+    if isinstance(sequence, bool | float):
+        raise InvalidRequest(f"parameter 'sequence_id' must be an integer or a string, got {sequence}")
+    if not sequence:
+        raise InvalidRequest(
+            f"inference request to model '{info.name}' must specify a non-zero or non-empty correlation ID: its"
+            " requests belong to sequences; send sequence_id, and with the first request sequence_start"
         )
+    if isinstance(sequence, int) and not 0 < sequence <= MOST_UNSIGNED:
+        raise InvalidRequest(f"parameter 'sequence_id' must be from 1 to {MOST_UNSIGNED}, got {sequence}")
+    if isinstance(sequence, str) and len(sequence) > _MOST_ID:
+        raise InvalidRequest(f"parameter 'sequence_id' has {len(sequence)} characters, the limit is {_MOST_ID}")
+    if batch != 1:
+        raise InvalidRequest(
+            f"inference request to model '{info.name}' must specify batch-size 1, got {batch}: each row of a batch"
+            " is of another sequence; the server makes batches of the requests that wait"
+        )
+    return SequenceStep(sequence, start, end)
 
 
 def _flag(parameters: Mapping[str, object], key: str, default: bool) -> bool:

@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _PROGRAM = "model.pt2"
 _MOST_LABEL_BYTES = 1 << 20
-_WARMUP = "warmup"
+_WARMUP, _INITIAL_STATE = "warmup", "initial_state"
 
 
 def scan(repository: Path, may_be_empty: bool = False) -> list[ScannedVersion]:
@@ -156,6 +156,7 @@ def _versions(
     sent = None if override is None else bytes(override.SerializeToString())
     labels = {} if config is None else _labels(folder, root, config)
     warmup = {} if config is None else _warmup_files(folder, root, config)
+    states = {} if config is None else _state_files(folder, root, config)
     found: list[ScannedVersion] = []
     for version in wanted:
         try:
@@ -165,7 +166,7 @@ def _versions(
         else:
             state, share = FileState.of(path), 1 / len(wanted)
             found.append(
-                ModelSource(folder.name, version, path, config, policy, sent, labels, state, warmup, share)
+                ModelSource(folder.name, version, path, config, policy, sent, labels, state, warmup, states, share)
             )
     return found
 
@@ -205,6 +206,17 @@ def _warmup_files(folder: Path, root: Path, config: ModelConfig) -> dict[str, tu
         for name in (given.input_data_file for given in sample.inputs.values() if given.input_data_file):
             missing = f"model_warmup '{sample.name}': its folder has no file '{_WARMUP}/{name}'"
             path = _named_file(folder / _WARMUP, name, root, missing)
+            files[name] = path, FileState.of(path)
+    return files
+
+
+def _state_files(folder: Path, root: Path, config: ModelConfig) -> dict[str, tuple[Path, FileState | None]]:
+    """Find the files of a model's initial states. Raises RepositoryError."""
+    files = {}
+    for state in config.sequence_batching.state:
+        for name in (initial.data_file for initial in state.initial_state if initial.data_file):
+            missing = f"state '{state.input_name}': its folder has no file '{_INITIAL_STATE}/{name}'"
+            path = _named_file(folder / _INITIAL_STATE, name, root, missing)
             files[name] = path, FileState.of(path)
     return files
 

@@ -27,6 +27,8 @@ class ModelSource:
     """The file's state when it was found."""
     warmup_files: Mapping[str, tuple[Path, FileState | None]] = field(default_factory=dict)
     """The files of `model_warmup`, by their names there."""
+    state_files: Mapping[str, tuple[Path, FileState | None]] = field(default_factory=dict)
+    """The files of initial states of `sequence_batching`, by their names there."""
     rate_share: float = field(default=1.0, compare=False)
     """This version's part of the model's request rate, which its versions share equally."""
 
@@ -37,7 +39,8 @@ class ModelSource:
     def loads_as(self, other: "ModelSource") -> bool:
         """Whether to load the other one instead would change nothing: file and configuration are the same."""
         ours, theirs = (
-            (s.path, s.state, s.labels, s.warmup_files, _without_version_policy(s.config)) for s in (self, other)
+            (s.path, s.state, s.labels, s.warmup_files, s.state_files, _without_version_policy(s.config))
+            for s in (self, other)
         )
         return ours == theirs
 

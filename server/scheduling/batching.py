@@ -9,6 +9,7 @@ from cohabit.server.ipc.model import ModelKey
 from cohabit.server.scheduling.estimates import Estimate
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.scheduling.queues import Ticket
+from cohabit.server.scheduling.sequences import executable
 
 _GAIN = 0.9
 """A larger batch is preferred if its time per row is at most this share of a smaller batch's."""
@@ -40,7 +41,7 @@ def choose_batch(
     taken: list[Ticket] = []
     rows, best_s, paying, preferred, deadline_s = 0, math.inf, 1, 0, math.inf
     full = False
-    for ticket in waiting:
+    for ticket in executable(waiting):
         if taken and ticket.request.sizes != taken[0].request.sizes:
             if not policy.keeps_order:
                 continue
@@ -79,7 +80,8 @@ def best_rate_batch(
     if estimate.seconds(usual.rows) == 0.0:  # neither predicted nor measured yet
         return usual
     first = usual.tickets[0]
-    alike = [t for t in waiting if t.generation == first.generation and t.request.sizes == first.request.sizes]
+    candidates = executable(waiting)
+    alike = [t for t in candidates if t.generation == first.generation and t.request.sizes == first.request.sizes]
     best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
     for rows in estimate.planned(max_rows):
         chosen = tuple(_fitting(alike, rows, now_s + estimate.upper_estimate_s(rows, now_s)))

@@ -73,6 +73,7 @@ _LINEAR = "only TensorRT has such formats; tensors here are contiguous"
 _RESHAPE = "export the program with the shapes that clients send and expect"
 _RAGGED = "requests are batched along the first dimension; export a program that takes padded inputs"
 _PINNED = "pinned memory is used wherever the device is a GPU"
+_SLOTS = "a batch takes the next request of every sequence that has one, so that sequences need no slots"
 _QUEUE_POLICY = {
     "timeout_action": "REJECT answers 503 as soon as the request must be late, DELAY moves it to the end of the queue",
     "default_timeout_microseconds": "counted from arrival to the answer, not to the start of the execution",
@@ -144,7 +145,27 @@ _FIELDS = (
         _honoured(f"dynamic_batching.priority_queue_policy.{name}", "as in default_queue_policy")
         for name in _QUEUE_POLICY
     ),
-    _refused("sequence_batching", "models keep no state between requests"),
+    _honoured(
+        "sequence_batching.max_sequence_idle_microseconds",
+        "a second without it; a sequence whose requests wait is not idle",
+    ),
+    _honoured("sequence_batching.control_input", "inputs that the server fills: START, END, READY and CORRID"),
+    _honoured("sequence_batching.state.input_name", "the output `output_name` of the request before"),
+    _honoured("sequence_batching.state.output_name", "kept for the sequence's next request, not sent"),
+    _honoured("sequence_batching.state.data_type", "compared with the program"),
+    _honoured("sequence_batching.state.dims", "compared with the program"),
+    _honoured("sequence_batching.state.initial_state", "zero_data, or data_file of the folder initial_state"),
+    _warned("sequence_batching.state.use_same_buffer_for_input_output", "states are kept between executions only"),
+    _refused("sequence_batching.state.use_growable_memory", "export the program with states of a fixed size"),
+    _warned("sequence_batching.direct.minimum_slot_utilization", _SLOTS),
+    _honoured("sequence_batching.direct.max_queue_delay_microseconds", "never at the cost of a deadline"),
+    _warned("sequence_batching.oldest.max_candidate_sequences", _SLOTS),
+    _honoured(
+        "sequence_batching.oldest.preferred_batch_size", "planned, and dispatched as soon as they are reached"
+    ),
+    _honoured("sequence_batching.oldest.max_queue_delay_microseconds", "never at the cost of a deadline"),
+    _honoured("sequence_batching.oldest.preserve_ordering", "requests are executed in the order of their arrival"),
+    _refused("sequence_batching.iterative_sequence", "a request is executed once"),
     _refused("ensemble_scheduling", "call the models one after the other, or export them as one program"),
     _honoured("instance_group.name", "returned in the configuration"),
     _warned("instance_group.kind", "every model runs on the device of --device", _other_device),

@@ -33,4 +33,5 @@ from tritonclient.grpc.model_config_pb2 import ModelInput as ModelInput
 from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup as ModelInstanceGroup
 from tritonclient.grpc.model_config_pb2 import ModelOutput as ModelOutput
 from tritonclient.grpc.model_config_pb2 import ModelQueuePolicy as ModelQueuePolicy
+from tritonclient.grpc.model_config_pb2 import ModelSequenceBatching as ModelSequenceBatching
 from tritonclient.grpc.model_config_pb2 import ModelWarmup as ModelWarmup

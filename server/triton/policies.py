@@ -1,5 +1,7 @@
 """Reads a model's queueing policy from its ModelConfig."""
 
+from collections.abc import Collection
+
 from cohabit.server.config.values import integer, rate
 from cohabit.server.errors import RepositoryError
 from cohabit.server.scheduling.policy import LevelPolicy, Policy
@@ -16,6 +18,8 @@ _count = integer(1, 1 << 20)
 def policy_of(config: ModelConfig) -> Policy:
     """Read a policy. Raises RepositoryError naming the field, for values that contradict each other."""
     batching = config.dynamic_batching
+    sequences = config.sequence_batching
+    delays_us = (s.max_queue_delay_microseconds for s in (batching, sequences.direct, sequences.oldest))
     levels, default_level = _levels(batching)
     default = _level_policy(batching.default_queue_policy)
     rate_per_s = parameter_of(config, RATE, rate)
@@ -24,9 +28,11 @@ def policy_of(config: ModelConfig) -> Policy:
         default_level=default_level,
         default=default,
         by_level=_by_level(batching, levels),
-        preferred_batches=_preferred(batching, config.max_batch_size),
-        batch_delay_s=batching.max_queue_delay_microseconds / 1e6,
-        keeps_order=batching.preserve_ordering,
+        preferred_batches=_preferred(
+            {*batching.preferred_batch_size, *sequences.oldest.preferred_batch_size}, config.max_batch_size
+        ),
+        batch_delay_s=max(delays_us) / 1e6,
+        keeps_order=batching.preserve_ordering or sequences.oldest.preserve_ordering,
         concurrency=parameter_of(config, CONCURRENCY, _count),
         rate_per_s=rate_per_s,
         burst=parameter_of(config, BURST, _count) or max(1, round(rate_per_s or 0.0)),
@@ -73,8 +79,8 @@ def _level_policy(policy: ModelQueuePolicy) -> LevelPolicy:
     )
 
 
-def _preferred(batching: ModelDynamicBatching, max_batch: int) -> tuple[int, ...]:
-    sizes = tuple(sorted(set(batching.preferred_batch_size)))
+def _preferred(given: Collection[int], max_batch: int) -> tuple[int, ...]:
+    sizes = tuple(sorted(given))
     for size in sizes:
         if size < 1 or (max_batch and size > max_batch):
             raise RepositoryError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, ModelInfo
-from cohabit.server.ipc.request import Request
+from cohabit.server.ipc.request import Parameters, Request
 from cohabit.server.protocol.datatypes import BF16, DTYPES, bf16_of_float32
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
 from cohabit.server.protocol.shared_memory import Regions, RegionUse
@@ -45,7 +45,8 @@ def warmup_request(sample: ModelWarmup, info: ModelInfo, files: Mapping[str, Pat
         return np.resize(row, body.shape)
 
     bodies = [body(name, given) for name, given in sorted(sample.inputs.items())]
-    return fit(RequestBody(bodies), info, RegionUse(Regions()), read, binary=True)
+    sequence: Parameters = {"sequence_id": 1, "sequence_start": True} if info.sequences else {}
+    return fit(RequestBody(bodies, parameters=sequence), info, RegionUse(Regions()), read, binary=True)
 
 
 def _random(random: np.random.Generator, count: int, datatype: str) -> Array:

@@ -155,6 +155,7 @@ class PlacedFake:
     source: ModelSource
     servable: Servable
     footprint: ModelFootprint
+    sequences: None = None
 
     @property
     def lane(self) -> int:

@@ -143,10 +143,16 @@ def test_every_refused_field_is_named(folder: Path, capsys: pytest.CaptureFixtur
     model = folder / "refused"
     (model / "1").mkdir(parents=True)
     (model / "1" / "model.pt2").write_bytes((folder / "wide" / "1" / "model.pt2").read_bytes())
-    (model / "config.pbtxt").write_text("sequence_batching { } batch_input { } backend: 'python'")
+    (model / "config.pbtxt").write_text(
+        "sequence_batching { iterative_sequence: true } batch_input { } backend: 'python'"
+    )
     assert main(["check", str(model), "--cache", str(folder / "cache"), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert sorted(report["refused_fields"]) == ["backend 'python'", "batch_input", "sequence_batching"]
+    assert sorted(report["refused_fields"]) == [
+        "backend 'python'",
+        "batch_input",
+        "sequence_batching.iterative_sequence",
+    ]
     assert "is not supported" in report["reason"]
 
 

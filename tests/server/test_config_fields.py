@@ -61,7 +61,7 @@ def test_the_document_has_the_table() -> None:
 @pytest.mark.parametrize(
     ("text", "path"),
     [
-        ("sequence_batching { }", "sequence_batching"),
+        ("sequence_batching { iterative_sequence: true }", "sequence_batching.iterative_sequence"),
         ("ensemble_scheduling { step { model_name: 'a' } }", "ensemble_scheduling"),
         ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
         ("instance_group { rate_limiter { priority: 2 } }", "instance_group.rate_limiter"),

@@ -219,7 +219,7 @@ def test_priority_timeout_and_parameters_of_ones_own(client: Client) -> None:
 
 
 def test_sequences_are_refused_with_the_reason(client: Client) -> None:
-    with pytest.raises(InferenceServerException, match="keep no state between requests") as caught:
+    with pytest.raises(InferenceServerException, match="keeps no state between requests") as caught:
         client.raw.infer("adder", pair(client.api), sequence_id=7, sequence_start=True)
     assert client.status(caught.value) in ("501", "UNIMPLEMENTED")
 

@@ -1,0 +1,73 @@
+"""Sequences: requests that share state. Plain data."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cohabit.server.ipc.model import Array, Inputs
+from cohabit.server.ipc.request import SequenceId
+from cohabit.server.scheduling.queues import Ticket
+
+ControlKind = Literal["start", "end", "ready", "id"]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a model hands from one request of a sequence to the next: an output that is then an input."""
+
+    input: str
+    output: str
+    initial: Array
+    """The input of a sequence's first request, with a batch dimension of 1 if the model has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """An input that tells the model where in its sequence a request stands."""
+
+    input: str
+    kind: ControlKind
+    off: Array
+    """The input where that is not so, with a batch dimension of 1 if the model has one. Of an id, zeros."""
+    on: Array
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRules:
+    """How a model's requests make sequences: Triton's `sequence_batching`."""
+
+    states: tuple[State, ...]
+    controls: tuple[Control, ...]
+    idle_s: float
+    """After this time without a request a sequence is forgotten."""
+
+    @property
+    def hidden_inputs(self) -> frozenset[str]:
+        """The inputs that clients do not send."""
+        return frozenset([*(state.input for state in self.states), *(control.input for control in self.controls)])
+
+    @property
+    def hidden_outputs(self) -> frozenset[str]:
+        return frozenset(state.output for state in self.states)
+
+    @property
+    def state_bytes(self) -> int:
+        """What the states of one sequence take."""
+        return sum(state.initial.nbytes for state in self.states)
+
+    def first_inputs(self, inputs: Inputs) -> Inputs:
+        """Return the inputs of a sequence of one request."""
+        states = {state.input: state.initial for state in self.states}
+        return {**inputs, **states, **{control.input: control.on for control in self.controls}}
+
+
+def executable(waiting: Iterable[Ticket]) -> Iterator[Ticket]:
+    """Yield the requests that may be executed next: of a sequence the first, since it makes the state of the second."""
+    seen: set[SequenceId] = set()
+    for ticket in waiting:
+        step = ticket.request.sequence
+        if step is None:
+            yield ticket
+        elif step.id not in seen:
+            seen.add(step.id)
+            yield ticket

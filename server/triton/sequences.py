@@ -1,0 +1,143 @@
+"""Reads `sequence_batching` of a ModelConfig: which states and control inputs a model has."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from cohabit.planner.shapes import DynamicShape
+from cohabit.server.errors import RepositoryError
+from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
+from cohabit.server.protocol.datatypes import DTYPES, config_type
+from cohabit.server.protocol.tensors import filled
+from cohabit.server.scheduling.sequences import Control, ControlKind, SequenceRules, State
+from cohabit.server.triton.config_messages import DataType, ModelConfig, ModelSequenceBatching
+
+_IDLE_US = 1_000_000
+"""Triton's default for `max_sequence_idle_microseconds`."""
+_KINDS: Mapping[int, ControlKind] = {
+    ModelSequenceBatching.Control.CONTROL_SEQUENCE_START: "start",
+    ModelSequenceBatching.Control.CONTROL_SEQUENCE_END: "end",
+    ModelSequenceBatching.Control.CONTROL_SEQUENCE_READY: "ready",
+    ModelSequenceBatching.Control.CONTROL_SEQUENCE_CORRID: "id",
+}
+_FALSE_TRUE = {"INT32": "int32_false_true", "FP32": "fp32_false_true", "BOOL": "bool_false_true"}
+
+
+def state_names(config: ModelConfig) -> tuple[list[str], list[str]]:
+    """Return the inputs, and the outputs, that a configuration keeps from clients."""
+    batching = config.sequence_batching
+    inputs = [*(s.input_name for s in batching.state), *(c.name for c in batching.control_input)]
+    return inputs, [state.output_name for state in batching.state]
+
+
+def rules_of(config: ModelConfig | None, info: ModelInfo, files: Mapping[str, Path]) -> SequenceRules | None:
+    """Read the rules of a model that `info` describes with all its tensors; None for one without sequences.
+
+    `files` has the contents of states at their start, by the names in the configuration. Raises RepositoryError
+    naming the field, for what contradicts the program.
+    """
+    if config is None or not config.HasField("sequence_batching"):
+        return None
+    batching = config.sequence_batching
+    for kind, names in zip(("input", "output"), state_names(config), strict=True):
+        if len(set(names)) != len(names):
+            raise RepositoryError(f"config.pbtxt: sequence_batching names an {kind} twice: {', '.join(names)}")
+    return SequenceRules(
+        states=tuple(_state(state, info, files) for state in batching.state),
+        controls=tuple(_control(control, info) for control in batching.control_input),
+        idle_s=(batching.max_sequence_idle_microseconds or _IDLE_US) / 1e6,
+    )
+
+
+def with_sequences(info: ModelInfo, rules: SequenceRules | None) -> ModelInfo:
+    """Return the description for clients: without the inputs and outputs that the server keeps to itself.
+
+    Raises RepositoryError if clients had nothing left to send, or states had dynamic sizes.
+    """
+    if rules is None:
+        return info
+    kept = [index for index, tensor in enumerate(info.inputs) if tensor.name not in rules.hidden_inputs]
+    if not kept or len(rules.states) == len(info.outputs):
+        raise RepositoryError("config.pbtxt: sequence_batching leaves no input for clients to send, or no output")
+    if any(d.input not in kept for d in info.dynamic.dimensions):
+        raise RepositoryError("config.pbtxt: sequence_batching: states and control inputs must have fixed sizes")
+    dimensions = tuple(replace(d, input=kept.index(d.input)) for d in info.dynamic.dimensions)
+    return replace(
+        info,
+        inputs=tuple(info.inputs[index] for index in kept),
+        outputs=tuple(tensor for tensor in info.outputs if tensor.name not in rules.hidden_outputs),
+        dynamic=DynamicShape(dimensions, info.dynamic.constraints),
+        sequences=True,
+    )
+
+
+def _state(given: Any, info: ModelInfo, files: Mapping[str, Path]) -> State:
+    where = f"config.pbtxt: sequence_batching.state '{given.input_name}'"
+    before = _tensor(where, "input", given.input_name, info.inputs)
+    after = _tensor(where, "output", given.output_name, info.outputs)
+    if (before.datatype, before.shape) != (after.datatype, after.shape):
+        raise RepositoryError(
+            f"{where}: the program's input is {before.datatype} {list(before.shape)}, its output '{after.name}'"
+            f" {after.datatype} {list(after.shape)}; one becomes the other"
+        )
+    datatype = DataType.Name(given.data_type)
+    if given.data_type and datatype != config_type(before.datatype):
+        raise RepositoryError(f"{where}: data_type is {datatype}, the program's {config_type(before.datatype)}")
+    dims = list(given.dims)
+    if dims and dims != list(before.shape):
+        raise RepositoryError(f"{where}: dims are {dims}, the program's {list(before.shape)}")
+    return State(before.name, after.name, _initial(where, given, before, info, files))
+
+
+def _initial(where: str, given: Any, tensor: TensorSpec, info: ModelInfo, files: Mapping[str, Path]) -> Array:
+    """Return what a sequence's first request finds: a file's bytes, or zeros."""
+    shape = (1, *tensor.shape) if info.max_batch_size > 0 else tensor.shape
+    if not given.initial_state or not given.initial_state[0].data_file:
+        return filled(0.0, tensor.datatype, shape)
+    name = given.initial_state[0].data_file
+    dtype = np.dtype(DTYPES[tensor.datatype])
+    nbytes, own = files[name].stat().st_size, dtype.itemsize * math.prod(shape)
+    if nbytes != own:
+        raise RepositoryError(
+            f"{where}: initial_state/{name} has {nbytes} bytes, a state of {tensor.datatype} {list(tensor.shape)} {own}"
+        )
+    return np.fromfile(files[name], dtype).reshape(shape)
+
+
+def _control(given: Any, info: ModelInfo) -> Control:
+    where = f"config.pbtxt: sequence_batching.control_input '{given.name}'"
+    if len(given.control) != 1:
+        raise RepositoryError(f"{where}: it has {len(given.control)} controls; give each an input of its own")
+    (control,) = given.control
+    tensor, kind = _tensor(where, "input", given.name, info.inputs), _KINDS[control.kind]
+    shape = (1, *tensor.shape) if info.max_batch_size > 0 else tensor.shape
+    if kind == "id":
+        if np.dtype(DTYPES[tensor.datatype]).kind not in "iu":
+            raise RepositoryError(f"{where}: the program's input is {tensor.datatype}; an id is an integer")
+        zeros = filled(0.0, tensor.datatype, shape)
+        return Control(tensor.name, kind, zeros, zeros)
+    values = list(getattr(control, _FALSE_TRUE[tensor.datatype])) if tensor.datatype in _FALSE_TRUE else []
+    if len(values) != 2:
+        raise RepositoryError(
+            f"{where}: the program's input is {tensor.datatype}; give its two values as"
+            f" {_FALSE_TRUE.get(tensor.datatype, 'int32_false_true, of an input that is INT32, FP32 or BOOL')}"
+        )
+    off, on = (filled(float(value), tensor.datatype, shape) for value in values)
+    return Control(tensor.name, kind, off, on)
+
+
+def _tensor(where: str, kind: str, name: str, tensors: tuple[TensorSpec, ...]) -> TensorSpec:
+    found = next((tensor for tensor in tensors if tensor.name == name), None)
+    if found is None:
+        raise RepositoryError(
+            f"{where}: the program has no {kind} '{name}', but {', '.join(t.name for t in tensors)}"
+        )
+    if any(size < 0 for size in found.shape):
+        raise RepositoryError(
+            f"{where}: {kind} '{name}' is {list(found.shape)}; states and controls have fixed sizes"
+        )
+    return found
