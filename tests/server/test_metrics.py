@@ -57,6 +57,8 @@ OURS = {
     "cohabit_measured_over_predicted",
     "cohabit_swapped_bytes_total",
     "cohabit_stall_seconds_total",
+    "cohabit_sequences",
+    "cohabit_state_bytes",
     "cohabit_rejected_requests_total",
     "cohabit_memory_bytes",
     "cohabit_lane_busy_seconds_total",
