@@ -133,7 +133,7 @@ class DynamicShape(msgspec.Struct, frozen=True):
 
     def conditions(self, dimension: Dimension) -> list[str]:
         """Return the conditions on one dimension's symbol alone."""
-        return [c for c in self.constraints if _names(c) == {dimension.symbol}]
+        return [c for c in self.constraints if names_in(c) == {dimension.symbol}]
 
     def checked(self, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return sizes that stand for those of a bucket: the largest, the smallest, and some in between."""
@@ -208,7 +208,7 @@ _FUNCTIONS: Mapping[str, Callable[..., int]] = {
 }
 
 
-def _names(expression: str) -> set[str]:
+def names_in(expression: str) -> set[str]:
     """Return the symbols of an expression."""
     called = {node.func for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Call)}
     return {node.id for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Name) and node not in called}

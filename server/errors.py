@@ -139,6 +139,10 @@ class TensorMismatch(InvalidRequest):
     names_request = True
 
 
+class SequenceLost(InvalidRequest):
+    """A request is not the first of its sequence, and there is no state of those before."""
+
+
 class ModelNotFound(RequestError):
     """No such model or version can be served."""
 
@@ -236,6 +240,7 @@ ANSWERS: Mapping[str, Statuses] = {
     "ForeignSite": Statuses(403, "PERMISSION_DENIED"),
     "InvalidRequest": Statuses(400, "INVALID_ARGUMENT"),
     "TensorMismatch": Statuses(400, "INVALID_ARGUMENT"),
+    "SequenceLost": Statuses(400, "INVALID_ARGUMENT"),
     "ModelNotListed": Statuses(400, "INVALID_ARGUMENT"),
     "AlreadyRegistered": Statuses(400, "ALREADY_EXISTS"),
     "RegionNotFound": Statuses(404, "NOT_FOUND"),

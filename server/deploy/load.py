@@ -123,7 +123,7 @@ class PartitionedMemory:
         whole = describe(lowered, model.key.version, most, model.source.labels)
         info = with_defaults(with_sequences(whole, model.sequences), config)
         runner = self.executors[model.lane] if self.shared is None else self.shared
-        model.servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, runner)
+        model.servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, lowered.dynamic, runner)
         model.shares = self.shared is not None
         self.models[model.owner] = model
 

@@ -65,10 +65,8 @@ class LoadedServable:
         rows = sum([ticket.request.batch for ticket in tickets])
         if self.sequences is None:
             return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, follow)
-        with self.sequences.room(tickets, time.monotonic()):
-            inputs = [self.sequences.inputs_of(ticket) for ticket in tickets]
-            answer = self.servable.execute(inputs, rows, follow)
-            self.sequences.keep(tickets, answer.outputs, time.monotonic())
+        answer = self.servable.execute([self.sequences.inputs_of(ticket) for ticket in tickets], rows, follow)
+        self.sequences.keep(tickets, answer.outputs, time.monotonic())
         return answer
 
 

@@ -6,15 +6,14 @@ leaves its sequence as it was, and states are kept wherever there is room for ar
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
 import numpy as np
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.errors import InvalidRequest, Overloaded
+from cohabit.server.errors import InvalidRequest, Overloaded, SequenceLost
 from cohabit.server.ipc.model import Array, Inputs, ModelInfo
 from cohabit.server.ipc.request import Request, SequenceId, SequenceStep
 from cohabit.server.scheduling.queues import Ticket
@@ -22,6 +21,8 @@ from cohabit.server.scheduling.sequences import Control, SequenceRules
 
 _OVERHEAD_BYTES = 1 << 10
 """What a sequence counts for besides its states."""
+_LEAST_ROOM = 16
+"""Entries that a growing state has room for at first."""
 
 
 class StateMemory:
@@ -45,8 +46,15 @@ class StateMemory:
 @dataclass(slots=True)
 class _Sequence:
     states: list[Array]
+    """Of a growing state, with room for what will come."""
+    length: int
+    """How many entries growing states have."""
     used_s: float
     """When its last request was executed, by `time.monotonic`."""
+
+    @property
+    def nbytes(self) -> int:
+        return _OVERHEAD_BYTES + sum(array.nbytes for array in self.states)
 
 
 class Sequences:
@@ -57,23 +65,17 @@ class Sequences:
         self._batched = info.max_batch_size > 0
         self._rules = rules
         self._memory = memory
-        self._each_bytes = rules.state_bytes + _OVERHEAD_BYTES
         self._known: dict[SequenceId, _Sequence] = {}
         """The one that was used last is last."""
         self._waiting: Counter[SequenceId] = Counter()
         """Requests that are not answered yet. The event loop changes it."""
-        self._reserved = 0
-        """Sequences that the present execution may add."""
+        self.nbytes = 0
+        """What the sequences count for in memory."""
         memory.add(self)
 
     @property
     def count(self) -> int:
         return len(self._known)
-
-    @property
-    def nbytes(self) -> int:
-        """What they count for in memory."""
-        return (len(self._known) + self._reserved) * self._each_bytes
 
     def enter(self, request: Request) -> None:
         """Note that a request waits: its sequence is not idle. Event loop's thread."""
@@ -86,78 +88,110 @@ class Sequences:
         if not self._waiting[sequence]:
             del self._waiting[sequence]
 
-    @contextmanager
-    def room(self, tickets: Sequence[Ticket], now_s: float) -> Iterator[None]:
-        """Reserve memory for the sequences that these requests start. Raises Overloaded if there is none.
-
-        Idle sequences are forgotten first.
-        """
-        for sequence, known in list(self._known.items()):
-            if now_s - known.used_s <= self._rules.idle_s:
-                break
-            if sequence not in self._waiting:
-                del self._known[sequence]
-        steps = [_step(ticket.request) for ticket in tickets]
-        new = len({step.id for step in steps if step.start} - self._known.keys())
-        with self._memory.lock:
-            if self._memory.used_bytes + new * self._each_bytes > self._memory.limit_bytes:
-                raise self._no_room()
-            self._reserved = new
-        try:
-            yield
-        finally:
-            self._reserved = 0
-
     def inputs_of(self, ticket: Ticket) -> Inputs:
         """Return a request's inputs with its sequence's states, and with what tells the model where it stands.
 
-        Raises InvalidRequest for a sequence that is not known.
+        Raises InvalidRequest for a sequence that is not known, and Overloaded if there is no room for a new one.
         """
         step = _step(ticket.request)
         if step.start:
-            states = [state.initial for state in self._rules.states]
+            self._forget_idle(ticket.arrived_s)
+            known = _Sequence([state.initial for state in self._rules.states], 0, ticket.arrived_s)
+            if step.id not in self._known and self._memory.used_bytes + known.nbytes > self._memory.limit_bytes:
+                raise self._no_room(known.nbytes)
         else:
-            states = self._states_of(step.id, ticket.arrived_s)
+            known = self._found(step.id, ticket.arrived_s)
         inputs = dict(ticket.request.inputs)
-        inputs |= {state.input: array for state, array in zip(self._rules.states, states, strict=True)}
-        inputs |= {control.input: self._control(control, step) for control in self._rules.controls}
+        for state, array in zip(self._rules.states, known.states, strict=True):
+            inputs[state.input] = array if state.axis is None else _entries(array, state.axis, 0, known.length)
+        for control in self._rules.controls:
+            inputs[control.input] = self._control(control, step, known.length)
         return inputs
 
     def keep(self, tickets: Sequence[Ticket], outputs: Mapping[str, Array], now_s: float) -> None:
-        """Keep the states that an execution of these requests, one row each, has returned. They must have room."""
+        """Keep the states that an execution of these requests, one row each, has returned: of all of them or of none.
+
+        Raises InvalidRequest for a state that would grow too far, and Overloaded if there is no room.
+        """
+        kept: dict[SequenceId, _Sequence | None] = {}
         for row, ticket in enumerate(tickets):
             step = _step(ticket.request)
-            self._known.pop(step.id, None)
-            if step.end:
+            own = {name: array[row : row + 1] if self._batched else array for name, array in outputs.items()}
+            before = None if step.start else self._known[step.id]
+            kept[step.id] = None if step.end else self._after(step, before, own, now_s)
+        added = sum(sequence.nbytes for sequence in kept.values() if sequence is not None)
+        added -= sum(self._known[sequence].nbytes for sequence in kept if sequence in self._known)
+        with self._memory.lock:
+            if added > 0 and self._memory.used_bytes + added > self._memory.limit_bytes:
+                raise self._no_room(added)
+            self.nbytes += added
+        for sequence, after in kept.items():
+            self._known.pop(sequence, None)
+            if after is not None:
+                self._known[sequence] = after
+
+    def _after(
+        self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array], now_s: float
+    ) -> _Sequence:
+        """Return a sequence after an execution. `before` is as it was: where its states have room, they are shared."""
+        length = 0 if before is None else before.length
+        states, longer = list[Array](), length
+        for index, state in enumerate(self._rules.states):
+            output = outputs[state.output]
+            if state.axis is None:
+                states.append(output.copy())  # it outlives the other rows of its execution
                 continue
-            states = [self._row(outputs[state.output], row, len(tickets)) for state in self._rules.states]
-            self._known[step.id] = _Sequence(states, now_s)
+            longer = length + output.shape[state.axis]
+            if longer > self._rules.most_length:
+                raise InvalidRequest(
+                    f"sequence {step.id} of model '{self._model}' has {length} entries, and {longer - length} more are"
+                    f" over the limit of {self._rules.most_length}; end it"
+                )
+            array = state.initial if before is None else before.states[index]
+            array = self._with_room(array, state.axis, length, longer)
+            _entries(array, state.axis, length, longer)[...] = output
+            states.append(array)
+        return _Sequence(states, longer, now_s)
 
-    def _row(self, output: Array, row: int, rows: int) -> Array:
-        """Return a request's part of a state, which outlives the arrays of its execution."""
-        return output if rows == 1 or not self._batched else output[row : row + 1].copy()
+    def _with_room(self, array: Array, axis: int, length: int, longer: int) -> Array:
+        """Return a growing state with room for its entries: itself, or a copy twice as large."""
+        if array.shape[axis] >= longer:
+            return array
+        room = min(max(2 * length, longer, _LEAST_ROOM), self._rules.most_length)
+        larger = np.empty((*array.shape[:axis], room, *array.shape[axis + 1 :]), array.dtype)
+        _entries(larger, axis, 0, length)[...] = _entries(array, axis, 0, length)
+        return larger
 
-    def _states_of(self, sequence: SequenceId, arrived_s: float) -> list[Array]:
+    def _forget_idle(self, now_s: float) -> None:
+        """Forget the sequences that are idle, the oldest first."""
+        for sequence, known in list(self._known.items()):
+            if now_s - known.used_s <= self._rules.idle_s:
+                return
+            if sequence not in self._waiting:
+                del self._known[sequence]
+                self.nbytes -= known.nbytes
+
+    def _found(self, sequence: SequenceId, arrived_s: float) -> _Sequence:
         known = self._known.get(sequence)
         if known is None or arrived_s - known.used_s > self._rules.idle_s:
-            raise InvalidRequest(
+            raise SequenceLost(
                 f"inference request for sequence {sequence} to model '{self._model}' must specify the START flag on the"
                 " first request of the sequence, which is not known. A sequence is forgotten when it ends, after"
                 f" {self._rules.idle_s:g} s without a request (max_sequence_idle_microseconds), and when the model is"
                 " loaded again or the engine starts again; begin it with sequence_start"
             )
-        return known.states
+        return known
 
-    def _no_room(self) -> Overloaded:
+    def _no_room(self, nbytes: int) -> Overloaded:
         memory = self._memory
         return Overloaded(
             f"the states of sequences take {format_bytes(memory.used_bytes)} of {format_bytes(memory.limit_bytes)},"
-            f" which leaves no {format_bytes(self._each_bytes)} for another one of model '{self._model}'; end"
-            " sequences, let them be forgotten sooner (max_sequence_idle_microseconds), or start the server with a"
+            f" which leaves no {format_bytes(nbytes)} for another one, or a longer one, of model '{self._model}';"
+            " end sequences, let them be forgotten sooner (max_sequence_idle_microseconds), or start the server with a"
             " larger --queue-memory"
         )
 
-    def _control(self, control: Control, step: SequenceStep) -> Array:
+    def _control(self, control: Control, step: SequenceStep, length: int) -> Array:
         match control.kind:
             case "start":
                 return control.on if step.start else control.off
@@ -167,6 +201,8 @@ class Sequences:
                 return control.on
             case "id":
                 return self._id(control, step.id)
+            case "length":
+                return np.full_like(control.off, length)
 
     def _id(self, control: Control, sequence: SequenceId) -> Array:
         limits = np.iinfo(control.off.dtype)
@@ -176,6 +212,11 @@ class Sequences:
                 f" '{self._model}' takes it as input '{control.input}'"
             )
         return np.full_like(control.off, sequence)
+
+
+def _entries(array: Array, axis: int, start: int, end: int) -> Array:
+    """Return a view of some entries along an axis."""
+    return array[(slice(None),) * axis + (slice(start, end),)]
 
 
 def _step(request: Request) -> SequenceStep:

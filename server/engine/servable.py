@@ -8,7 +8,7 @@ from operator import ge
 import numpy as np
 import torch
 
-from cohabit.planner.shapes import Bucket
+from cohabit.planner.shapes import Bucket, DynamicShape
 from cohabit.runtime.backend import Runner
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import DeviceError, UnsupportedModel
@@ -77,21 +77,25 @@ class ProgramServable:
     programs: Mapping[Bucket, Program]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    dynamic: DynamicShape
+    """The program's. `info` lacks the sizes that clients do not see."""
     executor: Runner
 
     @property
     def predicted_s(self) -> Mapping[Bucket, float]:
         """Predicted seconds of an inference by bucket: its plan's, and what the host of a device of its own adds.
 
-        A model without a batch dimension has batch 1.
+        A model without a batch dimension has batch 1. Of the sizes that clients do not see, it is for the largest.
         """
-        most = self.info.max_batch_size
-        predicted = {}
+        most, seen = self.info.max_batch_size, {tensor.name for tensor in self.info.inputs}
+        shown = [n for n, d in enumerate(self.dynamic.dimensions) if self.inputs[d.input].name in seen]
+        predicted: dict[Bucket, float] = {}
         for bucket, program in self.programs.items():
             plan, profile = program.plan.provenance, program.draft.profile
             if plan is not None and (not most or bucket.batch <= most):
                 host_s = 0.0 if profile is None else profile.host_s
-                predicted[bucket if most else bucket._replace(batch=1)] = plan.latency_s + host_s
+                key = Bucket(bucket.batch if most else 1, tuple(bucket.sizes[n] for n in shown))
+                predicted[key] = max(plan.latency_s + host_s, predicted.get(key, 0.0))
         return predicted
 
     @property
@@ -114,9 +118,16 @@ class ProgramServable:
         most = max(self.programs).batch
         if self.info.max_batch_size and rows > most:
             return self._in_parts(requests, most, follow)
-        program = self._planned(rows, self.info.sizes_of(requests[0]))
-        planned = program.bucket.batch
-        tensors = [_tensor([inputs[p.name] for inputs in requests], p, rows, planned) for p in self.inputs]
+        sizes = self._sizes(requests)
+        program = self._planned(rows, sizes)
+        planned, symbols = program.bucket.batch, self.dynamic.symbols(sizes)
+        if len(self.dynamic.constraints) > len(
+            self.info.dynamic.constraints
+        ):  # some are of sizes that none has sent
+            self._check(symbols)
+        tensors = [
+            _tensor([inputs[p.name] for inputs in requests], p, rows, p.at(planned, symbols)) for p in self.inputs
+        ]
         try:
             result = self.executor.run(program, tensors, follow=follow)
         except DeviceError as error:
@@ -173,25 +184,42 @@ class ProgramServable:
         """Replace the programs. The residents of the new ones must be in place. Compute lane's thread."""
         self.programs = programs
 
+    def _sizes(self, requests: Sequence[Inputs]) -> tuple[int, ...]:
+        """Return the sizes of an execution: those of its requests, or the largest where they have grown differently."""
+        return tuple(
+            max(d.least, *(inputs[self.inputs[d.input].name].shape[d.axis] for inputs in requests))
+            for d in self.dynamic.dimensions
+        )
+
+    def _check(self, symbols: Mapping[str, int]) -> None:
+        """Raise InvalidRequest for sizes with which the program was not exported."""
+        if (broken := self.dynamic.broken_constraint(symbols)) is not None:
+            raise InvalidRequest(
+                f"model '{self.info.name}' was exported under the condition {broken}, where"
+                f" {', '.join(f'{symbol} is {value}' for symbol, value in symbols.items())}"
+            )
+
     def _planned(self, rows: int, sizes: tuple[int, ...]) -> Program:
         """Return the program of the smallest bucket that holds rows of these sizes."""
         least = rows if self.info.max_batch_size else 0
         return self.programs[min(b for b in self.programs if b.batch >= least and all(map(ge, b.sizes, sizes)))]
 
 
-def _tensor(arrays: Sequence[Array], port: Port, rows: int, planned: int) -> torch.Tensor:
-    """Return a concatenated copy that the execution owns, padded to the planned batch."""
+def _tensor(arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a concatenated copy that the execution owns, of its shape: rows are repeated, grown states padded by 0."""
     batched = bool(port.shape) and port.shape[0] is None
-    if batched and rows == planned and len(arrays) == 1:
+    if len(arrays) == 1 and arrays[0].shape == shape:
         own = arrays[0].copy()
-    else:
-        shape = (planned, *arrays[0].shape[1:]) if batched else arrays[0].shape
+    elif all(array.shape[1:] == shape[1:] for array in arrays):
         own = np.empty(shape, arrays[0].dtype)
-        if batched:
-            np.concatenate(arrays, out=own[:rows])
-            own[rows:] = own[rows - 1]
-        else:
-            own[...] = arrays[0]
+        np.concatenate(arrays, out=own[:rows])
+    else:
+        own, row = np.zeros(shape, arrays[0].dtype), 0
+        for array in arrays:
+            own[(slice(row, row + len(array)), *map(slice, array.shape[1:]))] = array
+            row += len(array)
+    if batched:
+        own[rows:] = own[rows - 1]
     tensor = torch.from_numpy(own)
     return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
 

@@ -16,18 +16,20 @@ from cohabit.runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE, 
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
+from cohabit.server.config.values import shape_buckets
 from cohabit.server.deploy.lifecycle import open_placement
 from cohabit.server.deploy.options import WEIGHTS
-from cohabit.server.deploy.prepare import random_ops, stored_words
+from cohabit.server.deploy.prepare import SHAPE_BUCKETS, random_ops, stored_words
 from cohabit.server.engine.compute_lane import make_lanes
 from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.exporting import export, save
 from cohabit.server.importing.subject import ONE_TOKEN, Subject, Tensors
-from cohabit.server.ipc.model import TOKENIZER, ModelInfo
+from cohabit.server.ipc.model import GENERATION, TOKENIZER, ModelInfo
 from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, float32_of_bf16
 from cohabit.server.protocol.tensors import MOST_JSON_VALUES
 from cohabit.server.repository.scan import find, is_model_name
+from cohabit.server.triton.config_fields import LENGTHS
 from cohabit.server.triton.model_config import config_text
 
 _PROGRAM, _CONFIG = "model.pt2", "config.pbtxt"
@@ -115,7 +117,7 @@ class EntryPlace:
             (written / str(self.version) / _PROGRAM).replace(version / _PROGRAM)
         else:
             (written / str(self.version)).rename(version)
-        for name in (SAMPLE, TOKENIZER):
+        for name in (SAMPLE, TOKENIZER, GENERATION):
             if (written / name).is_file():
                 (written / name).replace(self.folder / name)
         return self.folder
@@ -151,6 +153,8 @@ def write_entry(
                     )
                 _copy_configuration(place.folder, folder)
             loading = _loading(config, Path(staging), max_batch)
+            if subject.generation is not None:
+                loading = replace(loading, shape_buckets=shape_buckets(subject.generation.shape_buckets))
             entry = asyncio.run(_compared(subject, folder, loading, on_progress, tolerance))
             notes = _write_sample(subject, entry.info, folder)
             if subject.tokenizer is not None:
@@ -158,7 +162,11 @@ def write_entry(
             if not place.versions:
                 labels = _write_labels(subject, entry.info, folder)
                 parameters = _parameters(subject, config)
-                (folder / _CONFIG).write_text(config_text(entry.info, labels, subject.images, parameters))
+                states = () if subject.generation is None else subject.generation.states
+                text = config_text(entry.info, labels, subject.images, parameters, states)
+                (folder / _CONFIG).write_text(text)
+            if subject.generation is not None:
+                (folder / GENERATION).write_text(json.dumps(subject.generation.document, indent=2) + "\n")
             find(folder)  # raises if what was written cannot be read
             return replace(entry, folder=place.put(folder), notes=(*entry.notes, *notes))
     except OSError as error:
@@ -168,6 +176,9 @@ def write_entry(
 def _parameters(subject: Subject, config: ServeConfig) -> dict[str, str]:
     """What a new config.pbtxt says that has no field there."""
     pooling = {"pooling": subject.pooling} if subject.tokenizer is not None and subject.pooling is not None else {}
+    generation = subject.generation
+    if generation is not None:
+        pooling = {LENGTHS: generation.lengths, SHAPE_BUCKETS: generation.shape_buckets}
     return pooling | ({WEIGHTS: config.weights} if config.weights != "float32" else {})
 
 
@@ -330,6 +341,8 @@ def _write_labels(subject: Subject, info: ModelInfo, folder: Path) -> dict[str, 
 
 def _write_sample(subject: Subject, info: ModelInfo, folder: Path) -> tuple[str, ...]:
     """Write a request that the model takes, for clients to begin with. Returns why there is none, for the user."""
+    if subject.generation is not None:
+        return ()
     inputs = subject.examples(min(info.only_batches, default=1), 0)
     binary = [spec.name for spec in info.inputs if spec.datatype in BINARY_ONLY]
     if binary:

@@ -124,6 +124,13 @@ def _dynamic_dims(subject: Subject, max_batch: int, least_tokens: int) -> dict[s
         length = Dim(_SEQUENCE, min=least_tokens, max=subject.most_tokens)
     if subject.most_tokens and subject.has_declared_sizes:  # torch finds out which of them are equal
         length = Dim.DYNAMIC(min=least_tokens, max=subject.most_tokens)
+    if subject.generation is not None:
+        ranges = subject.generation.ranges
+        sizes = {n: {p: Dim(f"{n}_{p}", min=a, max=b) for p, (a, b) in own.items()} for n, own in ranges.items()}
+        return {
+            given.name: sizes.get(given.name, {}) | ({} if batch is None else {0: batch})
+            for given in subject.inputs
+        }
     dims = {
         given.name: {p: length if p else batch for p, d in enumerate(given.dims) if d < 0}
         for given in subject.inputs

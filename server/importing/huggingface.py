@@ -15,6 +15,7 @@ from torch import nn
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput, largest_size
 from cohabit.server.importing.folder_files import read_object, require_own_files, require_possible
+from cohabit.server.importing.generation import generating, is_causal
 from cohabit.server.importing.huggingface_inputs import (
     ANY_LENGTH,
     DECLARE,
@@ -23,6 +24,7 @@ from cohabit.server.importing.huggingface_inputs import (
     TOKENS,
     Lengths,
     inputs_of,
+    most_tokens,
     tensors_of,
 )
 from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of, with_signature
@@ -105,10 +107,16 @@ def from_folder(
     require_possible(folder / _CONFIG, written)
     model = _load(transformers, folder, written, architecture)
     most, left, notes = 0, list[str](), list[str]()
+    if is_causal(written) and not (inputs or architecture or outputs or lengths.fixed):
+        context, said = most_tokens(folder, model.config, model, lengths)
+        try:
+            return generating(folder, model, context, lengths.most is None, (*said, *_notes(folder, written)))
+        except ImportFailed as error:
+            notes.append(f"it does not generate token by token, but answers whole texts with logits: {error}")
     has_declared_sizes = bool(inputs)
     if not inputs:
         taken = inputs_of(folder, model.config, model, lengths)
-        inputs, most, notes = taken.inputs, taken.most_tokens, list(taken.notes)
+        inputs, most, notes = taken.inputs, taken.most_tokens, [*notes, *taken.notes]
         left = [name for name in tensors_of(model) if name not in {given.name for given in inputs}]
     else:
         most = largest_size(inputs, lengths.most)

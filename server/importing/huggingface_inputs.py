@@ -65,7 +65,7 @@ def inputs_of(folder: Path, config: Any, model: nn.Module, lengths: Lengths) -> 
             case "pixel_values":
                 inputs.append(_images(folder, config))
             case "input_ids":
-                most, note = _most_tokens(folder, config, model, lengths)
+                most, note = most_tokens(folder, config, model, lengths)
                 inputs += _texts(folder, config, model, lengths.fixed)
                 notes += note
             case "input_features" | "input_values" | "past_values":
@@ -125,7 +125,7 @@ def _texts(folder: Path, config: Any, model: nn.Module, length: int | None) -> I
     return (DeclaredInput(name, "INT64", dims, bound) for name, bound in bounds.items() if name in taken)
 
 
-def _most_tokens(folder: Path, config: Any, model: nn.Module, lengths: Lengths) -> tuple[int, list[str]]:
+def most_tokens(folder: Path, config: Any, model: nn.Module, lengths: Lengths) -> tuple[int, list[str]]:
     """Return the largest dynamic number of tokens, 0 if the length is fixed, and what to say about it."""
     positions = _positions(config, model)
     for flag, asked in (("--sequence-length", lengths.fixed), ("--max-sequence-length", lengths.most)):

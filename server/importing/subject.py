@@ -26,6 +26,21 @@ _MOST_REASON = 300
 
 
 @dataclass(frozen=True, slots=True)
+class Generation:
+    """What makes a module one step of generation: its states, and what the server must know to go on from there."""
+
+    states: tuple[tuple[str, str], ...]
+    """Inputs that grow, each with the output that it grows by."""
+    lengths: str
+    """The input that is told how far they have grown."""
+    ranges: Mapping[str, Mapping[int, tuple[int, int]]]
+    """The least and the largest size of each input's dynamic dimensions but the batch."""
+    shape_buckets: str
+    document: Mapping[str, Any]
+    """What is written beside the program, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class Subject:
     """A module in eval mode that takes its inputs by name and returns tensors."""
 
@@ -46,6 +61,8 @@ class Subject:
     """How embeddings are made of the states of tokens, as config.pbtxt's parameter `pooling` says it."""
     notes: tuple[str, ...] = ()
     """What the user should know about the entry."""
+    generation: Generation | None = None
+    """For a causal language model, of which the module is a step."""
 
     def answer(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the module's own outputs in order."""

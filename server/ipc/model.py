@@ -17,6 +17,9 @@ Inputs = Mapping[str, Array]
 TOKENIZER = "tokenizer.json"
 """In a text model's folder: its tokenizer, as Hugging Face's library of that name writes it."""
 
+GENERATION = "generation.json"
+"""In a language model's folder: where its texts stop, and how a conversation becomes one."""
+
 
 class ModelKey(NamedTuple):
     """A version of a model. Each has its own partition, programs, queue and statistics."""

@@ -8,17 +8,22 @@ from cohabit.server.ipc.model import Array, Inputs
 from cohabit.server.ipc.request import SequenceId
 from cohabit.server.scheduling.queues import Ticket
 
-ControlKind = Literal["start", "end", "ready", "id"]
+ControlKind = Literal["start", "end", "ready", "id", "length"]
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a model hands from one request of a sequence to the next: an output that is then an input."""
+    """What a model hands from one request of a sequence to the next: an output that is then an input.
+
+    Of a growing state, such as the keys and values of attention, the output is what a request adds to it.
+    """
 
     input: str
     output: str
     initial: Array
     """The input of a sequence's first request, with a batch dimension of 1 if the model has one."""
+    axis: int | None = None
+    """Of a growing state, the axis along which it grows, the batch counted. It is empty at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Control:
     input: str
     kind: ControlKind
     off: Array
-    """The input where that is not so, with a batch dimension of 1 if the model has one. Of an id, zeros."""
+    """The input where that is not so, with a batch dimension of 1 if the model has one. Of a number, zeros."""
     on: Array
 
 
@@ -40,6 +45,8 @@ class SequenceRules:
     controls: tuple[Control, ...]
     idle_s: float
     """After this time without a request a sequence is forgotten."""
+    most_length: int = 0
+    """How far a growing state grows; 0 where there is none."""
 
     @property
     def hidden_inputs(self) -> frozenset[str]:
@@ -49,11 +56,6 @@ class SequenceRules:
     @property
     def hidden_outputs(self) -> frozenset[str]:
         return frozenset(state.output for state in self.states)
-
-    @property
-    def state_bytes(self) -> int:
-        """What the states of one sequence take."""
-        return sum(state.initial.nbytes for state in self.states)
 
     def first_inputs(self, inputs: Inputs) -> Inputs:
         """Return the inputs of a sequence of one request."""

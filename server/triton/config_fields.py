@@ -15,6 +15,8 @@ _T = TypeVar("_T")
 
 Treatment = Literal["honoured", "refused", "warned"]
 
+LENGTHS = "cohabit.lengths"
+"""Key of `parameters`: the input that is told how many entries growing states have."""
 PARAMETERS: Mapping[str, str] = {
     "precision": "float32, tf32, float16 or bfloat16",
     "weights": "float32, bfloat16 or int8: what weights are stored and copied as",
@@ -24,6 +26,7 @@ PARAMETERS: Mapping[str, str] = {
     "max_concurrency": "requests that may be under way; more are answered 429",
     "max_requests_per_second": "rate of requests; more are answered 429",
     "max_burst": "requests at once within that rate",
+    LENGTHS: "the input that is told how many entries a sequence's growing states have",
     "cohabit.shape_buckets": "sizes to plan for of each dynamic dimension other than the batch, or INPUT.AXIS=N,N,...",
 }
 """Keys of `parameters`, for settings that have no field."""
@@ -153,7 +156,10 @@ _FIELDS = (
     _honoured("sequence_batching.state.input_name", "the output `output_name` of the request before"),
     _honoured("sequence_batching.state.output_name", "kept for the sequence's next request, not sent"),
     _honoured("sequence_batching.state.data_type", "compared with the program"),
-    _honoured("sequence_batching.state.dims", "compared with the program"),
+    _honoured(
+        "sequence_batching.state.dims",
+        "compared with the program; with the parameter cohabit.lengths, -1 is a size by which the state grows",
+    ),
     _honoured("sequence_batching.state.initial_state", "zero_data, or data_file of the folder initial_state"),
     _warned("sequence_batching.state.use_same_buffer_for_input_output", "states are kept between executions only"),
     _refused("sequence_batching.state.use_growable_memory", "export the program with states of a fixed size"),

@@ -14,13 +14,16 @@ from cohabit.server.errors import RepositoryError
 from cohabit.server.ipc.model import GraphCapture, ModelInfo, TensorSpec
 from cohabit.server.protocol.datatypes import config_type
 from cohabit.server.protocol.tensors import filled
-from cohabit.server.triton.config_fields import defaults_of
+from cohabit.server.triton.config_fields import LENGTHS, defaults_of
 from cohabit.server.triton.config_messages import DataType as DataType
 from cohabit.server.triton.config_messages import ModelConfig as ModelConfig
 from cohabit.server.triton.config_messages import ModelInput, ModelInstanceGroup, ModelOutput
 from cohabit.server.triton.config_messages import ModelWarmup as ModelWarmup
 
 _LARGEST_FILE_BYTES = 1 << 20
+_IDLE_US, _DELAY_US = 600_000_000, 2_000
+"""Of generated entries with growing states: how long a sequence may be idle, and how long one that goes on waits for
+others, so that they are computed together."""
 _INDEXED = re.compile(r".*__(\d{1,4})", re.ASCII | re.DOTALL)
 """Triton's names for the tensors of PyTorch models, with their position."""
 
@@ -85,14 +88,29 @@ def config_of(
 
 
 def config_text(
-    info: ModelInfo, label_files: Mapping[str, str], images: Container[str], parameters: Mapping[str, str]
+    info: ModelInfo,
+    label_files: Mapping[str, str],
+    images: Container[str],
+    parameters: Mapping[str, str],
+    states: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Write a config.pbtxt for a model: its tensors, with the label files of outputs, and inputs that are images."""
+    """Write a config.pbtxt for a model: its tensors, with the label files of outputs, and inputs that are images.
+
+    `states` are the inputs, each with its output, that the server keeps for sequences; they grow.
+    """
     config = ModelConfig(name=info.name, backend="pytorch", max_batch_size=info.max_batch_size)
-    for tensor in info.inputs:
+    tensors = {tensor.name: tensor for tensor in (*info.inputs, *info.outputs)}
+    kept = {name for pair in states for name in pair} | {parameters.get(LENGTHS, "")}
+    for name, successor in states:
+        given = {key: value for key, value in _fields(tensors[name]).items() if key != "name"}
+        config.sequence_batching.state.add(input_name=name, output_name=successor, **given)
+    if states:
+        config.sequence_batching.max_sequence_idle_microseconds = _IDLE_US
+        config.sequence_batching.oldest.max_queue_delay_microseconds = _DELAY_US
+    for tensor in (tensor for tensor in info.inputs if tensor.name not in kept):
         layout = ModelInput.FORMAT_NCHW if tensor.name in images else ModelInput.FORMAT_NONE
         config.input.append(ModelInput(**_fields(tensor), format=layout))
-    for tensor in info.outputs:
+    for tensor in (tensor for tensor in info.outputs if tensor.name not in kept):
         config.output.append(ModelOutput(**_fields(tensor), label_filename=label_files.get(tensor.name, "")))
     for key, value in parameters.items():
         config.parameters[key].string_value = value

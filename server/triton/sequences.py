@@ -1,19 +1,20 @@
 """Reads `sequence_batching` of a ModelConfig: which states and control inputs a model has."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
-from cohabit.planner.shapes import DynamicShape
+from cohabit.planner.shapes import DynamicShape, names_in
 from cohabit.server.errors import RepositoryError
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.protocol.datatypes import DTYPES, config_type
 from cohabit.server.protocol.tensors import filled
 from cohabit.server.scheduling.sequences import Control, ControlKind, SequenceRules, State
+from cohabit.server.triton.config_fields import LENGTHS, parameter_of
 from cohabit.server.triton.config_messages import DataType, ModelConfig, ModelSequenceBatching
 
 _IDLE_US = 1_000_000
@@ -46,31 +47,44 @@ def rules_of(config: ModelConfig | None, info: ModelInfo, files: Mapping[str, Pa
     for kind, names in zip(("input", "output"), state_names(config), strict=True):
         if len(set(names)) != len(names):
             raise RepositoryError(f"config.pbtxt: sequence_batching names an {kind} twice: {', '.join(names)}")
-    return SequenceRules(
-        states=tuple(_state(state, info, files) for state in batching.state),
-        controls=tuple(_control(control, info) for control in batching.control_input),
-        idle_s=(batching.max_sequence_idle_microseconds or _IDLE_US) / 1e6,
-    )
+    states = tuple(_state(state, info, files) for state in batching.state)
+    controls = tuple(_control(control, info) for control in batching.control_input)
+    most_length, lengths = _most_length(states, info), parameter_of(config, LENGTHS, str)
+    if (lengths is None) != (most_length == 0):
+        raise RepositoryError(
+            f"config.pbtxt: parameter {LENGTHS} names the input that is told how far states have grown; give it if, and"
+            " only if, a state has a dynamic size"
+        )
+    if lengths is not None:
+        controls = (*controls, _length_control(lengths, info))
+    idle_s = (batching.max_sequence_idle_microseconds or _IDLE_US) / 1e6
+    return SequenceRules(states, controls, idle_s, most_length)
 
 
 def with_sequences(info: ModelInfo, rules: SequenceRules | None) -> ModelInfo:
     """Return the description for clients: without the inputs and outputs that the server keeps to itself.
 
-    Raises RepositoryError if clients had nothing left to send, or states had dynamic sizes.
+    Raises RepositoryError if clients had nothing left to send, or if sizes that they send depend on states.
     """
     if rules is None:
         return info
     kept = [index for index, tensor in enumerate(info.inputs) if tensor.name not in rules.hidden_inputs]
     if not kept or len(rules.states) == len(info.outputs):
         raise RepositoryError("config.pbtxt: sequence_batching leaves no input for clients to send, or no output")
-    if any(d.input not in kept for d in info.dynamic.dimensions):
-        raise RepositoryError("config.pbtxt: sequence_batching: states and control inputs must have fixed sizes")
-    dimensions = tuple(replace(d, input=kept.index(d.input)) for d in info.dynamic.dimensions)
+    own = [d for d in info.dynamic.dimensions if d.input in kept]
+    hidden = {d.symbol for d in info.dynamic.dimensions} - {d.symbol for d in own}
+    if any(size in hidden for index in kept for size in info.inputs[index].sizes):
+        raise RepositoryError(
+            "config.pbtxt: sequence_batching: the shape of an input must not depend on how far states have grown"
+        )
+    dimensions = tuple(replace(d, input=kept.index(d.input)) for d in own)
     return replace(
         info,
         inputs=tuple(info.inputs[index] for index in kept),
         outputs=tuple(tensor for tensor in info.outputs if tensor.name not in rules.hidden_outputs),
-        dynamic=DynamicShape(dimensions, info.dynamic.constraints),
+        dynamic=DynamicShape(
+            dimensions, tuple(c for c in info.dynamic.constraints if hidden.isdisjoint(names_in(c)))
+        ),
         sequences=True,
     )
 
@@ -79,10 +93,10 @@ def _state(given: Any, info: ModelInfo, files: Mapping[str, Path]) -> State:
     where = f"config.pbtxt: sequence_batching.state '{given.input_name}'"
     before = _tensor(where, "input", given.input_name, info.inputs)
     after = _tensor(where, "output", given.output_name, info.outputs)
-    if (before.datatype, before.shape) != (after.datatype, after.shape):
+    if (before.datatype, before.shape) != (after.datatype, after.shape) or before.shape.count(-1) > 1:
         raise RepositoryError(
             f"{where}: the program's input is {before.datatype} {list(before.shape)}, its output '{after.name}'"
-            f" {after.datatype} {list(after.shape)}; one becomes the other"
+            f" {after.datatype} {list(after.shape)}; one becomes the other, or is what it grows by in one size"
         )
     datatype = DataType.Name(given.data_type)
     if given.data_type and datatype != config_type(before.datatype):
@@ -90,14 +104,18 @@ def _state(given: Any, info: ModelInfo, files: Mapping[str, Path]) -> State:
     dims = list(given.dims)
     if dims and dims != list(before.shape):
         raise RepositoryError(f"{where}: dims are {dims}, the program's {list(before.shape)}")
-    return State(before.name, after.name, _initial(where, given, before, info, files))
+    axis = before.shape.index(-1) + (info.max_batch_size > 0) if -1 in before.shape else None
+    return State(before.name, after.name, _initial(where, given, before, info, files), axis)
 
 
 def _initial(where: str, given: Any, tensor: TensorSpec, info: ModelInfo, files: Mapping[str, Path]) -> Array:
     """Return what a sequence's first request finds: a file's bytes, or zeros."""
-    shape = (1, *tensor.shape) if info.max_batch_size > 0 else tensor.shape
+    sizes = tuple(max(size, 0) for size in tensor.shape)
+    shape = (1, *sizes) if info.max_batch_size > 0 else sizes
     if not given.initial_state or not given.initial_state[0].data_file:
         return filled(0.0, tensor.datatype, shape)
+    if -1 in tensor.shape:
+        raise RepositoryError(f"{where}: a growing state is empty at first; leave its initial_state out")
     name = given.initial_state[0].data_file
     dtype = np.dtype(DTYPES[tensor.datatype])
     nbytes, own = files[name].stat().st_size, dtype.itemsize * math.prod(shape)
@@ -114,7 +132,7 @@ def _control(given: Any, info: ModelInfo) -> Control:
         raise RepositoryError(f"{where}: it has {len(given.control)} controls; give each an input of its own")
     (control,) = given.control
     tensor, kind = _tensor(where, "input", given.name, info.inputs), _KINDS[control.kind]
-    shape = (1, *tensor.shape) if info.max_batch_size > 0 else tensor.shape
+    shape = _fixed(where, tensor, info)
     if kind == "id":
         if np.dtype(DTYPES[tensor.datatype]).kind not in "iu":
             raise RepositoryError(f"{where}: the program's input is {tensor.datatype}; an id is an integer")
@@ -136,8 +154,29 @@ def _tensor(where: str, kind: str, name: str, tensors: tuple[TensorSpec, ...]) -
         raise RepositoryError(
             f"{where}: the program has no {kind} '{name}', but {', '.join(t.name for t in tensors)}"
         )
-    if any(size < 0 for size in found.shape):
-        raise RepositoryError(
-            f"{where}: {kind} '{name}' is {list(found.shape)}; states and controls have fixed sizes"
-        )
     return found
+
+
+def _fixed(where: str, tensor: TensorSpec, info: ModelInfo) -> tuple[int, ...]:
+    """Return the shape of a control input for one request."""
+    if -1 in tensor.shape:
+        raise RepositoryError(f"{where}: the program's input is {list(tensor.shape)}; a control has a fixed size")
+    return (1, *tensor.shape) if info.max_batch_size > 0 else tensor.shape
+
+
+def _length_control(name: str, info: ModelInfo) -> Control:
+    where = f"config.pbtxt: parameter {LENGTHS}"
+    tensor = _tensor(where, "input", name, info.inputs)
+    if np.dtype(DTYPES[tensor.datatype]).kind not in "iu":
+        raise RepositoryError(f"{where}: the program's input is {tensor.datatype}; a length is an integer")
+    zeros = filled(0.0, tensor.datatype, _fixed(where, tensor, info))
+    return Control(name, "length", zeros, zeros)
+
+
+def _most_length(states: Sequence[State], info: ModelInfo) -> int:
+    """Return how far growing states grow, which all do alike; 0 where there is none."""
+    names, axis_of = [tensor.name for tensor in info.inputs], {state.input: state.axis for state in states}
+    growing = [d for d in info.dynamic.dimensions if axis_of.get(names[d.input]) == d.axis]
+    if len(growing) > 1:
+        raise RepositoryError("config.pbtxt: sequence_batching: all growing states must grow by the same size")
+    return growing[0].buckets[-1] if growing else 0

@@ -37,7 +37,9 @@ def servable(bench: Bench, program: Program) -> ProgramServable:
     info = describe(bench.lowered, 1, 2)
     info = type(info)(program.name, 1, info.inputs, info.outputs, info.max_batch_size)
     lowered = bench.lowered
-    return ProgramServable(info, {Bucket(2): program}, lowered.inputs, lowered.outputs, bench.executor)
+    return ProgramServable(
+        info, {Bucket(2): program}, lowered.inputs, lowered.outputs, lowered.dynamic, bench.executor
+    )
 
 
 def written(handle: Running, bench: Bench, path: Path) -> list[Event]:

@@ -1,0 +1,194 @@
+"""Causal language models of transformers: one step of generation, as a function of tokens and of what came before.
+
+The step takes new tokens of each sequence and the keys and values of all tokens before them, and returns the logits
+after the last one, and the new tokens' keys and values. The server keeps these between steps, as a growing state.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cohabit.server.errors import ImportFailed
+from cohabit.server.importing.declared_input import DeclaredInput
+from cohabit.server.importing.folder_files import read_object
+from cohabit.server.importing.huggingface_inputs import TOKENS
+from cohabit.server.importing.subject import Generation, Subject, Tensors, reason_of
+from cohabit.server.ipc.model import TOKENIZER
+
+_LENGTH, _PAST, _NEW, _LOGITS = "length", "past", "new", "logits"
+_CHUNK = 64
+"""Tokens of a prompt that one step takes at most: it copies the weights once for all of them."""
+_LEAST_PAST = 16
+"""Entries to which shorter pasts are padded: a size of 1 would be a case of its own."""
+_USUAL_CONTEXT = 2048
+_FIRST_BUCKET, _BUCKETS_APART = 128, 4
+_TOKENIZER_CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+_MOST_TEMPLATE_BYTES = 1 << 20
+
+
+def is_causal(written: dict[str, Any]) -> bool:
+    """Whether a folder's configuration names a model that predicts the next token."""
+    names = written.get("architectures") or [""]
+    return str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
+
+
+class Step(nn.Module):
+    """One step. `past` is [batch, layers x 2, heads, entries, size], of which a row's first `length` are valid."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, length: torch.Tensor, past: torch.Tensor) -> Tensors:
+        count, entries = input_ids.shape[1], past.shape[3]
+        steps = torch.arange(count)
+        before = (torch.arange(entries) < length[:, None])[:, None].expand(-1, count, -1)
+        among = (steps <= steps[:, None]).expand(input_ids.shape[0], -1, -1)
+        visible = torch.cat([before, among], 2)[:, None]
+        cache = _Cache(past)
+        outputs = self.model(
+            input_ids=input_ids,
+            position_ids=length[:, None] + steps,
+            attention_mask=torch.where(visible, 0.0, torch.finfo(torch.float32).min),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return {_LOGITS: outputs.logits[:, -1], _NEW: torch.stack(cache.new, 1)}
+
+
+class _Cache:
+    """What attention layers of transformers take for a cache: it joins what was before with what is new."""
+
+    is_compileable = False
+
+    def __init__(self, past: torch.Tensor) -> None:
+        self.new: list[torch.Tensor] = []
+        self._past = past
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if 2 * layer != len(self.new):
+            raise ImportFailed("its layers share keys and values, or are out of order")
+        self.new += [keys, values]
+        past = self._past
+        return torch.cat([past[:, 2 * layer], keys], 2), torch.cat([past[:, 2 * layer + 1], values], 2)
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self._past.shape[3]
+
+    def get_mask_sizes(self, count: int, layer: int = 0) -> tuple[int, int]:
+        return self._past.shape[3] + count, 0
+
+
+class _Shapes(_Cache):
+    """Notes the shapes of keys and values, without any past."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.empty(0, 0, 0, 0))
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.new += [keys, values]
+        return keys, values
+
+
+def generating(folder: Path, model: Any, context: int, by_default: bool, notes: Sequence[str] = ()) -> Subject:
+    """Make a subject of a causal language model that generates up to `context` tokens with the prompt.
+
+    Where nobody has asked for as many, `by_default`, there are at most 2,048. Raises ImportFailed for one whose cache is of another kind.
+    """
+    window = getattr(model.config, "sliding_window", None)
+    if isinstance(window, int) and 0 < window < context and getattr(model.config, "use_sliding_window", True):
+        context = window
+        notes = (*notes, f"its attention looks back {window} tokens, so that sequences have at most as many")
+    if by_default and context > _USUAL_CONTEXT:
+        notes = (
+            *notes,
+            f"sequences have at most {_USUAL_CONTEXT} tokens, the model takes {context}; --max-sequence-length chooses"
+            " otherwise, for more memory",
+        )
+        context = _USUAL_CONTEXT
+    heads, size, layers = _cache_shape(model)
+    most = max(context, _LEAST_PAST + 1)
+    inputs = (
+        DeclaredInput(TOKENS, "INT64", (-1, -1), int(model.config.get_text_config().vocab_size)),
+        DeclaredInput(_LENGTH, "INT64", (-1,), _LEAST_PAST),
+        DeclaredInput(_PAST, "FP32", (-1, layers, heads, -1, size)),
+    )
+
+    def examples(batch: int, seed: int) -> Tensors:
+        draws = torch.Generator().manual_seed(seed)
+        count, entries = (1 if seed % 2 else min(9 + max(seed, 0), _CHUNK)), min(_LEAST_PAST + max(seed, 0), most)
+        return {
+            TOKENS: torch.randint(0, inputs[0].bound or 1, (batch, count), generator=draws),
+            _LENGTH: torch.randint(0, _LEAST_PAST, (batch,), generator=draws),
+            _PAST: torch.randn((batch, layers, heads, entries, size), generator=draws),
+        }
+
+    step = Step(model).eval()
+    try:
+        with torch.no_grad():
+            step(**examples(2, 0))
+    except Exception as error:
+        raise ImportFailed(f"a step with a cache fails: {reason_of(error)}") from error
+    pasts = [n for n in (_FIRST_BUCKET * _BUCKETS_APART**k for k in range(16)) if n < most] + [most]
+    return Subject(
+        step,
+        inputs,
+        examples,
+        most_tokens=most,
+        tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
+        notes=tuple(notes),
+        generation=Generation(
+            states=((_PAST, _NEW),),
+            lengths=_LENGTH,
+            ranges={TOKENS: {1: (1, _CHUNK)}, _PAST: {3: (_LEAST_PAST, most)}},
+            shape_buckets=f"{TOKENS}.1={_CHUNK};{_PAST}.3={','.join(map(str, pasts))}",
+            document=_document(folder, model),
+        ),
+    )
+
+
+def _cache_shape(model: Any) -> tuple[int, int, int]:
+    """Return heads, size, and twice the layers, of keys and values. Raises ImportFailed where they differ."""
+    cache, tokens = _Shapes(), torch.zeros(1, 3, dtype=torch.int64)
+    mask = torch.zeros(1, 1, 3, 3)
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, position_ids=torch.arange(3)[None], attention_mask=mask, past_key_values=cache)
+    except Exception as error:
+        raise ImportFailed(f"a step with a cache fails: {reason_of(error)}") from error
+    shapes = {tuple(tensor.shape) for tensor in cache.new}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 4:
+        raise ImportFailed(f"its layers have caches of different shapes: {sorted(shapes) or 'none'}")
+    ((_, heads, _, size),) = shapes
+    return heads, size, len(cache.new)
+
+
+def _document(folder: Path, model: Any) -> dict[str, Any]:
+    """Return what the server must know of texts: where they stop, and how a conversation becomes one."""
+    written = read_object(folder / _TOKENIZER_CONFIG) if (folder / _TOKENIZER_CONFIG).is_file() else {}
+    own = read_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
+    stops = own.get("eos_token_id", model.config.eos_token_id)
+    template = written.get("chat_template")
+    if (folder / _TEMPLATE).is_file() and (folder / _TEMPLATE).stat().st_size <= _MOST_TEMPLATE_BYTES:
+        template = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    return {
+        "stop_ids": [stops] if isinstance(stops, int) else [int(token) for token in stops or ()],
+        "chat_template": template if isinstance(template, str) else None,
+        "special_tokens": {
+            name: _content(written.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        },
+    }
+
+
+def _content(token: Any) -> str:
+    """Return a special token's text, which is written alone or with its properties."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
