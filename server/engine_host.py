@@ -17,7 +17,7 @@ from cohabit.server.engine.sequences import StateMemory
 from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed, did_you_mean
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelKey, lane_name
-from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.request import Answer, Request, SequenceId
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.log import report_suppressed
@@ -134,6 +134,10 @@ class Engine:
         except RequestError as error:
             self.registry.rejected(request.model, error)
             raise
+
+    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
+        """Forget a sequence. See `ComputeLane.end_sequence`."""
+        self.lane_of(model).end_sequence(model, sequence)
 
     async def ended(self, request: Request) -> None:
         """Wait until a cancelled request uses its places no more."""

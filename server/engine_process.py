@@ -177,6 +177,8 @@ class EngineService:
                 self._ended.set()
             case messages.CountRejection():
                 self.engine.registry.count_rejection(message.model, message.reason, message.count)
+            case messages.EndSequence():
+                self.engine.end_sequence(message.model, message.sequence)
             case messages.ChangeLog():
                 log.apply(msgspec.convert(message.settings, LogSettings))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.ipc.catalog import Catalog
 from cohabit.server.ipc.model import ModelInfo, ModelKey
-from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.request import Answer, Request, SequenceId
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
@@ -60,6 +60,9 @@ class InProcessEngine:
 
     def count_rejection(self, model: ModelKey, reason: str) -> None:
         self._engine.registry.count_rejection(model, reason)
+
+    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
+        self._engine.end_sequence(model, sequence)
 
     def change_log(self, settings: LogSettings) -> None:
         """Do nothing: the process has one log."""

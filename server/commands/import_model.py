@@ -282,7 +282,11 @@ def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
     if (entry.folder / SAMPLE).is_file():
         url = f"localhost:8000/v2/models/{entry.info.name}/infer"
         out.print(f"a request that it takes: curl {url} --data-binary @{entry.folder / SAMPLE}", soft_wrap=True)
-    if entry.has_tokenizer:
+    if entry.generates:
+        prompt = '"Once upon a time"' if entry.has_tokenizer else "[1, 2, 3]"
+        body = f'{{"model": "{entry.info.name}", "prompt": {prompt}}}'
+        out.print(f"a text that goes on: curl localhost:8000/v1/completions --data '{body}'", soft_wrap=True)
+    elif entry.has_tokenizer:
         body = f'{{"model": "{entry.info.name}", "input": "some text"}}'
         out.print(f"a text's embedding: curl localhost:8000/v1/embeddings --data '{body}'", soft_wrap=True)
     out.print(f"serve it with: cohabit serve {repository}")

@@ -23,7 +23,7 @@ from cohabit.server.errors import (
     shutting_down,
 )
 from cohabit.server.ipc.model import Array, ModelKey
-from cohabit.server.ipc.request import MARK_BYTES, Answer, Request
+from cohabit.server.ipc.request import MARK_BYTES, Answer, Request, SequenceId
 from cohabit.server.ipc.shared_memory import round_up
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import FailureReason, ModelStatistics
@@ -171,6 +171,20 @@ class ComputeLane:
         while any(ticket.request is request for ticket in self._waiting):
             self._answered.clear()
             await self._answered.wait()
+
+    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
+        """Forget a sequence of the present load of a model, once the present execution is over."""
+        sequences = self.sequences(model)
+        if sequences is None:
+            return
+
+        def forget() -> bool:
+            sequences.forget(sequence)
+            return True
+
+        with self.device.changed:
+            self.device.background.append(PendingWork(forget, lambda error: None))
+            self.device.changed.notify()
 
     async def call_on_lane(self, action: Callable[[], _T]) -> _T:
         """Call a function on the lane's thread between two executions. It should take less time than one."""

@@ -130,6 +130,11 @@ class Sequences:
             if after is not None:
                 self._known[sequence] = after
 
+    def forget(self, sequence: SequenceId) -> None:
+        """Forget a sequence, if it is known."""
+        if (known := self._known.pop(sequence, None)) is not None:
+            self.nbytes -= known.nbytes
+
     def _after(
         self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array], now_s: float
     ) -> _Sequence:
@@ -168,8 +173,7 @@ class Sequences:
             if now_s - known.used_s <= self._rules.idle_s:
                 return
             if sequence not in self._waiting:
-                del self._known[sequence]
-                self.nbytes -= known.nbytes
+                self.forget(sequence)
 
     def _found(self, sequence: SequenceId, arrived_s: float) -> _Sequence:
         known = self._known.get(sequence)

@@ -29,11 +29,11 @@ from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
 from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizers import Tokenizers
 from cohabit.server.ipc.model import ModelInfo, ModelKey
-from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.request import Answer, Request, SequenceId
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import INVALID, REQUEST_SECONDS, Histogram
 from cohabit.server.observe.machine import Machine
-from cohabit.server.observe.metrics import metrics_page
+from cohabit.server.observe.metrics import Latencies, metrics_page
 from cohabit.server.observe.settings import LogSettings, log_changes
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol import descriptions
@@ -76,6 +76,7 @@ class DataPlane:
         self.memory = memory
         self.regions = regions
         self.tokenizers = Tokenizers(config.repository)
+        self.repository = config.repository
         self.tracer = tracer or Tracer()
         self.log_settings = LogSettings()
         self._config = config
@@ -84,6 +85,10 @@ class DataPlane:
         self._clock = clock
         self._latencies: dict[ModelKey, Histogram] = {}
         """Seconds from the arrival of a request's last byte to its answer, of requests that were answered."""
+        self._first_tokens: dict[ModelKey, Histogram] = {}
+        """Seconds from a prompt to the first token of its text."""
+        self._later_tokens: dict[ModelKey, Histogram] = {}
+        """Seconds from one token of a text to the next."""
         self.on_answer: Callable[[ModelKey, float], None] = lambda model, latency_s: None
         """Receives the latency of every request that was answered."""
         self._metrics = b""
@@ -197,7 +202,7 @@ class DataPlane:
                     metrics_page,
                     list(self._client.catalog),
                     report,
-                    dict(self._latencies),
+                    Latencies(dict(self._latencies), dict(self._first_tokens), dict(self._later_tokens)),
                     self._machine,
                     self._client.restarts,
                     self.memory.used_bytes,
@@ -219,6 +224,11 @@ class DataPlane:
         latency_s = self._clock() - arrived_s
         self._latencies.setdefault(model, Histogram.of(REQUEST_SECONDS)).add(latency_s)
         self.on_answer(model, latency_s)
+
+    def generated(self, model: ModelKey, seconds: float, *, first: bool) -> None:
+        """Measure how long a text has waited for a token: for its first one, or since the one before."""
+        measured = self._first_tokens if first else self._later_tokens
+        measured.setdefault(model, Histogram.of(REQUEST_SECONDS)).add(seconds)
 
     @contextmanager
     def fitting(self, model: ModelKey) -> Iterator[None]:
@@ -281,6 +291,10 @@ class DataPlane:
             if replace(present, version=info.version) != info:
                 raise
         return await self._client.infer(replace(request, model=present.key), present, lease, on_spans)
+
+    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
+        """Forget a sequence that has no further requests."""
+        self._client.end_sequence(model, sequence)
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
         """Load a model. Raises LoadFailed, InvalidRequest, or Refused, also for files."""

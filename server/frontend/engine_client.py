@@ -5,7 +5,7 @@ from typing import Protocol
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.ipc.catalog import Catalog
 from cohabit.server.ipc.model import ModelInfo, ModelKey
-from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.request import Answer, Request, SequenceId
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
@@ -58,6 +58,10 @@ class EngineClient(Protocol):
 
     def count_rejection(self, model: ModelKey, reason: str) -> None:
         """Count a request that the front end refused."""
+        ...
+
+    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
+        """Forget a sequence that has no further requests."""
         ...
 
     def change_log(self, settings: LogSettings) -> None:

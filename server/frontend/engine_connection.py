@@ -26,7 +26,7 @@ from cohabit.server.ipc import messages
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.channel import MessageChannel
 from cohabit.server.ipc.model import ModelInfo, ModelKey
-from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.request import Answer, Request, SequenceId
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
@@ -269,6 +269,10 @@ class EngineConnection:
         for (model, reason), count in self._rejections.items():
             self._send(messages.CountRejection(model, reason, count))
         self._rejections.clear()
+
+    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
+        if self._started:  # a process that is not there yet knows no sequences
+            self._send(messages.EndSequence(model, sequence))
 
     def change_log(self, settings: LogSettings) -> None:
         self._send(messages.ChangeLog(msgspec.structs.asdict(settings)))

@@ -30,9 +30,13 @@ class LoadedTokenizer:
     tokenizer: "Tokenizer"
     padding_id: int
 
-    def tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the token ids of each text. The interpreter is free meanwhile, which it is not in `encode`."""
-        return [np.array(encoded.ids, _TOKEN) for encoded in self.tokenizer.encode_batch_fast(texts)]
+    def tokens(self, texts: Sequence[str], *, adds_special: bool = True) -> list[Tokens]:
+        """Return the token ids of each text. The interpreter is free meanwhile, which it is not in `encode`.
+
+        With `adds_special`, they have what the tokenizer puts around a text.
+        """
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special)
+        return [np.array(one.ids, _TOKEN) for one in encoded]
 
 
 async def tokens_in(

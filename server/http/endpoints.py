@@ -8,6 +8,7 @@ from aiohttp.typedefs import Handler
 from cohabit.server.frontend.access import Permission
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.api import InferenceApi
+from cohabit.server.http.completions import CompletionsApi
 from cohabit.server.http.control import ControlApi
 from cohabit.server.http.openai import OpenAiApi
 
@@ -35,6 +36,9 @@ def endpoints(plane: DataPlane, max_body_bytes: int) -> Iterator[Endpoint]:
     yield Endpoint("POST", _of_models("/infer"), api.infer)
     openai = OpenAiApi(plane, max_body_bytes)
     yield Endpoint("POST", ("/v1/embeddings",), openai.embeddings)
+    texts = CompletionsApi(plane, max_body_bytes)
+    yield Endpoint("POST", ("/v1/completions",), texts.completions)
+    yield Endpoint("POST", ("/v1/chat/completions",), texts.chat)
     yield Endpoint("GET", ("/v1/models", "/v1/models/{model}"), openai.models)
     yield from _described(api)
     yield from _model_control(control)

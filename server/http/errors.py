@@ -24,18 +24,26 @@ def error_response(
     kind: str | None = None,
 ) -> web.Response:
     """Return an error in Triton's form, or in OpenAI's where the `path` of the request is one of OpenAI's."""
-    error: object = message
-    if path.startswith(_OPENAI):
-        code = None if kind is None else _CAPITAL.sub("_", kind).lower()
-        caused_by = "invalid_request_error" if status < 500 else "server_error"
-        error = {"message": message, "type": caused_by, "param": None, "code": code}
-    body = msgspec.json.encode({"error": error})
+    body = msgspec.json.encode({"error": _described(status, message, path, kind)})
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+def _described(status: int, message: str, path: str, kind: str | None) -> object:
+    if not path.startswith(_OPENAI):
+        return message
+    code = None if kind is None else _CAPITAL.sub("_", kind).lower()
+    caused_by = "invalid_request_error" if status < 500 else "server_error"
+    return {"message": message, "type": caused_by, "param": None, "code": code}
 
 
 def response_of(error: errors.RequestError, path: str = "") -> web.Response:
     status, message = errors.statuses_of(error).http, str(error)[:_MOST_CHARACTERS]
     return error_response(status, message, _headers_of(error), path=path, kind=error.kind)
+
+
+def error_of(error: errors.RequestError, path: str) -> object:
+    """Return what an answer's `error` is, for one that has begun already."""
+    return _described(errors.statuses_of(error).http, str(error)[:_MOST_CHARACTERS], path, error.kind)
 
 
 def _headers_of(error: errors.RequestError) -> Mapping[str, str] | None:

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from cohabit.server.errors import InvalidRequest, ModelNotFound
 from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.generation import generates
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizers import LoadedTokenizer, tokens_in
@@ -56,7 +57,8 @@ class OpenAiApi:
     async def models(self, request: web.Request) -> web.Response:
         """List the models that take texts, or describe one."""
         wanted = request.match_info.get("model")
-        infos = {info.name: info for info in self._plane.ready_infos() if embedding_output(info) is not None}
+        ready = self._plane.ready_infos()
+        infos = {info.name: info for info in ready if embedding_output(info) is not None or generates(info)}
         states = {name: await call(True, self._plane.tokenizers.state, name) for name in infos}
         listed = [
             {"id": name, "object": "model", "created": int(state.changed_ns / 1e9), "owned_by": "cohabit"}

@@ -64,6 +64,11 @@ class ImportedEntry:
     notes: tuple[str, ...]
 
     @property
+    def generates(self) -> bool:
+        """Whether it is a language model that generates texts."""
+        return (self.folder / GENERATION).is_file()
+
+    @property
     def has_tokenizer(self) -> bool:
         return (self.folder / TOKENIZER).is_file()
 

@@ -101,7 +101,8 @@ class _Shapes(_Cache):
 def generating(folder: Path, model: Any, context: int, by_default: bool, notes: Sequence[str] = ()) -> Subject:
     """Make a subject of a causal language model that generates up to `context` tokens with the prompt.
 
-    Where nobody has asked for as many, `by_default`, there are at most 2,048. Raises ImportFailed for one whose cache is of another kind.
+    Where nobody has asked for as many, `by_default`, there are at most 2,048. Raises ImportFailed for one whose cache
+    is of another kind.
     """
     window = getattr(model.config, "sliding_window", None)
     if isinstance(window, int) and 0 < window < context and getattr(model.config, "use_sliding_window", True):

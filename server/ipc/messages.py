@@ -12,7 +12,7 @@ import msgspec
 from cohabit.server.errors import WireError
 from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.request import Answer, Request, SequenceId
 from cohabit.server.ipc.shared_memory import SharedMemory
 from cohabit.server.ipc.spans import DeviceSpan
 from cohabit.server.ipc.statistics import EngineReport
@@ -57,6 +57,13 @@ class CountRejection(msgspec.Struct, frozen=True, tag="rejected"):
     count: int
 
 
+class EndSequence(msgspec.Struct, frozen=True, tag="end_sequence"):
+    """Forget a sequence, which has no further requests."""
+
+    model: ModelKey
+    sequence: SequenceId
+
+
 class ChangeLog(msgspec.Struct, frozen=True, tag="log"):
     """New log settings: the fields of `LogSettings`."""
 
@@ -67,7 +74,9 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the process after the current execution."""
 
 
-ToEngine = Start | Request | Cancel | LoadModel | UnloadModel | AskReport | CountRejection | ChangeLog | Stop
+ToEngine = (
+    Start | Request | Cancel | LoadModel | UnloadModel | AskReport | CountRejection | EndSequence | ChangeLog | Stop
+)
 
 
 class EntryChanged(msgspec.Struct, frozen=True, tag="entry"):

@@ -73,6 +73,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     dynamic: DynamicShape = STATIC
     sequences: bool = False
     """Whether requests belong to sequences, whose state the server keeps."""
+    context: int = 0
+    """How far a growing state grows, such as the tokens of a text; 0 where there is none."""
 
     @property
     def key(self) -> ModelKey:

@@ -22,12 +22,26 @@ from cohabit.server.protocol.descriptions import product_version
 
 
 @dataclass(frozen=True, slots=True)
+class Latencies:
+    """Seconds that a front end has measured, by model."""
+
+    requests: Mapping[ModelKey, Histogram]
+    """From the arrival of an answered request to its answer."""
+    first_tokens: Mapping[ModelKey, Histogram]
+    """From a prompt to the first token of its text."""
+    later_tokens: Mapping[ModelKey, Histogram]
+    """From one token to the next."""
+
+
+@dataclass(frozen=True, slots=True)
 class MetricSource:
     """What the metrics of one model that is ready are read from."""
 
     entry: ModelEntry
     report: ModelCounters
     latency: Histogram
+    first_token: Histogram
+    later_token: Histogram
 
 
 Metric = Callable[[Sequence[MetricSource]], Family]
@@ -37,21 +51,20 @@ Metric = Callable[[Sequence[MetricSource]], Family]
 def metrics_page(
     entries: Sequence[ModelEntry],
     report: EngineReport,
-    latencies: Mapping[ModelKey, Histogram],
+    latencies: Latencies,
     machine: Machine | None,
     restarts: int,
     request_bytes: int,
 ) -> bytes:
-    """Write the metrics of the models, the device and the machine in Prometheus' text format. Any thread.
-
-    `latencies` are the seconds of the front end's answered requests, from arrival to answer.
-    """
+    """Write the metrics of the models, the device and the machine in Prometheus' text format. Any thread."""
     none = Histogram.of(REQUEST_SECONDS)
     views = [
         MetricSource(
             entry,
             report.models.get(entry.key) or ModelCounters(ModelStatistics()),
-            latencies.get(entry.key, none),
+            latencies.requests.get(entry.key, none),
+            latencies.first_tokens.get(entry.key, none),
+            latencies.later_tokens.get(entry.key, none),
         )
         for entry in entries
         if entry.is_ready
@@ -121,8 +134,13 @@ def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Histogra
     return _metric(name, "histogram", text, lambda view: [({}, value(view.report.statistics))])
 
 
-def _latency(name: str, text: str) -> Metric:
-    return _metric(name, "histogram", text, lambda view: [({}, view.latency)])
+def _latency(name: str, text: str, read: Callable[[MetricSource], Histogram]) -> Metric:
+    return _metric(name, "histogram", text, lambda view: [({}, read(view))])
+
+
+def _of_texts(name: str, text: str, read: Callable[[MetricSource], Histogram]) -> Metric:
+    """A metric of models that generate texts."""
+    return _metric(name, "histogram", text, lambda view: [({}, read(view))] if any(read(view).counts) else [])
 
 
 def _footprint(name: str, text: str, value: Callable[[ModelFootprint], float]) -> Metric:
@@ -196,7 +214,19 @@ _METRICS = (
         lambda s: s.response_ms,
     ),
     _latency(
-        "cohabit_request_seconds", "Seconds from a request's arrival to its answer, as the front end sees them"
+        "cohabit_request_seconds",
+        "Seconds from a request's arrival to its answer, as the front end sees them",
+        lambda view: view.latency,
+    ),
+    _of_texts(
+        "cohabit_first_token_seconds",
+        "Seconds from a prompt to the first token of its text",
+        lambda view: view.first_token,
+    ),
+    _of_texts(
+        "cohabit_later_token_seconds",
+        "Seconds from one token of a text to the next",
+        lambda view: view.later_token,
     ),
     _histogram("cohabit_queue_seconds", "Seconds that answered requests waited in the queue", lambda s: s.queued),
     _histogram(

@@ -86,6 +86,7 @@ def with_sequences(info: ModelInfo, rules: SequenceRules | None) -> ModelInfo:
             dimensions, tuple(c for c in info.dynamic.constraints if hidden.isdisjoint(names_in(c)))
         ),
         sequences=True,
+        context=rules.most_length,
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from msgspec.structs import replace
 
-from cohabit.planner.shapes import Bucket
+from cohabit.planner.shapes import Bucket, Dimension, DynamicShape
 from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.errors import InvalidRequest, RepositoryError
 from cohabit.server.ipc.model import ModelInfo, ModelKey, TensorSpec
@@ -38,8 +39,8 @@ WHOLE = ModelInfo(
 )
 
 
-def config(text: str) -> ModelConfig:
-    return text_format.Parse(f"sequence_batching {{ {text} }}", ModelConfig())
+def config(text: str, more: str = "") -> ModelConfig:
+    return text_format.Parse(f"sequence_batching {{ {text} }} {more}", ModelConfig())
 
 
 def request(sequence: int, value: float = 1.0, sizes: tuple[int, ...] = (), **flags: bool) -> Request:
@@ -122,7 +123,7 @@ async def test_a_request_that_fails_leaves_its_sequence_as_it_was() -> None:
         ("state { input_name: 'before' output_name: 'half' }", r"is FP32 \[2\], its output 'half' FP16 \[2\]"),
         (
             "state { input_name: 'free' output_name: 'after' }",
-            r"input 'free' is \[-1\]; states and controls have fixed",
+            r"is FP32 \[-1\], its output 'after' FP32 \[2\]",
         ),
         ("state { input_name: 'before' output_name: 'after' data_type: TYPE_FP16 }", "data_type is TYPE_FP16"),
         ("state { input_name: 'before' output_name: 'after' dims: 3 }", r"dims are \[3\], the program's \[2\]"),
@@ -137,7 +138,7 @@ async def test_a_request_that_fails_leaves_its_sequence_as_it_was() -> None:
         ),
         ("control_input { name: 'flag' control { int32_false_true: [0] } }", "give its two values"),
         ("control_input { name: 'flag' }", "it has 0 controls"),
-        ("control_input { name: 'free' control { kind: CONTROL_SEQUENCE_CORRID } }", "have fixed sizes"),
+        ("control_input { name: 'free' control { kind: CONTROL_SEQUENCE_CORRID } }", "has a fixed size"),
         ("control_input { name: 'x' control { kind: CONTROL_SEQUENCE_CORRID } }", "an id is an integer"),
     ],
 )
@@ -167,3 +168,115 @@ def test_something_must_be_left_for_clients() -> None:
 def test_other_kinds_of_sequences_are_refused_by_name(text: str) -> None:
     with pytest.raises(RepositoryError, match="is not supported"):
         refuse_fields(config(text))
+
+
+GROWING = ModelInfo(
+    "m",
+    1,
+    inputs=(
+        TensorSpec("x", "FP32", (-1,), sizes=("t",)),
+        TensorSpec("length", "INT64", ()),
+        TensorSpec("past", "FP32", (2, -1), sizes=(2, "u")),
+    ),
+    outputs=(TensorSpec("y", "FP32", (2,)), TensorSpec("new", "FP32", (2, -1), sizes=(2, "t"))),
+    max_batch_size=4,
+    dynamic=DynamicShape(
+        (Dimension("t", 0, 1, 1, 0, 1, 8, (1, 8)), Dimension("u", 2, 2, 1, 0, 1, 40, (16, 40))),
+        ("t <= 8", "u + t <= 99"),
+    ),
+)
+GROWS = "state { input_name: 'past' output_name: 'new' }"
+LENGTHS = "parameters { key: 'cohabit.lengths' value { string_value: 'length' } }"
+
+
+def grown(x: Any, length: Any, past: Any) -> dict[str, Any]:
+    """Sums and counts what has come, of which each row has its own length; what lies behind it is not to be seen."""
+    rows = [
+        np.concatenate([row[:, :n], np.stack([own, own])], 1) for row, n, own in zip(past, length, x, strict=True)
+    ]
+    return {
+        "y": np.array([[row[0].sum(), row.shape[1]] for row in rows], np.float32),
+        "new": np.stack([np.stack([own, own * 0 + n]) for own, n in zip(x, length, strict=True)]).astype(
+            np.float32
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        (GROWS, "", "parameter cohabit.lengths names the input"),
+        (STATE, LENGTHS, "parameter cohabit.lengths names the input"),
+        (GROWS, LENGTHS.replace("'length'", "'none'"), "the program has no input 'none'"),
+        (GROWS, LENGTHS.replace("'length'", "'x'"), "the program's input is FP32; a length is an integer"),
+        (
+            f"{GROWS[:-1]} initial_state {{ data_file: 'f' }} }}",
+            LENGTHS,
+            "is empty at first; leave its initial_state",
+        ),
+    ],
+)
+def test_what_grows_and_who_is_told_must_agree(text: str, more: str, message: str) -> None:
+    info = replace(
+        GROWING, inputs=(*GROWING.inputs, *WHOLE.inputs[1:2]), outputs=(*GROWING.outputs, WHOLE.outputs[1])
+    )
+    with pytest.raises(RepositoryError, match=message):
+        rules_of(config(text, more), info, {"f": Path("f")})
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_growing_states_have_what_their_own_requests_have_added(seed: int) -> None:
+    """Sequences that come, go, fail and begin again, whatever is batched with them."""
+    draws = random.Random(seed)
+    rules = rules_of(config(GROWS, LENGTHS), GROWING, {})
+    assert rules is not None
+    assert rules.most_length == 40
+    info = with_sequences(GROWING, rules)
+    assert ([t.name for t in info.inputs], info.dynamic.constraints, info.context) == (["x"], ("t <= 8",), 40)
+
+    def padded(**inputs: Any) -> dict[str, Any]:
+        if (inputs["x"] > 900).any():
+            raise InvalidRequest("a value is too large")
+        return grown(**inputs)
+
+    servable = FakeServable(info, padded)
+    lane = ComputeLane(Scheduler(64))
+    lane.add(servable, ModelStatistics(), None, rules)
+    lane.start()
+    known: dict[int, list[float]] = {}
+    try:
+        for _ in range(120):
+            sequence, start, end = draws.randrange(4), draws.random() < 0.2, draws.random() < 0.1
+            values = [float(draws.randint(1, 9)) for _ in range(draws.randint(1, 8))]
+            if faulty := draws.random() < 0.1:
+                values[0] = 1000.0
+            before = [] if start else known.get(sequence)
+            x = np.array([values], np.float32)
+            asked = Request(
+                KEY, {"x": x}, 1, (RequestedOutput("y"),), sequence=SequenceStep(sequence + 1, start, end)
+            )
+            fits = before is not None and (end or len(before) + len(values) <= 40)
+            if faulty or not fits:
+                with pytest.raises(InvalidRequest):
+                    await lane.infer(asked)
+                continue
+            answer = await lane.infer(asked)
+            assert before is not None
+            after = before + values
+            assert answer.outputs["y"][0].tolist() == [sum(after), len(after)]
+            if end:
+                known.pop(sequence, None)
+            else:
+                known[sequence] = after
+        sequences = lane.sequences(KEY)
+        assert sequences is not None
+        assert sequences.count == len(known)
+        for sequence, values in known.items():
+            state = sequences._known[sequence + 1]
+            assert state.states[0][0, 0, : state.length].tolist() == values
+        for sequence in range(4):
+            lane.end_sequence(KEY, sequence + 1)
+        await lane.call_on_lane(lambda: None)
+        assert (sequences.count, sequences.nbytes) == (0, 0)
+    finally:
+        assert await lane.stop()

@@ -1,0 +1,534 @@
+"""OpenAI's endpoints for generated text: completions, and chats, at once or as server-sent events."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from aiohttp import hdrs, web
+from aiohttp.abc import AbstractStreamWriter
+from msgspec import Meta
+
+from cohabit.server.errors import InvalidRequest, RequestError
+from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.generation import LanguageDocument, LanguageDocuments, TokenSequence
+from cohabit.server.frontend.templates import rendered
+from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.tokenizers import LoadedTokenizer
+from cohabit.server.http.answers import json_response
+from cohabit.server.http.body import read_body
+from cohabit.server.http.errors import error_of
+from cohabit.server.ipc.model import ModelInfo
+from cohabit.server.protocol.json_body import parse_json
+from cohabit.server.protocol.sampling import Sampler, Sampling, log_probabilities
+from cohabit.server.protocol.stopping import StopStrings
+
+_MOST_BODY_BYTES = 1 << 20
+_QUICK_BODY_BYTES = 2 << 10
+_QUICK_VOCABULARY = 64 << 10
+"""The event loop chooses among as many tokens."""
+_CHARACTERS_PER_TOKEN = 64
+"""Of a prompt, so that one that is too long is refused before it is tokenized."""
+_USUAL_TOKENS = 16
+"""OpenAI's default for completions; a chat goes on to the end."""
+_MOST_STOPS, _MOST_STOP_CHARACTERS = 4, 256
+_WRITE_S = 30.0
+"""A client that takes no event for this long is disconnected, so that its text keeps no memory."""
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Stops = str | list[str] | None
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Asked(msgspec.Struct, kw_only=True):
+    """What both endpoints take. `null` is as good as nothing, as OpenAI has it."""
+
+    model: str
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    """Not OpenAI's: chooses among as many of the most likely tokens."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: Stops = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    n: int | None = None
+    return_token_ids: bool | None = None
+    """Not OpenAI's: names the tokens of each piece of text."""
+
+    @property
+    def stops(self) -> list[str]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > _MOST_STOPS or any(not 0 < len(stop) <= _MOST_STOP_CHARACTERS for stop in stops):
+            raise InvalidRequest(
+                f"stop: there can be {_MOST_STOPS} strings of 1 to {_MOST_STOP_CHARACTERS} characters"
+            )
+        return stops
+
+    @property
+    def sampling(self) -> Sampling:
+        if self.n not in (None, 1):
+            raise InvalidRequest(
+                f"n is {self.n}; one text is generated per request: send the request {self.n} times"
+            )
+        try:
+            bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        except ValueError as error:
+            raise InvalidRequest("logit_bias: keys are token ids") from error
+        if any(token < 0 for token in bias):
+            raise InvalidRequest("logit_bias: keys are token ids")
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            seed=self.seed,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=bias,
+        )
+
+
+class CompletionBody(_Asked, kw_only=True):
+    prompt: msgspec.Raw
+    """A text or token ids; a list of one such."""
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+
+
+class ChatBody(_Asked, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Text:
+    """A text that is generated: what has been asked, and what has come of it so far."""
+
+    info: ModelInfo
+    tokenizer: LoadedTokenizer | None
+    prompt: list[int]
+    sampling: Sampling
+    stops: Sequence[str]
+    stop_ids: Sequence[int]
+    most: int
+    """Tokens to generate at most."""
+    likely: int | None
+    """How many likely tokens are named beside each one; None if log probabilities are not asked for."""
+    generated: int = 0
+    finish_reason: Literal["stop", "length"] | None = None
+
+    @property
+    def usage(self) -> dict[str, int]:
+        count = len(self.prompt)
+        return {"prompt_tokens": count, "completion_tokens": self.generated, "total_tokens": count + self.generated}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step adds to a text."""
+
+    text: str
+    tokens: tuple[int, ...]
+    log_probabilities: tuple[float, list[tuple[int, float]]] | None = None
+
+
+class _Form(Protocol):
+    """How an endpoint writes what has been generated."""
+
+    def start(self) -> dict[str, Any] | None:
+        """What is sent before the first piece, of a stream."""
+        ...
+
+    def chunk(self, piece: Piece) -> dict[str, Any]: ...
+
+    def last(self, reason: str) -> dict[str, Any]: ...
+
+    def whole(self, pieces: Sequence[Piece], reason: str) -> dict[str, Any]: ...
+
+
+class CompletionsApi:
+    """Every public method handles one endpoint, on the event loop's thread."""
+
+    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
+        self._plane = plane
+        self._documents = LanguageDocuments(plane.repository)
+        self._most_body_bytes = min(max_body_bytes, _MOST_BODY_BYTES)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Go on from a prompt."""
+        with self._plane.memory.lease() as lease:
+            body = await read_body(request, lease, self._most_body_bytes, "send a shorter prompt")
+            slow = len(body) > _QUICK_BODY_BYTES
+            asked = await self._plane.decode(slow, parse_json, body, CompletionBody)
+            info = self._plane.require_ready(asked.model)
+            with self._plane.fitting(info.key):
+                document = await self._documents.of(info)
+                for name in ("echo", "suffix"):
+                    if getattr(asked, name):
+                        raise InvalidRequest(f"{name} is not supported; leave it out")
+                if asked.best_of not in (None, 1):
+                    raise InvalidRequest(f"best_of is {asked.best_of}; one text is generated per request")
+                tokenizer = await self._tokenizer(info)
+                prompt = await self._prompt(asked.prompt, info, tokenizer, slow=slow)
+                text = self._text(asked, info, tokenizer, prompt, document, asked.max_tokens or _USUAL_TOKENS)
+                text.likely = asked.logprobs
+        return await self._answer(request, asked, text, _Completion(text, _named(asked, text)))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer the last message of a conversation."""
+        with self._plane.memory.lease() as lease:
+            body = await read_body(request, lease, self._most_body_bytes, "send a shorter conversation")
+            slow = len(body) > _QUICK_BODY_BYTES
+            asked = await self._plane.decode(slow, parse_json, body, ChatBody)
+            info = self._plane.require_ready(asked.model)
+            with self._plane.fitting(info.key):
+                document = await self._documents.of(info)
+                _refuse_of_chats(asked)
+                tokenizer = await self._plane.tokenizers.of(info.name)
+                conversation = [msgspec.to_builtins(message) for message in asked.messages]
+                prompt_text = await call(True, rendered, info.name, document, conversation)
+                prompt = await self._tokens(prompt_text, info, tokenizer, adds_special=False)
+                most = asked.max_completion_tokens or asked.max_tokens or info.context
+                text = self._text(asked, info, tokenizer, prompt, document, most)
+                text.likely = (asked.top_logprobs or 0) if asked.logprobs else None
+        return await self._answer(request, asked, text, _Chat(text, _named(asked, text)))
+
+    async def _tokenizer(self, info: ModelInfo) -> LoadedTokenizer | None:
+        """Return a model's tokenizer; None for one without, whose prompts and texts are token ids."""
+        state = await call(True, self._plane.tokenizers.state, info.name)
+        return None if state is None else await self._plane.tokenizers.of(info.name)
+
+    async def _prompt(
+        self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None, *, slow: bool
+    ) -> list[int]:
+        parsed = await self._plane.decode(slow, _parsed_prompt, given)
+        if isinstance(parsed, list):
+            return parsed
+        if tokenizer is None:
+            raise InvalidRequest(f"model '{info.name}' has no tokenizer; send the prompt as token ids")
+        return await self._tokens(parsed, info, tokenizer, adds_special=True)
+
+    async def _tokens(
+        self, text: str, info: ModelInfo, tokenizer: LoadedTokenizer, *, adds_special: bool
+    ) -> list[int]:
+        most = _CHARACTERS_PER_TOKEN * info.context
+        if len(text) > most:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters, of which model '{info.name}', with {info.context} tokens,"
+                f" takes {most} at most; send a shorter one"
+            )
+        slow = len(text) > _QUICK_BODY_BYTES
+        (tokens,) = await self._plane.decode(slow, tokenizer.tokens, [text], adds_special=adds_special)
+        return [int(token) for token in tokens]
+
+    def _text(
+        self,
+        asked: _Asked,
+        info: ModelInfo,
+        tokenizer: LoadedTokenizer | None,
+        prompt: list[int],
+        document: LanguageDocument,
+        most: int,
+    ) -> Text:
+        if not prompt:
+            raise InvalidRequest("the prompt has no tokens")
+        vocabulary = info.outputs[0].shape[0]
+        if max(prompt) >= vocabulary or min(prompt) < 0:
+            raise InvalidRequest(f"the prompt has a token id that is not from 0 to {vocabulary - 1}")
+        if len(prompt) >= info.context:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens, and model '{info.name}' takes {info.context} with what it"
+                " generates; send a shorter one, or import the model with a larger --max-sequence-length"
+            )
+        stops = asked.stops
+        if stops and tokenizer is None:
+            raise InvalidRequest(f"model '{info.name}' has no tokenizer, so that no text can have a stop string")
+        # The token that is generated last is no input of a further step.
+        most = min(most, info.context - len(prompt) + 1)
+        return Text(info, tokenizer, prompt, asked.sampling, stops, document.stop_ids, most, None)
+
+    async def _answer(self, request: web.Request, asked: _Asked, text: Text, form: _Form) -> web.StreamResponse:
+        pieces = self._pieces(text, lambda: request.transport is None or request.transport.is_closing())
+        if not asked.stream:
+            async with aclosing(pieces):
+                found = [piece async for piece in pieces]
+            return json_response(form.whole(found, text.finish_reason or "stop"))
+        includes_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        events = _events(pieces, text, form, includes_usage=includes_usage)
+        return EventStream(events, await anext(events))
+
+    async def _pieces(self, text: Text, has_left: Callable[[], bool]) -> AsyncGenerator[Piece, None]:
+        """Yield what each step adds. Raises RequestError."""
+        info, sampler = text.info, Sampler(text.sampling)
+        stops = StopStrings(text.stops)
+        decoded = _Decoded(text)
+        sequence = TokenSequence(self._plane, info, list(text.prompt))
+        slow = info.outputs[0].shape[0] > _QUICK_VOCABULARY
+        started_s = time.monotonic()
+        try:
+            while text.finish_reason is None and not has_left():
+                logits = await sequence.logits()
+                token = await call(slow and text.sampling.temperature > 0, sampler.choose, logits)
+                now_s = time.monotonic()
+                self._plane.generated(info.key, now_s - started_s, first=not text.generated)
+                started_s = now_s
+                text.generated += 1
+                is_end = token in text.stop_ids
+                piece = "" if is_end else stops.passed(decoded.added(token))
+                if is_end or stops.found:
+                    text.finish_reason = "stop"
+                elif text.generated >= text.most:
+                    text.finish_reason = "length"
+                if text.finish_reason is not None and not stops.found:
+                    piece += stops.rest()
+                likely = None
+                if text.likely is not None:
+                    likely = await call(slow, log_probabilities, logits, token, text.likely)
+                yield Piece(piece, (token,), likely)
+                sequence.tokens.append(token)
+        finally:
+            sequence.close()
+
+
+class _Decoded:
+    """The text of tokens, as far as they make whole characters."""
+
+    def __init__(self, text: Text) -> None:
+        self._tokenizer = None if text.tokenizer is None else text.tokenizer.tokenizer
+        if self._tokenizer is not None:
+            from tokenizers.decoders import DecodeStream
+
+            self._stream = DecodeStream(ids=text.prompt, skip_special_tokens=True)
+
+    def added(self, token: int) -> str:
+        return "" if self._tokenizer is None else self._stream.step(self._tokenizer, token) or ""
+
+
+async def _events(
+    pieces: AsyncGenerator[Piece, None], text: Text, form: _Form, *, includes_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream. What fails before the first piece is raised, and sent as an event after that."""
+    async with aclosing(pieces):
+        first = await anext(pieces, None)
+        if (start := form.start()) is not None:
+            yield msgspec.json.encode(start)
+        try:
+            if first is not None:
+                for event in _written(form, first):
+                    yield event
+            async for piece in pieces:
+                for event in _written(form, piece):
+                    yield event
+        except RequestError as error:
+            yield msgspec.json.encode({"error": error_of(error, "/v1/")})
+            return
+    yield msgspec.json.encode(form.last(text.finish_reason or "stop"))
+    if includes_usage:
+        yield msgspec.json.encode({**form.last(""), "choices": [], "usage": text.usage})
+    yield b"[DONE]"
+
+
+def _written(form: _Form, piece: Piece) -> Iterator[bytes]:
+    """Yield a piece's event; none for one that has nothing to say, such as a part of a character."""
+    chunk = form.chunk(piece)
+    if piece.text or piece.log_probabilities is not None or "token_ids" in chunk["choices"][0]:
+        yield msgspec.json.encode(chunk)
+
+
+class EventStream(web.StreamResponse):
+    """Server-sent events, each as soon as it is there. A client that reads too slowly is disconnected."""
+
+    _send_headers_immediately = False  # but with the first event
+
+    def __init__(self, events: AsyncGenerator[bytes, None], first: bytes) -> None:
+        """`first` was taken from the events, so that what fails at once is answered as an error."""
+        super().__init__(headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-store"})
+        self._events = events
+        self._first = first
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        try:
+            return await super().prepare(request)
+        except BaseException:
+            await self._events.aclose()
+            raise
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        async with aclosing(self._events) as events:
+            with suppress(ConnectionError, TimeoutError):
+                await self._send(self._first)
+                async for event in events:
+                    await self._send(event)
+                await super().write_eof(data)
+
+    async def _send(self, event: bytes) -> None:
+        async with asyncio.timeout(_WRITE_S):
+            await self.write(b"data: %b\n\n" % event)
+
+
+@dataclass(slots=True)
+class _Named:
+    """What every answer begins with, and how tokens are named in it."""
+
+    id: str
+    model: str
+    text: Text
+    with_ids: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def answer(self, object_name: str, choice: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "choices": [{"index": 0, **choice}],
+        }
+
+    def ids(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        return {"token_ids": [token for piece in pieces for token in piece.tokens]} if self.with_ids else {}
+
+    def token(self, token: int) -> str:
+        if self.text.tokenizer is None:
+            return str(token)
+        decoded: str = self.text.tokenizer.tokenizer.decode([token], skip_special_tokens=False)
+        return decoded
+
+
+def _named(asked: _Asked, text: Text) -> _Named:
+    """Name an answer. Without a tokenizer a text is its token ids, and is answered as such."""
+    kind = "chatcmpl" if isinstance(asked, ChatBody) else "cmpl"
+    return _Named(
+        f"{kind}-{uuid.uuid4().hex}", asked.model, text, bool(asked.return_token_ids) or not text.tokenizer
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """The form of `/v1/completions`."""
+
+    text: Text
+    named: _Named
+
+    def start(self) -> None:
+        return None
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        return self._of([piece], None)
+
+    def last(self, reason: str) -> dict[str, Any]:
+        return self.named.answer("text_completion", {"text": "", "logprobs": None, "finish_reason": reason})
+
+    def whole(self, pieces: Sequence[Piece], reason: str) -> dict[str, Any]:
+        return {**self._of(pieces, reason), "usage": self.text.usage}
+
+    def _of(self, pieces: Sequence[Piece], reason: str | None) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        likely = None if self.text.likely is None else self._likely(pieces)
+        choice = {"text": text, "logprobs": likely, "finish_reason": reason, **self.named.ids(pieces)}
+        return self.named.answer("text_completion", choice)
+
+    def _likely(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        found = [
+            (piece.tokens[0], *piece.log_probabilities) for piece in pieces if piece.log_probabilities is not None
+        ]
+        return {
+            "tokens": [self.named.token(token) for token, _, _ in found],
+            "token_logprobs": [own for _, own, _ in found],
+            "top_logprobs": [{self.named.token(token): value for token, value in likely} for _, _, likely in found],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """The form of `/v1/chat/completions`."""
+
+    text: Text
+    named: _Named
+
+    def start(self) -> dict[str, Any]:
+        return self._chunk({"role": "assistant", "content": ""}, None)
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        answer = self._chunk({"content": piece.text}, None)
+        answer["choices"][0] |= self.named.ids([piece])
+        if self.text.likely is not None:
+            answer["choices"][0]["logprobs"] = self._likely([piece])
+        return answer
+
+    def last(self, reason: str) -> dict[str, Any]:
+        return self._chunk({}, reason)
+
+    def whole(self, pieces: Sequence[Piece], reason: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
+        likely = None if self.text.likely is None else self._likely(pieces)
+        choice = {"message": message, "logprobs": likely, "finish_reason": reason, **self.named.ids(pieces)}
+        return {**self.named.answer("chat.completion", choice), "usage": self.text.usage}
+
+    def _chunk(self, delta: Mapping[str, str], reason: str | None) -> dict[str, Any]:
+        return self.named.answer(
+            "chat.completion.chunk", {"delta": delta, "logprobs": None, "finish_reason": reason}
+        )
+
+    def _likely(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self.named.token(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        return {
+            "content": [
+                {**entry(piece.tokens[0], own), "top_logprobs": [entry(*other) for other in likely]}
+                for piece in pieces
+                if piece.log_probabilities is not None
+                for own, likely in [piece.log_probabilities]
+            ]
+        }
+
+
+def _parsed_prompt(given: msgspec.Raw) -> str | list[int]:
+    """Return a prompt's text, or its token ids. Raises InvalidRequest."""
+    try:
+        sent: Any = msgspec.json.decode(given, type=str | list[str | int | list[int]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"prompt is no text, and no list of token ids: {error}") from error
+    if isinstance(sent, list) and len(sent) == 1 and not isinstance(sent[0], int):
+        sent = sent[0]
+    if isinstance(sent, list) and not all(isinstance(token, int) for token in sent):
+        raise InvalidRequest(
+            "prompt has several texts; send one request for each, which the server computes together"
+        )
+    prompt: str | list[int] = sent
+    return prompt
+
+
+def _refuse_of_chats(asked: ChatBody) -> None:
+    """Raise InvalidRequest for what would be silently missing from an answer."""
+    if asked.tools:
+        raise InvalidRequest("tools are not supported; leave them out")
+    if asked.response_format is not None and asked.response_format.get("type") != "text":
+        raise InvalidRequest("response_format can be text only; leave it out")

@@ -1,0 +1,303 @@
+"""Texts, token by token: the tokens of transformers' own `generate`, whatever else happens."""
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import parse_memory
+from cohabit.server.importing.entry import EntryPlace, write_entry
+from cohabit.server.importing.huggingface import from_folder
+from cohabit.server.importing.huggingface_inputs import Lengths
+from tests.e2e.serving import Running, ask, eventually, metric, process, serving
+
+VOCABULARY, CONTEXT, BATCHES = 300, 96, (1, 2, 4)
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
+ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("LlamaConfig", LLAMA),
+    "qwen": ("Qwen2Config", LLAMA),
+    "mistral": ("MistralConfig", {**LLAMA, "sliding_window": None}),
+    "gpt": (
+        "GPT2Config",
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
+    ),
+    "opt": (
+        "OPTConfig",
+        {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": CONTEXT},
+    ),
+}
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' ~ message['role']) }}{% endif %}"
+    "[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def model_of(name: str) -> Any:
+    """A model whose logits are far enough apart for rounding not to matter."""
+    kind, sizes = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes, **ENDS)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(8)
+    return model
+
+
+def tokenizer() -> Tokenizer:
+    """A token for each byte, after three special ones."""
+    special = {"<s>": 0, "</s>": 1, "<pad>": 2}
+    bytes_of = {c: n + 3 for n, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE({**special, **bytes_of}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(special))
+    return made
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    folder = tmp_path_factory.mktemp("generation")
+    config = ServeConfig(folder, parse_memory("1B"), cache=cache, batch_sizes=BATCHES)
+    for name in ARCHITECTURES:
+        source = folder / "sources" / name
+        model_of(name).save_pretrained(source)
+        if name == "llama":
+            tokenizer().save(str(source / "tokenizer.json"))
+            written = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+            (source / "tokenizer_config.json").write_text(json.dumps(written))
+        subject = from_folder(source, (), Lengths())
+        assert subject.generation is not None, subject.notes
+        write_entry(subject, EntryPlace(folder / "models", name), max(BATCHES), config, lambda stage: None)
+    return folder / "models"
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, cache: Path) -> Iterator[Running]:
+    with serving(repository, "8MiB", cache, batch_sizes=BATCHES) as running:
+        yield running
+
+
+def expected(name: str, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers generates."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        made = model_of(name).generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, use_cache=True
+        )
+    tokens: list[int] = made[0, len(prompt) :].tolist()
+    return tokens
+
+
+def complete(address: str, name: str, prompt: str | Sequence[int], **more: Any) -> dict[str, Any]:
+    body = {"model": name, "prompt": prompt, "temperature": 0, "return_token_ids": True, **more}
+    status, answer = ask(address, "POST", "/v1/completions", body)
+    assert status == 200, answer
+    found: dict[str, Any] = answer
+    return found
+
+
+def tokens_of(answer: Mapping[str, Any]) -> list[int]:
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+@contextmanager
+def streamed(address: str, path: str, body: Mapping[str, Any]) -> Iterator[Iterator[Any]]:
+    """The events of a stream, as they come."""
+    connection = http.client.HTTPConnection(address, timeout=120)
+    connection.request("POST", path, json.dumps({**body, "stream": True}).encode())
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+
+    def events() -> Iterator[Any]:
+        for line in response:
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
+
+    try:
+        yield events()
+    finally:
+        response.close()
+        connection.close()
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    draws = np.random.default_rng(seed)
+    return [draws.integers(3, VOCABULARY, draws.integers(1, 70)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize(("memory", "store"), [("64MiB", "ram"), ("2MiB", "ram"), ("2MiB", "file")])
+def test_texts_that_come_and_go_have_the_tokens_of_transformers(
+    repository: Path, cache: Path, memory: str, store: str
+) -> None:
+    """Prompts and texts of many lengths, for five models at once; batches are formed for each token."""
+    asked = [(name, prompt, 3 + 5 * n) for name in ARCHITECTURES for n, prompt in enumerate(prompts(6))]
+    with serving(repository, memory, cache, batch_sizes=BATCHES, store=store) as server:
+
+        def run(one: tuple[str, list[int], int]) -> list[int]:
+            name, prompt, count = one
+            return tokens_of(complete(server.address, name, prompt, max_tokens=count))
+
+        with ThreadPoolExecutor(8) as clients:
+            answers = list(clients.map(run, asked))
+        eventually(lambda: all(metric(server.metrics_address, "cohabit_sequences", n) == 0 for n in ARCHITECTURES))
+    for (name, prompt, count), answer in zip(asked, answers, strict=True):
+        own = expected(name, prompt, min(count, CONTEXT - len(prompt)))
+        assert answer[: len(own)] == own, (name, len(prompt))
+        assert (
+            len(answer) == len(own) or own[-1] == ENDS["eos_token_id"] or len(prompt) + len(answer) == CONTEXT + 1
+        )
+
+
+def test_a_text_goes_on_with_the_same_tokens_after_its_engine_was_killed(repository: Path, cache: Path) -> None:
+    with process(repository, "8MiB", cache, "--batch-sizes", "1,2,4") as server:
+        server.until_ready()
+        for turn, prompt in enumerate(prompts(3, seed=7)):
+            own = expected("llama", prompt[:20], 40)
+            body = {"model": "llama", "prompt": prompt[:20], "temperature": 0, "max_tokens": 40}
+            got: list[int] = []
+            with streamed(server.address, "/v1/completions", {**body, "return_token_ids": True}) as events:
+                for event in events:
+                    assert "error" not in event, event
+                    got += event["choices"][0].get("token_ids", [])
+                    if len(got) == 5 + turn:
+                        server.engine().kill()
+            assert got == own
+
+
+def test_a_client_that_leaves_ends_its_text(server: Running) -> None:
+    body = {"model": "llama", "prompt": [5, 6, 7], "temperature": 0, "max_tokens": 90, "logit_bias": {"1": -100}}
+    with streamed(server.address, "/v1/completions", body) as events:
+        next(events)
+    eventually(lambda: metric(server.metrics_address, "cohabit_sequences", "llama") == 0)
+
+
+def test_a_conversation_is_rendered_by_the_model_s_template(server: Running) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüß Gott, 你好"}]
+    text = "<s>[system] Be brief.\n[user] Grüß Gott, 你好\n[assistant] "
+    prompt = tokenizer().encode(text, add_special_tokens=False).ids
+    own = expected("llama", prompt, 8)
+    body = {"model": "llama", "messages": messages, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    status, answer = ask(server.address, "POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    assert answer["object"] == "chat.completion"
+    assert tokens_of(answer) == own
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 8,
+        "total_tokens": len(prompt) + 8,
+    }
+    whole = answer["choices"][0]["message"]
+    with streamed(
+        server.address, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
+    ) as events:
+        chunks = list(events)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == whole["content"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
+    assert chunks[-1]["usage"] == answer["usage"]
+
+
+def test_a_text_stops_at_its_strings_and_at_the_model_s_own_token(server: Running) -> None:
+    prompt = "The quick brown fox"
+    whole = complete(server.address, "llama", prompt, max_tokens=24)["choices"][0]["text"]
+    assert len(whole) > 12
+    stop = whole[6:9]
+    cut = complete(server.address, "llama", prompt, max_tokens=24, stop=["never there", stop])["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    ended = complete(server.address, "llama", prompt, max_tokens=24, logit_bias={"1": 100})
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] == 1
+
+
+def test_seeds_repeat_a_text_and_log_probabilities_are_the_model_s(server: Running) -> None:
+    prompt, more = [9, 8, 7, 6], {"temperature": 1.0, "max_tokens": 6, "logprobs": 3}
+    first, again, other = (complete(server.address, "llama", prompt, seed=s, **more) for s in (3, 3, 4))
+    assert tokens_of(first) == tokens_of(again) != tokens_of(other)
+    with torch.no_grad():
+        logits = model_of("llama")(torch.tensor([prompt])).logits[0, -1]
+    values: NDArray[Any] = torch.log_softmax(logits.double(), -1).numpy()
+    assert first["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(
+        values[tokens_of(first)[0]], abs=1e-4
+    )
+    body = {"model": "llama", "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 3}
+    _, chat = ask(server.address, "POST", "/v1/chat/completions", {**body, "max_tokens": 1, "temperature": 0})
+    (entry,) = chat["choices"][0]["logprobs"]["content"]
+    found = [other["logprob"] for other in entry["top_logprobs"]]
+    assert (len(found), found[0], sorted(found, reverse=True)) == (3, entry["logprob"], found)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"prompt": [5] * CONTEXT},
+            f"the prompt has {CONTEXT} tokens, and model 'llama' takes {CONTEXT} with what it",
+        ),
+        ({"prompt": "x" * (64 * CONTEXT + 1)}, "characters, of which model 'llama'"),
+        ({"prompt": [VOCABULARY]}, f"a token id that is not from 0 to {VOCABULARY - 1}"),
+        ({"prompt": [-1]}, "a token id that is not from 0 to"),
+        ({"prompt": []}, "the prompt has no tokens"),
+        ({"prompt": ["a", "b"]}, "prompt has several texts"),
+        ({"prompt": {"a": 1}}, "prompt is no text"),
+        ({"prompt": "x", "n": 2}, "n is 2; one text is generated per request"),
+        ({"prompt": "x", "stop": ["a"] * 5}, "stop: there can be 4 strings"),
+        ({"prompt": "x", "stop": "a" * 257}, "stop: there can be 4 strings of 1 to 256"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias: keys are token ids"),
+        ({"prompt": "x", "temperature": -1}, "failed to parse the request JSON"),
+        ({"prompt": "x", "echo": True}, "echo is not supported"),
+        ({"messages": []}, "failed to parse the request JSON"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "does not take these messages: unknown role robot"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools are not supported"),
+        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "text only"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_reason(server: Running, body: Any, message: str) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    status, answer = ask(server.address, "POST", path, {"model": "llama", **body})
+    assert status == 400
+    assert message in answer["error"]["message"]
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(server: Running) -> None:
+    answer = complete(server.address, "gpt", [4, 5, 6], max_tokens=4, return_token_ids=None)
+    assert tokens_of(answer) == expected("gpt", [4, 5, 6], 4)
+    for path, body, message in (
+        ("/v1/completions", {"prompt": "text"}, "has no tokenizer; send the prompt as token ids"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "has no tokenizer.json"),
+    ):
+        status, refused = ask(server.address, "POST", path, {"model": "gpt", **body})
+        assert (status, message in refused["error"]["message"]) == (400, True)
+
+
+def test_models_that_generate_are_listed_and_measured(server: Running) -> None:
+    complete(server.address, "llama", [3, 4], max_tokens=3)
+    _, listed = ask(server.address, "GET", "/v1/models")
+    assert "llama" in [model["id"] for model in listed["data"]]
+    connection = http.client.HTTPConnection(server.metrics_address, timeout=60)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    assert 'cohabit_first_token_seconds_count{model="llama"' in text
+    assert 'cohabit_later_token_seconds_count{model="llama"' in text
