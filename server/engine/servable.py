@@ -1,8 +1,9 @@
 """A loaded model: converts the protocol's arrays to tensors and runs the program of the right bucket."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import ge
 
 import numpy as np
@@ -80,6 +81,15 @@ class ProgramServable:
     dynamic: DynamicShape
     """The program's. `info` lacks the sizes that clients do not see."""
     executor: Runner
+    _growing: dict[str, Array] = field(init=False)
+    """By growing state, memory for those of all rows, which every execution uses again: new memory would be cleared by
+    the system first, a page at a time."""
+
+    def __post_init__(self) -> None:
+        seen = {tensor.name for tensor in self.info.inputs}
+        hidden = [port for port in self.inputs if port.name not in seen]
+        growing = [port.name for port in hidden if any(isinstance(size, str) for size in port.shape)]
+        self._growing = {name: np.empty(0, np.uint8) for name in growing}
 
     @property
     def predicted_s(self) -> Mapping[Bucket, float]:
@@ -121,12 +131,10 @@ class ProgramServable:
         sizes = self._sizes(requests)
         program = self._planned(rows, sizes)
         planned, symbols = program.bucket.batch, self.dynamic.symbols(sizes)
-        if len(self.dynamic.constraints) > len(
-            self.info.dynamic.constraints
-        ):  # some are of sizes that none has sent
-            self._check(symbols)
+        self._check(symbols)
         tensors = [
-            _tensor([inputs[p.name] for inputs in requests], p, rows, p.at(planned, symbols)) for p in self.inputs
+            self._tensor([inputs[p.name] for inputs in requests], p, rows, p.at(planned, symbols))
+            for p in self.inputs
         ]
         try:
             result = self.executor.run(program, tensors, follow=follow)
@@ -136,7 +144,7 @@ class ProgramServable:
             raise
         start_s = time.perf_counter()
         own = rows if self.info.max_batch_size else None
-        outputs = {p.name: array_of(t, own) for p, t in zip(self.outputs, result.outputs, strict=True)}
+        outputs = {p.name: self._own(array_of(t, own)) for p, t in zip(self.outputs, result.outputs, strict=True)}
         timing = Timing(
             compute_s=result.latency_s,
             stall_s=result.stall_s,
@@ -191,8 +199,30 @@ class ProgramServable:
             for d in self.dynamic.dimensions
         )
 
+    def _tensor(self, arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a concatenated copy of its shape that belongs to the execution."""
+        if port.name not in self._growing:
+            return _tensor(arrays, port, rows, shape)
+        nbytes, memory = math.prod(shape) * arrays[0].itemsize, self._growing[port.name]
+        if memory.nbytes < nbytes:
+            memory = self._growing[port.name] = np.empty(nbytes, np.uint8)
+        own = memory[:nbytes].view(arrays[0].dtype).reshape(shape)
+        _pad(arrays, own)
+        tensor = torch.from_numpy(own)
+        return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
+
+    def _own(self, output: Array) -> Array:
+        """Return an output that no later execution overwrites."""
+        shares = any(np.may_share_memory(output, memory) for memory in self._growing.values())
+        return output.copy() if shares else output
+
     def _check(self, symbols: Mapping[str, int]) -> None:
-        """Raise InvalidRequest for sizes with which the program was not exported."""
+        """Raise InvalidRequest for sizes with which the program was not exported.
+
+        Conditions on what clients send have been checked.
+        """
+        if len(self.dynamic.constraints) == len(self.info.dynamic.constraints):
+            return
         if (broken := self.dynamic.broken_constraint(symbols)) is not None:
             raise InvalidRequest(
                 f"model '{self.info.name}' was exported under the condition {broken}, where"
@@ -206,22 +236,27 @@ class ProgramServable:
 
 
 def _tensor(arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a concatenated copy that the execution owns, of its shape: rows are repeated, grown states padded by 0."""
-    batched = bool(port.shape) and port.shape[0] is None
+    """Return a concatenated copy that the execution owns, padded to the planned batch."""
     if len(arrays) == 1 and arrays[0].shape == shape:
         own = arrays[0].copy()
-    elif all(array.shape[1:] == shape[1:] for array in arrays):
+    else:
         own = np.empty(shape, arrays[0].dtype)
         np.concatenate(arrays, out=own[:rows])
-    else:
-        own, row = np.zeros(shape, arrays[0].dtype), 0
-        for array in arrays:
-            own[(slice(row, row + len(array)), *map(slice, array.shape[1:]))] = array
-            row += len(array)
-    if batched:
         own[rows:] = own[rows - 1]
     tensor = torch.from_numpy(own)
     return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
+
+
+def _pad(arrays: Sequence[Array], own: Array) -> None:
+    """Copy states that have grown differently, and zeros behind them: nothing is left of what others had there."""
+    row = 0
+    for array in arrays:
+        rows = own[row : row + len(array)]
+        for axis, (size, most) in enumerate(zip(array.shape, rows.shape, strict=True)):
+            rows[(slice(None),) * axis + (slice(size, most),)] = 0
+        rows[tuple(map(slice, array.shape))] = array
+        row += len(array)
+    own[row:] = 0
 
 
 def array_of(tensor: torch.Tensor, rows: int | None = None) -> Array:

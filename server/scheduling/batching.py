@@ -31,9 +31,16 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 def choose_batch(
-    waiting: Iterable[Ticket], policy: Policy, estimate: Estimate, max_rows: int, now_s: float
+    waiting: Iterable[Ticket],
+    policy: Policy,
+    estimate: Estimate,
+    max_rows: int,
+    now_s: float,
+    since_s: float | None = None,
 ) -> Batch:
     """Choose how many waiting requests are executed with the first one, whose sizes they must have.
+
+    The batch delay counts from `since_s`, or without it from the arrival of the oldest of them.
 
     A batch may be padded: five requests of a swap-bound model run as a batch of eight, with one copy of the parameters.
     A compute-bound model gains nothing from batching, so its requests are executed one by one.
@@ -65,7 +72,8 @@ def choose_batch(
     if policy.batch_delay_s > 0.0 and not full and not preferred and rows < max_rows:
         # Until the oldest request has waited for the batch delay, or a deadline forces the start.
         latest_start_s = deadline_s - estimate.upper_estimate_s(rows, now_s)
-        keep_until_s = min(min(ticket.arrived_s for ticket in taken) + policy.batch_delay_s, latest_start_s)
+        since_s = min(ticket.arrived_s for ticket in taken) if since_s is None else since_s
+        keep_until_s = min(since_s + policy.batch_delay_s, latest_start_s)
     del taken[preferred or paying :]
     return Batch(tuple(taken), sum([t.request.batch for t in taken]), keep_until_s)
 

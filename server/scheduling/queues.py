@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import msgspec
 
-from cohabit.server.ipc.request import Request
+from cohabit.server.ipc.request import Request, SequenceId
 
 _number = attrgetter("number")
 
@@ -56,6 +56,11 @@ class ModelQueue:
     def __iter__(self) -> Iterator[Ticket]:
         """Iterate by level, the most urgent first, and by age within a level."""
         return chain(*self._levels.values(), self._late)
+
+    @property
+    def sequences(self) -> set[SequenceId]:
+        """The sequences that have requests here."""
+        return {ticket.request.sequence.id for ticket in self if ticket.request.sequence is not None}
 
     def starting_with(self, leader: Ticket) -> Iterator[Ticket]:
         """Iterate with `leader` first, the others in order."""

@@ -1,5 +1,8 @@
 """The scheduler's state of one model: its queue, its policy, and its time estimates."""
 
+import math
+
+from cohabit.server.ipc.request import SequenceId
 from cohabit.server.scheduling.batching import Batch, choose_batch
 from cohabit.server.scheduling.estimates import Estimate, ModelEstimates
 from cohabit.server.scheduling.limits import Admission
@@ -21,6 +24,10 @@ class ScheduledModel:
         self.recovery_s = 0.0
         """Lost directly after an execution of the same model, while its residents are still copied back."""
         self.held = False
+        self.returning: set[SequenceId] = set()
+        """Sequences of the last execution whose next requests have not come yet: those of a text come at once."""
+        self.free_s = -math.inf
+        """When that execution ended."""
 
     def estimate_of(self, ticket: Ticket) -> Estimate:
         return self.estimates.of(ticket.request.sizes)
@@ -51,5 +58,6 @@ class ScheduledModel:
         """Return the batch that would be executed with `first` as its first request."""
         if len(self.queue) == 1 and self.policy.batch_delay_s == 0.0:
             return Batch((first,), first.request.batch)
-        estimate = self.estimate_of(first)
-        return choose_batch(self.queue.starting_with(first), self.policy, estimate, self.max_rows, now_s)
+        estimate, waiting = self.estimate_of(first), self.queue.starting_with(first)
+        wait_s = None if first.request.sequence is None else self.free_s if self.returning else -math.inf
+        return choose_batch(waiting, self.policy, estimate, self.max_rows, now_s, wait_s)

@@ -124,6 +124,8 @@ class Scheduler:
         self._arrivals += 1
         self._live.add(ticket)
         known.queue.push(ticket)
+        if request.sequence is not None:
+            known.returning.discard(request.sequence.id)
         if not known.held:
             self._waiting[request.model] = known
         if ticket.expires:
@@ -185,6 +187,9 @@ class Scheduler:
         if known is None or first.generation < known.first_generation:
             return  # the model was removed meanwhile
         known.admission.leave(len(batch.tickets))
+        steps = (ticket.request.sequence for ticket in batch.tickets)
+        known.returning = {step.id for step in steps if step is not None and not step.end} - known.queue.sequences
+        known.free_s = now_s
         if seconds is not None and first.generation == known.generation:
             known.estimates.measured(first.request.sizes, batch.rows, seconds, now_s)
 

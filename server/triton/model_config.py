@@ -21,9 +21,9 @@ from cohabit.server.triton.config_messages import ModelInput, ModelInstanceGroup
 from cohabit.server.triton.config_messages import ModelWarmup as ModelWarmup
 
 _LARGEST_FILE_BYTES = 1 << 20
-_IDLE_US, _DELAY_US = 600_000_000, 2_000
+_IDLE_US, _DELAY_US = 600_000_000, 10_000
 """Of generated entries with growing states: how long a sequence may be idle, and how long one that goes on waits for
-others, so that they are computed together."""
+others of the execution before, so that they are computed together again."""
 _INDEXED = re.compile(r".*__(\d{1,4})", re.ASCII | re.DOTALL)
 """Triton's names for the tensors of PyTorch models, with their position."""
 
