@@ -38,7 +38,7 @@ MOST_BUCKETS = 64
 """Each has a plan, and programs in memory."""
 _CHECKED_BATCHES = 2
 """How many batch sizes are traced at several shapes of a bucket: a batch of 1 is special to torch, others are alike."""
-_LOWERING = "20"
+_LOWERING = "23"
 """Changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 

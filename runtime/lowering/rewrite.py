@@ -15,7 +15,7 @@ from cohabit.runtime.lowering.allowed_ops import is_assertion, is_random
 from cohabit.runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from cohabit.runtime.lowering.model import TABLE_OPS, FxModel
 from cohabit.runtime.lowering.rewrites.attention import attend_plainly, join_projections, rotate_pairs
-from cohabit.runtime.lowering.rewrites.elementwise import use_gelu, use_rms_norm
+from cohabit.runtime.lowering.rewrites.elementwise import drop_casts, use_gelu, use_rms_norm
 from cohabit.runtime.lowering.rewrites.in_place import work_in_place
 from cohabit.runtime.lowering.rewrites.padding import absorb_padding
 from cohabit.runtime.lowering.rewrites.precision import apply_options
@@ -88,8 +88,16 @@ def _steps(
     yield from ((fold_constants,), (fold_rows, symbols), (use_linear,), (fold_batch_norms,))
     yield (split_recurrent_layers,)
     if options.packed:
+        if options.dtype == "float32":  # in a reduced type, casts to float32 keep digits
+            yield (drop_casts,)
         yield from ((use_gelu,), (use_rms_norm,))
-        yield from ((absorb_padding,), (convolve_transposed,), (join_tables,), (rotate_pairs,), (attend_plainly,))
+        yield from (
+            (absorb_padding,),
+            (convolve_transposed,),
+            (join_tables,),
+            (rotate_pairs,),
+            (attend_plainly,),
+        )
         yield join_projections, slice_sizes(model, packed=True)[1]
     yield (leave_tables_on_host,)
     yield split_large_layers, options.packed

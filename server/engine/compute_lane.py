@@ -96,7 +96,8 @@ class ComputeLane:
         with self.device.changed:
             generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.recovery_s)
             self._current[model] = generation
-            sequences = None if rules is None else Sequences(info, rules, self._state_memory)
+            batches = sorted({bucket.batch for bucket in predicted_s})
+            sequences = None if rules is None else Sequences(info, rules, self._state_memory, batches)
             self.device.models[model, generation] = LoadedServable(servable, statistics, sequences)
 
     def replan(self, servable: Servable) -> None:

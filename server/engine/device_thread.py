@@ -65,7 +65,7 @@ class LoadedServable:
         rows = sum([ticket.request.batch for ticket in tickets])
         if self.sequences is None:
             return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, follow)
-        answer = self.servable.execute([self.sequences.inputs_of(ticket) for ticket in tickets], rows, follow)
+        answer = self.servable.execute([self.sequences.inputs_of(tickets)], rows, follow)
         self.sequences.keep(tickets, answer.outputs, time.monotonic())
         return answer
 
@@ -157,8 +157,8 @@ class DeviceThread:
 
     def _execute(self, batch: Batch) -> None:
         """Execute requests together; if that fails, one by one, so that only the faulty ones fail."""
-        tickets = batch.tickets
-        model = self.models[batch.model, tickets[0].generation]
+        model = self.models[batch.model, batch.tickets[0].generation]
+        tickets = batch.tickets if model.sequences is None else model.sequences.in_rows(batch.tickets)
         started_s = time.monotonic()
         outcomes = self._outcomes(model, tickets, batch)
         ended_s = time.monotonic()

@@ -23,6 +23,8 @@ _OVERHEAD_BYTES = 1 << 10
 """What a sequence counts for besides its states."""
 _LEAST_ROOM = 16
 """Entries that a growing state has room for at first."""
+_ROOM_STEP = 64
+"""Growing states are padded to a multiple of this, so that an execution finds those of the last one in their places."""
 
 
 class StateMemory:
@@ -44,7 +46,19 @@ class StateMemory:
 
 
 @dataclass(slots=True)
+class _Gathered:
+    """A growing state of all rows of the last execution. Most rows of the next one are as they were, but longer."""
+
+    memory: Array
+    """[rows, ...], with zeros behind each row's entries, or what was there in rows that are not used."""
+    rows: list[tuple[object, int]]
+    """By row, whose entries it has, and how many."""
+
+
+@dataclass(slots=True)
 class _Sequence:
+    name: object
+    """Another one for each sequence, also where ids are used again. Its growing states are only ever added to."""
     states: list[Array]
     """Of a growing state, with room for what will come."""
     length: int
@@ -60,11 +74,17 @@ class _Sequence:
 class Sequences:
     """The sequences of one load of a model. Belongs to its compute lane's thread, but for `enter` and `leave`."""
 
-    def __init__(self, info: ModelInfo, rules: SequenceRules, memory: StateMemory) -> None:
+    def __init__(
+        self, info: ModelInfo, rules: SequenceRules, memory: StateMemory, batches: Sequence[int] = ()
+    ) -> None:
+        """`batches` are those that are planned, ascending: growing states come with as many rows."""
         self._model = info.name
         self._batched = info.max_batch_size > 0
         self._rules = rules
         self._memory = memory
+        self._batches = batches
+        self._gathered: dict[str, _Gathered] = {}
+        """By input."""
         self._known: dict[SequenceId, _Sequence] = {}
         """The one that was used last is last."""
         self._waiting: Counter[SequenceId] = Counter()
@@ -88,25 +108,78 @@ class Sequences:
         if not self._waiting[sequence]:
             del self._waiting[sequence]
 
-    def inputs_of(self, ticket: Ticket) -> Inputs:
-        """Return a request's inputs with its sequence's states, and with what tells the model where it stands.
+    def in_rows(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        """Return requests in the order in which their sequences were in the last execution, as far as they were."""
+        gathered = next(iter(self._gathered.values()), None)
+        if gathered is None or len(tickets) == 1:
+            return tickets
+        row_of = {name: row for row, (name, _) in enumerate(gathered.rows[: len(tickets)])}
+        placed: dict[int, Ticket] = {}
+        others: list[Ticket] = []
+        for ticket in tickets:
+            known = self._known.get(_step(ticket.request).id)
+            row = None if known is None else row_of.get(known.name)
+            if row is None:
+                others.append(ticket)
+            else:
+                placed[row] = ticket
+        return [placed[row] if row in placed else others.pop(0) for row in range(len(tickets))]
 
-        Raises InvalidRequest for a sequence that is not known, and Overloaded if there is no room for a new one.
+    def inputs_of(self, tickets: Sequence[Ticket]) -> Inputs:
+        """Return the inputs of requests, with their sequences' states and with what tells the model where they stand.
+
+        They are valid until the next call. Raises InvalidRequest for a sequence that is not known, and Overloaded if
+        there is no room for a new one.
         """
+        found = [self._before(ticket) for ticket in tickets]
+        parts: dict[str, list[Array]] = {}
+        for ticket, known in zip(tickets, found, strict=True):
+            for name, array in ticket.request.inputs.items():
+                parts.setdefault(name, []).append(array)
+            for control in self._rules.controls:
+                own = self._control(control, _step(ticket.request), known.length)
+                parts.setdefault(control.input, []).append(own)
+            for state, array in zip(self._rules.states, known.states, strict=True):
+                parts.setdefault(state.input, []).append(array)
+        axes = {state.input: state.axis for state in self._rules.states if state.axis is not None}
+        return {
+            name: self._grown(name, axes[name], arrays, found)
+            if name in axes
+            else arrays[0]
+            if len(arrays) == 1
+            else np.concatenate(arrays)
+            for name, arrays in parts.items()
+        }
+
+    def _before(self, ticket: Ticket) -> _Sequence:
+        """Return a request's sequence as it is before it."""
         step = _step(ticket.request)
-        if step.start:
-            self._forget_idle(ticket.arrived_s)
-            known = _Sequence([state.initial for state in self._rules.states], 0, ticket.arrived_s)
-            if step.id not in self._known and self._memory.used_bytes + known.nbytes > self._memory.limit_bytes:
-                raise self._no_room(known.nbytes)
-        else:
-            known = self._found(step.id, ticket.arrived_s)
-        inputs = dict(ticket.request.inputs)
-        for state, array in zip(self._rules.states, known.states, strict=True):
-            inputs[state.input] = array if state.axis is None else _entries(array, state.axis, 0, known.length)
-        for control in self._rules.controls:
-            inputs[control.input] = self._control(control, step, known.length)
-        return inputs
+        if not step.start:
+            return self._found(step.id, ticket.arrived_s)
+        self._forget_idle(ticket.arrived_s)
+        known = _Sequence(object(), [state.initial for state in self._rules.states], 0, ticket.arrived_s)
+        if step.id not in self._known and self._memory.used_bytes + known.nbytes > self._memory.limit_bytes:
+            raise self._no_room(known.nbytes)
+        return known
+
+    def _grown(self, name: str, axis: int, arrays: Sequence[Array], found: Sequence[_Sequence]) -> Array:
+        """Return a growing state of all rows, padded: memory that is used again, to which what is new is added."""
+        whole = arrays if self._batched else [array[None] for array in arrays]
+        axis += not self._batched
+        rows = next((batch for batch in self._batches if batch >= len(whole)), len(whole))
+        longest = max(known.length for known in found)
+        room = min(-(-max(longest, 1) // _ROOM_STEP) * _ROOM_STEP, self._rules.most_length)
+        shape = (rows, *whole[0].shape[1:axis], room, *whole[0].shape[axis + 1 :])
+        gathered = self._gathered.get(name)
+        if gathered is None or gathered.memory.shape != shape:
+            gathered = self._gathered[name] = _Gathered(np.zeros(shape, whole[0].dtype), [(None, 0)] * rows)
+        for row, (array, known) in enumerate(zip(whole, found, strict=True)):
+            before, length = gathered.rows[row]
+            start, place = length if before is known.name else 0, gathered.memory[row : row + 1]
+            _entries(place, axis, start, known.length)[...] = _entries(array, axis, start, known.length)
+            _entries(place, axis, known.length, length)[...] = 0  # of the sequence that was there
+            gathered.rows[row] = known.name, known.length
+        return gathered.memory if self._batched else gathered.memory[0]
 
     def keep(self, tickets: Sequence[Ticket], outputs: Mapping[str, Array], now_s: float) -> None:
         """Keep the states that an execution of these requests, one row each, has returned: of all of them or of none.
@@ -129,11 +202,15 @@ class Sequences:
             self._known.pop(sequence, None)
             if after is not None:
                 self._known[sequence] = after
+        if not self._known:
+            self._gathered.clear()
 
     def forget(self, sequence: SequenceId) -> None:
         """Forget a sequence, if it is known."""
         if (known := self._known.pop(sequence, None)) is not None:
             self.nbytes -= known.nbytes
+        if not self._known:
+            self._gathered.clear()
 
     def _after(
         self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array], now_s: float
@@ -156,7 +233,7 @@ class Sequences:
             array = self._with_room(array, state.axis, length, longer)
             _entries(array, state.axis, length, longer)[...] = output
             states.append(array)
-        return _Sequence(states, longer, now_s)
+        return _Sequence(object() if before is None else before.name, states, longer, now_s)
 
     def _with_room(self, array: Array, axis: int, length: int, longer: int) -> Array:
         """Return a growing state with room for its entries: itself, or a copy twice as large."""

@@ -81,21 +81,32 @@ class ProgramServable:
     dynamic: DynamicShape
     """The program's. `info` lacks the sizes that clients do not see."""
     executor: Runner
-    _growing: dict[str, Array] = field(init=False)
-    """By growing state, memory for those of all rows, which every execution uses again: new memory would be cleared by
-    the system first, a page at a time."""
+    _borrowed: frozenset[str] = field(init=False)
+    """Inputs that are growing states. They come in one piece, for all rows, and are used as they are: no program
+    changes them."""
 
     def __post_init__(self) -> None:
         seen = {tensor.name for tensor in self.info.inputs}
         hidden = [port for port in self.inputs if port.name not in seen]
-        growing = [port.name for port in hidden if any(isinstance(size, str) for size in port.shape)]
-        self._growing = {name: np.empty(0, np.uint8) for name in growing}
+        growing = {port.name for port in hidden if any(isinstance(size, str) for size in port.shape)}
+        self._borrowed = frozenset(growing - self._changed()) if growing else frozenset()
+
+    def _changed(self) -> set[str]:
+        """Return the inputs that a program changes in place."""
+        graphs = [program.draft.graph for program in self.programs.values()]
+        return {
+            self.inputs[graph.inputs.index(i)].name
+            for graph in graphs
+            for op in graph.ops
+            for i in op.mutates
+            if i in graph.inputs
+        }
 
     @property
     def predicted_s(self) -> Mapping[Bucket, float]:
         """Predicted seconds of an inference by bucket: its plan's, and what the host of a device of its own adds.
 
-        A model without a batch dimension has batch 1. Of the sizes that clients do not see, it is for the largest.
+        A model without a batch dimension has batch 1. Of the sizes that clients do not see, it is for the least.
         """
         most, seen = self.info.max_batch_size, {tensor.name for tensor in self.info.inputs}
         shown = [n for n, d in enumerate(self.dynamic.dimensions) if self.inputs[d.input].name in seen]
@@ -105,7 +116,7 @@ class ProgramServable:
             if plan is not None and (not most or bucket.batch <= most):
                 host_s = 0.0 if profile is None else profile.host_s
                 key = Bucket(bucket.batch if most else 1, tuple(bucket.sizes[n] for n in shown))
-                predicted[key] = max(plan.latency_s + host_s, predicted.get(key, 0.0))
+                predicted[key] = min(plan.latency_s + host_s, predicted.get(key, math.inf))
         return predicted
 
     @property
@@ -128,7 +139,7 @@ class ProgramServable:
         most = max(self.programs).batch
         if self.info.max_batch_size and rows > most:
             return self._in_parts(requests, most, follow)
-        sizes = self._sizes(requests)
+        sizes = self._sizes(requests[0])
         program = self._planned(rows, sizes)
         planned, symbols = program.bucket.batch, self.dynamic.symbols(sizes)
         self._check(symbols)
@@ -144,7 +155,9 @@ class ProgramServable:
             raise
         start_s = time.perf_counter()
         own = rows if self.info.max_batch_size else None
-        outputs = {p.name: self._own(array_of(t, own)) for p, t in zip(self.outputs, result.outputs, strict=True)}
+        outputs = {
+            p.name: self._own(array_of(t, own), tensors) for p, t in zip(self.outputs, result.outputs, strict=True)
+        }
         timing = Timing(
             compute_s=result.latency_s,
             stall_s=result.stall_s,
@@ -192,28 +205,24 @@ class ProgramServable:
         """Replace the programs. The residents of the new ones must be in place. Compute lane's thread."""
         self.programs = programs
 
-    def _sizes(self, requests: Sequence[Inputs]) -> tuple[int, ...]:
-        """Return the sizes of an execution: those of its requests, or the largest where they have grown differently."""
-        return tuple(
-            max(d.least, *(inputs[self.inputs[d.input].name].shape[d.axis] for inputs in requests))
-            for d in self.dynamic.dimensions
-        )
+    def _sizes(self, inputs: Inputs) -> tuple[int, ...]:
+        """Return the sizes of an execution, those that clients do not see among them."""
+        return tuple(inputs[self.inputs[d.input].name].shape[d.axis] for d in self.dynamic.dimensions)
 
     def _tensor(self, arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a concatenated copy of its shape that belongs to the execution."""
-        if port.name not in self._growing:
+        """Return an input, padded to the planned batch: a copy that the execution owns, unless it is borrowed."""
+        if port.name not in self._borrowed:
             return _tensor(arrays, port, rows, shape)
-        nbytes, memory = math.prod(shape) * arrays[0].itemsize, self._growing[port.name]
-        if memory.nbytes < nbytes:
-            memory = self._growing[port.name] = np.empty(nbytes, np.uint8)
-        own = memory[:nbytes].view(arrays[0].dtype).reshape(shape)
-        _pad(arrays, own)
-        tensor = torch.from_numpy(own)
+        (whole,) = arrays
+        if whole.shape != shape:
+            return _tensor([whole[:rows]], port, rows, shape)
+        tensor = torch.from_numpy(whole)
         return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
 
-    def _own(self, output: Array) -> Array:
+    def _own(self, output: Array, tensors: Sequence[torch.Tensor]) -> Array:
         """Return an output that no later execution overwrites."""
-        shares = any(np.may_share_memory(output, memory) for memory in self._growing.values())
+        borrowed = (t for t, port in zip(tensors, self.inputs, strict=True) if port.name in self._borrowed)
+        shares = any(np.may_share_memory(output, array_of(tensor)) for tensor in borrowed)
         return output.copy() if shares else output
 
     def _check(self, symbols: Mapping[str, int]) -> None:
@@ -245,18 +254,6 @@ def _tensor(arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ..
         own[rows:] = own[rows - 1]
     tensor = torch.from_numpy(own)
     return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
-
-
-def _pad(arrays: Sequence[Array], own: Array) -> None:
-    """Copy states that have grown differently, and zeros behind them: nothing is left of what others had there."""
-    row = 0
-    for array in arrays:
-        rows = own[row : row + len(array)]
-        for axis, (size, most) in enumerate(zip(array.shape, rows.shape, strict=True)):
-            rows[(slice(None),) * axis + (slice(size, most),)] = 0
-        rows[tuple(map(slice, array.shape))] = array
-        row += len(array)
-    own[row:] = 0
 
 
 def array_of(tensor: torch.Tensor, rows: int | None = None) -> Array:

@@ -15,6 +15,26 @@ _EXACT = 1e-6
 """Relative difference within which a constant is the one of a formula: models write it with few digits or many."""
 
 
+_CASTS = frozenset({aten.to.dtype, aten.to.dtype_layout, aten.to.device})
+
+
+def drop_casts(model: FxModel) -> None:
+    """Remove casts to the type that a tensor has, which return it as it is: formulas are found across them."""
+    for node in list(model.graph.nodes):
+        given = node.args[0] if node.target in _CASTS else None
+        if isinstance(given, fx.Node) and _is_same(node.meta.get("val"), given.meta.get("val")):
+            node.replace_all_uses_with(given)
+            model.graph.erase_node(node)
+
+
+def _is_same(result: Any, given: Any) -> bool:
+    """Whether a cast's result is the tensor that it was given, by what export wrote."""
+    if not isinstance(result, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return False
+    alike = result.dtype is given.dtype and result.device == given.device and result.layout is given.layout
+    return alike and [str(s) for s in result.stride()] == [str(s) for s in given.stride()]
+
+
 def use_gelu(model: FxModel) -> None:
     """Compute 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) as GELU by its tanh approximation."""
     for node in list(model.graph.nodes):
