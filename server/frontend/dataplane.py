@@ -100,6 +100,8 @@ class DataPlane:
         """Unanswered requests by model."""
         self._full: dict[ModelKey, QueueFull] = {}
         """The refusals of models whose queue was full at the last answer."""
+        self._texts = 0
+        """Texts that are being generated."""
         self._draining = False
         self._answered = asyncio.Event()
         self._decoding = asyncio.Lock()
@@ -231,6 +233,16 @@ class DataPlane:
         measured.setdefault(model, Histogram.of(REQUEST_SECONDS)).add(seconds)
 
     @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Count a text that is generated in this block: the server ends after it."""
+        self._texts += 1
+        try:
+            yield
+        finally:
+            self._texts -= 1
+            self._answered.set()
+
+    @contextmanager
     def fitting(self, model: ModelKey) -> Iterator[None]:
         """Count a request that is refused in this block because it does not fit its model."""
         try:
@@ -357,12 +369,16 @@ class DataPlane:
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
-                while any(self._under_way.values()):
+                while self._is_answering:
                     self._answered.clear()
                     await self._answered.wait()
         except TimeoutError:
-            return not any(self._under_way.values())
+            return not self._is_answering
         return True
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._texts > 0 or any(self._under_way.values())
 
     def _refuse_if_draining(self) -> None:
         if self._draining:

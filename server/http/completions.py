@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
@@ -290,7 +290,7 @@ class CompletionsApi:
         sequence = TokenSequence(self._plane, info, list(text.prompt))
         slow = info.outputs[0].shape[0] > _QUICK_VOCABULARY
         started_s = time.monotonic()
-        try:
+        with self._plane.generating(), closing(sequence):
             while text.finish_reason is None and not has_left():
                 logits = await sequence.logits()
                 token = await call(slow and text.sampling.temperature > 0, sampler.choose, logits)
@@ -311,8 +311,6 @@ class CompletionsApi:
                     likely = await call(slow, log_probabilities, logits, token, text.likely)
                 yield Piece(piece, (token,), likely)
                 sequence.tokens.append(token)
-        finally:
-            sequence.close()
 
 
 class _Decoded:

@@ -73,8 +73,18 @@ class Norm(nn.Module):
         return self.weight * (x * scale) + (scale if self.times > 1 else 0)
 
 
-def test_root_mean_square_norm_is_one_op(tmp_path: Path) -> None:
-    targets, answer, expected = lowered_ops(Norm(), tmp_path)
+class CastNorm(Norm):
+    """As transformers has it, with casts for lower precisions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * wide.to(x.dtype)
+
+
+@pytest.mark.parametrize("model", [Norm(), CastNorm()], ids=["plain", "with casts"])
+def test_root_mean_square_norm_is_one_op(model: nn.Module, tmp_path: Path) -> None:
+    targets, answer, expected = lowered_ops(model, tmp_path)
     assert "rms_norm" in targets
     assert not any("rsqrt" in target or "mean" in target for target in targets)
     torch.testing.assert_close(answer, expected, atol=1e-6, rtol=1e-6)
@@ -85,6 +95,21 @@ def test_what_resembles_a_norm_stays(model: nn.Module, tmp_path: Path) -> None:
     targets, answer, expected = lowered_ops(model, tmp_path)
     assert "rms_norm" not in targets
     torch.testing.assert_close(answer, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda x: x.to(torch.float64).to(torch.float32),
+        lambda x: x.to(torch.bfloat16).to(torch.float32),
+        lambda x: x.to(torch.float32).to(memory_format=torch.preserve_format) + 0,
+        lambda x: x.mT.to(torch.float32, memory_format=torch.contiguous_format).view(x.shape[0], 24, 5).mT,
+    ],
+    ids=["there and back", "rounded", "none", "laid out anew"],
+)
+def test_casts_that_change_something_stay(cast: Function, tmp_path: Path) -> None:
+    _, answer, expected = lowered_ops(Computed(cast), tmp_path)
+    torch.testing.assert_close(answer, expected, atol=0, rtol=0)
 
 
 class Layers(nn.Module):
