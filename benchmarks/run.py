@@ -50,6 +50,8 @@ COMMANDS = {
     "precision": "precision --record",
     "weights": "weights --record",
     "kernels": "kernels --record",
+    "texts": "texts --record",
+    "sessions": "sessions --record",
     "budget": "budget --record",
     "training": "training --seconds 3 --record",
     "training-batch": "training_batch --record",

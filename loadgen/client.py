@@ -3,6 +3,7 @@
 import itertools
 import os
 import resource
+import secrets
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -84,6 +85,8 @@ class Client:
                 ssl_context=self._context,
             )  # fmt: skip
             self._as_json, self._timeout = {}, {}
+        self._with_sequences: set[str] = set()
+        """Models whose requests belong to sequences: each request is a sequence of its own."""
         self._regions: list[shared_memory.SharedMemoryRegion] = []
         """Shared memory that holds inputs; registered with the server until `close`."""
 
@@ -112,6 +115,15 @@ class Client:
         call = self._client.get_model_metadata(model, headers=self._credentials.headers, **self._as_json)
         metadata: dict[str, Any] = await self._answer(call, f"has no model {model!r}")
         return metadata
+
+    async def learn_sequences(self, model: str) -> None:
+        """Ask whether a model's requests belong to sequences, before any is sent."""
+        try:
+            config = await self._client.get_model_config(model, headers=self._credentials.headers, **self._as_json)
+        except (InferenceServerException, *_UNREACHABLE, TimeoutError, ValueError):
+            return  # KServe has no such endpoint, nor sequences
+        if "sequence_batching" in (config["config"] if self.is_grpc else config):
+            self._with_sequences.add(model)
 
     async def statistics(self) -> list[dict[str, Any]]:
         """Return Triton's statistics of all models; empty if the server keeps none."""
@@ -176,7 +188,9 @@ class Client:
     async def infer(self, model: str, inputs: Sequence[Any]) -> Any:
         """Return tritonclient's result; raises RequestFailed."""
         try:
-            return await self._client.infer(model, inputs, headers=self._credentials.headers, **self._timeout)
+            return await self._client.infer(
+                model, inputs, headers=self._credentials.headers, **self._sequence(model), **self._timeout
+            )
         except InferenceServerException as error:
             status = str(error.status() or "error").removeprefix("StatusCode.")
             if self.is_grpc and status in ("DEADLINE_EXCEEDED", "UNAVAILABLE"):
@@ -189,6 +203,11 @@ class Client:
             raise RequestFailed("connection", _reason(error)) from error
         except ValueError as error:
             raise RequestFailed("malformed answer", _reason(error)) from error
+
+    def _sequence(self, model: str) -> dict[str, Any]:
+        if model not in self._with_sequences:
+            return {}
+        return {"sequence_id": secrets.randbits(63) | 1, "sequence_start": True, "sequence_end": True}
 
     async def _answer(self, call: Awaitable[Any], problem: str) -> Any:
         try:
@@ -250,6 +269,7 @@ async def prepare_requests(client: Client, models: Sequence[str], load: Load) ->
 
 async def _requests_of(client: Client, model: str, load: Load, rng: np.random.Generator) -> list[PreparedRequest]:
     metadata = await client.metadata(model)
+    await client.learn_sequences(model)
     path = None if load.inputs is None else file_of(Path(load.inputs), model)
     if isinstance(load.batch, int):
         batches = [load.batch] * (1 if path is None else DISTINCT_REQUESTS)

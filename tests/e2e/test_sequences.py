@@ -1,5 +1,6 @@
 """Sequences: what a model keeps from one request to the next, through Triton's unchanged clients."""
 
+import asyncio
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from torch import nn
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.run import run_load
 from tests.e2e.serving import Process, Running, ask, eventually, metric, process, serving
 from tests.runtime import models
 
@@ -286,3 +289,12 @@ def linked(repository: Path, root: Path, config: str) -> Path:
     os.link(repository / "sum" / "1" / "model.pt2", root / "sum" / "1" / "model.pt2")
     (root / "sum" / "config.pbtxt").write_text(config)
     return root
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_loadgen_sends_sequences_of_one_request(server: Running, scheme: str) -> None:
+    address = f"http://{server.address}" if scheme == "http" else f"grpc://{server.grpc_address}"
+    load = Load(rate_per_s=50.0, duration_s=1.0, warmup_s=0.0)
+    report = asyncio.run(run_load(address, load))
+    assert (report.completed > 0, report.errors) == (True, {})
+    assert metric(server.metrics_address, "cohabit_sequences", "sum") == 0

@@ -105,7 +105,7 @@ def test_what_resembles_a_norm_stays(model: nn.Module, tmp_path: Path) -> None:
         lambda x: x.to(torch.float32).to(memory_format=torch.preserve_format) + 0,
         lambda x: x.mT.to(torch.float32, memory_format=torch.contiguous_format).view(x.shape[0], 24, 5).mT,
     ],
-    ids=["there and back", "rounded", "none", "laid out anew"],
+    ids=["there and back", "rounded", "none", "laid out differently"],
 )
 def test_casts_that_change_something_stay(cast: Function, tmp_path: Path) -> None:
     _, answer, expected = lowered_ops(Computed(cast), tmp_path)
