@@ -53,7 +53,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.observe": ({"server", "planner.shapes"}, {"msgspec", "opentelemetry", "psutil", "pynvml"}),
     "server.frontend": (
         {"server", "planner.errors", "planner.free_list", "planner.shapes"},
-        {"msgspec", "numpy", "tokenizers"},
+        {"jinja2", "msgspec", "numpy", "tokenizers"},
     ),
     "server.http": ({"server", "planner.errors"}, {"aiohttp", "msgspec"}),
     "server.grpc": (

@@ -38,6 +38,9 @@ class LanguageDocument(msgspec.Struct, frozen=True):
     """What a chat template may name: `bos_token` and others."""
 
 
+_document = msgspec.json.Decoder(LanguageDocument)
+
+
 class LanguageDocuments:
     """By model. Belongs to the event loop's thread; files are read on others."""
 
@@ -71,7 +74,7 @@ class LanguageDocuments:
             raise Refused("Unsupported", text)
         try:
             raw = (self._repository / model / GENERATION).read_bytes()
-            return msgspec.json.decode(raw, type=LanguageDocument)
+            return _document.decode(raw)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Refused("Unsupported", f"model '{model}': its {GENERATION} cannot be read: {error}") from error
 

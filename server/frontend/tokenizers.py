@@ -38,6 +38,23 @@ class LoadedTokenizer:
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special)
         return [np.array(one.ids, _TOKEN) for one in encoded]
 
+    def decoder(self, prompt: Sequence[int]) -> "TextDecoder":
+        """Return what makes text of the tokens that come after a prompt."""
+        return TextDecoder(self.tokenizer, prompt)
+
+
+class TextDecoder:
+    """The text of tokens that come one by one, as far as they make whole characters."""
+
+    def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int]) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+
+    def added(self, token: int) -> str:
+        return self._stream.step(self._tokenizer, token) or ""
+
 
 async def tokens_in(
     lease: Lease,

@@ -1,16 +1,14 @@
 """OpenAI's endpoints for generated text: completions, and chats, at once or as server-sent events."""
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, suppress
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
-from aiohttp import hdrs, web
-from aiohttp.abc import AbstractStreamWriter
+from aiohttp import web
 from msgspec import Meta
 
 from cohabit.server.errors import InvalidRequest, RequestError
@@ -22,6 +20,7 @@ from cohabit.server.frontend.tokenizers import LoadedTokenizer
 from cohabit.server.http.answers import json_response
 from cohabit.server.http.body import read_body
 from cohabit.server.http.errors import error_of
+from cohabit.server.http.events import EventStream
 from cohabit.server.ipc.model import ModelInfo
 from cohabit.server.protocol.json_body import parse_json
 from cohabit.server.protocol.sampling import Sampler, Sampling, log_probabilities
@@ -149,7 +148,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """What one step adds to a text."""
 
     text: str
@@ -164,11 +163,11 @@ class _Form(Protocol):
         """What is sent before the first piece, of a stream."""
         ...
 
-    def chunk(self, piece: Piece) -> dict[str, Any]: ...
+    def chunk(self, piece: TextPiece) -> dict[str, Any]: ...
 
     def last(self, reason: str) -> dict[str, Any]: ...
 
-    def whole(self, pieces: Sequence[Piece], reason: str) -> dict[str, Any]: ...
+    def whole(self, pieces: Sequence[TextPiece], reason: str) -> dict[str, Any]: ...
 
 
 class CompletionsApi:
@@ -280,13 +279,13 @@ class CompletionsApi:
             return json_response(form.whole(found, text.finish_reason or "stop"))
         includes_usage = asked.stream_options is not None and asked.stream_options.include_usage
         events = _events(pieces, text, form, includes_usage=includes_usage)
-        return EventStream(events, await anext(events))
+        return EventStream(events, await anext(events), _WRITE_S)
 
-    async def _pieces(self, text: Text, has_left: Callable[[], bool]) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, text: Text, has_left: Callable[[], bool]) -> AsyncGenerator[TextPiece, None]:
         """Yield what each step adds. Raises RequestError."""
         info, sampler = text.info, Sampler(text.sampling)
         stops = StopStrings(text.stops)
-        decoded = _Decoded(text)
+        decoder = None if text.tokenizer is None else text.tokenizer.decoder(text.prompt)
         sequence = TokenSequence(self._plane, info, list(text.prompt))
         slow = info.outputs[0].shape[0] > _QUICK_VOCABULARY
         started_s = time.monotonic()
@@ -299,7 +298,7 @@ class CompletionsApi:
                 started_s = now_s
                 text.generated += 1
                 is_end = token in text.stop_ids
-                piece = "" if is_end else stops.passed(decoded.added(token))
+                piece = "" if is_end or decoder is None else stops.passed(decoder.added(token))
                 if is_end or stops.found:
                     text.finish_reason = "stop"
                 elif text.generated >= text.most:
@@ -309,26 +308,12 @@ class CompletionsApi:
                 likely = None
                 if text.likely is not None:
                     likely = await call(slow, log_probabilities, logits, token, text.likely)
-                yield Piece(piece, (token,), likely)
+                yield TextPiece(piece, (token,), likely)
                 sequence.tokens.append(token)
 
 
-class _Decoded:
-    """The text of tokens, as far as they make whole characters."""
-
-    def __init__(self, text: Text) -> None:
-        self._tokenizer = None if text.tokenizer is None else text.tokenizer.tokenizer
-        if self._tokenizer is not None:
-            from tokenizers.decoders import DecodeStream
-
-            self._stream = DecodeStream(ids=text.prompt, skip_special_tokens=True)
-
-    def added(self, token: int) -> str:
-        return "" if self._tokenizer is None else self._stream.step(self._tokenizer, token) or ""
-
-
 async def _events(
-    pieces: AsyncGenerator[Piece, None], text: Text, form: _Form, *, includes_usage: bool
+    pieces: AsyncGenerator[TextPiece, None], text: Text, form: _Form, *, includes_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream. What fails before the first piece is raised, and sent as an event after that."""
     async with aclosing(pieces):
@@ -351,42 +336,11 @@ async def _events(
     yield b"[DONE]"
 
 
-def _written(form: _Form, piece: Piece) -> Iterator[bytes]:
+def _written(form: _Form, piece: TextPiece) -> Iterator[bytes]:
     """Yield a piece's event; none for one that has nothing to say, such as a part of a character."""
     chunk = form.chunk(piece)
     if piece.text or piece.log_probabilities is not None or "token_ids" in chunk["choices"][0]:
         yield msgspec.json.encode(chunk)
-
-
-class EventStream(web.StreamResponse):
-    """Server-sent events, each as soon as it is there. A client that reads too slowly is disconnected."""
-
-    _send_headers_immediately = False  # but with the first event
-
-    def __init__(self, events: AsyncGenerator[bytes, None], first: bytes) -> None:
-        """`first` was taken from the events, so that what fails at once is answered as an error."""
-        super().__init__(headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-store"})
-        self._events = events
-        self._first = first
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        try:
-            return await super().prepare(request)
-        except BaseException:
-            await self._events.aclose()
-            raise
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        async with aclosing(self._events) as events:
-            with suppress(ConnectionError, TimeoutError):
-                await self._send(self._first)
-                async for event in events:
-                    await self._send(event)
-                await super().write_eof(data)
-
-    async def _send(self, event: bytes) -> None:
-        async with asyncio.timeout(_WRITE_S):
-            await self.write(b"data: %b\n\n" % event)
 
 
 @dataclass(slots=True)
@@ -408,7 +362,7 @@ class _Named:
             "choices": [{"index": 0, **choice}],
         }
 
-    def ids(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def ids(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         return {"token_ids": [token for piece in pieces for token in piece.tokens]} if self.with_ids else {}
 
     def token(self, token: int) -> str:
@@ -436,22 +390,22 @@ class _Completion:
     def start(self) -> None:
         return None
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: TextPiece) -> dict[str, Any]:
         return self._of([piece], None)
 
     def last(self, reason: str) -> dict[str, Any]:
         return self.named.answer("text_completion", {"text": "", "logprobs": None, "finish_reason": reason})
 
-    def whole(self, pieces: Sequence[Piece], reason: str) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[TextPiece], reason: str) -> dict[str, Any]:
         return {**self._of(pieces, reason), "usage": self.text.usage}
 
-    def _of(self, pieces: Sequence[Piece], reason: str | None) -> dict[str, Any]:
+    def _of(self, pieces: Sequence[TextPiece], reason: str | None) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         likely = None if self.text.likely is None else self._likely(pieces)
         choice = {"text": text, "logprobs": likely, "finish_reason": reason, **self.named.ids(pieces)}
         return self.named.answer("text_completion", choice)
 
-    def _likely(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _likely(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         found = [
             (piece.tokens[0], *piece.log_probabilities) for piece in pieces if piece.log_probabilities is not None
         ]
@@ -472,7 +426,7 @@ class _Chat:
     def start(self) -> dict[str, Any]:
         return self._chunk({"role": "assistant", "content": ""}, None)
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: TextPiece) -> dict[str, Any]:
         answer = self._chunk({"content": piece.text}, None)
         answer["choices"][0] |= self.named.ids([piece])
         if self.text.likely is not None:
@@ -482,7 +436,7 @@ class _Chat:
     def last(self, reason: str) -> dict[str, Any]:
         return self._chunk({}, reason)
 
-    def whole(self, pieces: Sequence[Piece], reason: str) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[TextPiece], reason: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
         likely = None if self.text.likely is None else self._likely(pieces)
         choice = {"message": message, "logprobs": likely, "finish_reason": reason, **self.named.ids(pieces)}
@@ -493,7 +447,7 @@ class _Chat:
             "chat.completion.chunk", {"delta": delta, "logprobs": None, "finish_reason": reason}
         )
 
-    def _likely(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _likely(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
             text = self.named.token(token)
             return {"token": text, "logprob": value, "bytes": list(text.encode())}

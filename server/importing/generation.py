@@ -35,7 +35,7 @@ def is_causal(written: dict[str, Any]) -> bool:
     return str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
 
 
-class Step(nn.Module):
+class GenerationStep(nn.Module):
     """One step. `past` is [batch, layers x 2, heads, entries, size], of which a row's first `length` are valid."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -132,7 +132,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
             _PAST: torch.randn((batch, layers, heads, entries, size), generator=draws),
         }
 
-    step = Step(model).eval()
+    step = GenerationStep(model).eval()
     try:
         with torch.no_grad():
             step(**examples(2, 0))

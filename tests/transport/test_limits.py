@@ -373,6 +373,7 @@ REFUSALS = {
     "ModelNotListed": (400, "INVALID_ARGUMENT"),
     "AlreadyRegistered": (400, "ALREADY_EXISTS"),
     "LoadFailed": (400, "INVALID_ARGUMENT"),
+    "SequenceLost": (400, "INVALID_ARGUMENT"),
     "ModelNotFound": (404, "NOT_FOUND"),
     "RegionNotFound": (404, "NOT_FOUND"),
     "ClientTooSlow": (408, "DEADLINE_EXCEEDED"),
