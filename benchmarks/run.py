@@ -51,7 +51,7 @@ COMMANDS = {
     "weights": "weights --record",
     "kernels": "kernels --record",
     "texts": "texts --record",
-    "sessions": "sessions --record",
+    "sessions": "sessions --seconds 60 --record",
     "budget": "budget --record",
     "training": "training --seconds 3 --record",
     "training-batch": "training_batch --record",
