@@ -78,6 +78,8 @@ class RunDescription(Load, frozen=True, kw_only=True):
     """Machine and versions of the generator."""
     interrupted: bool = False
     """The run was stopped; `duration_s` is what was measured of it."""
+    lane_share: float | None = None
+    """Part of the time that the server's busiest compute lane has computed; None for servers that do not say."""
 
 
 class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -249,6 +251,7 @@ def findings(report: Report) -> list[str]:
         found.append(
             f"saturated: {report.achieved_per_s:.1f} of {report.rate_per_s:g} requests/s were answered, and latencies"
             f" grew from {early} to {late} ms: the queue grows as long as the load lasts"
+            + ("" if report.lane_share is None else f"; the compute lane was {report.lane_share:.0%} busy")
         )
     length_s = report.duration_s / max(1, len(report.intervals))
     silent = [interval.due > 0 and interval.completed == 0 for interval in report.intervals]

@@ -24,7 +24,7 @@ from cohabit.loadgen.load import Load
 from cohabit.loadgen.openloop import Outcome, Tally, run_closed_loop, run_open_loop
 from cohabit.loadgen.processes import run_in_processes
 from cohabit.loadgen.report import Report, RunDescription, make_report
-from cohabit.loadgen.server_times import Counters, ServerTimes, read_counters, times_between
+from cohabit.loadgen.server_times import Counters, ServerTimes, lane_share_between, read_counters, times_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,11 @@ async def send_load(
             if load.concurrency is not None:
                 measured = sum(o.arrival.at_s >= load.warmup_s for o in tally.outcomes)
                 run = replace(run, rate_per_s=measured / run.duration_s)
-            server = times_between(before[0], await read_counters(client)) if before else {}
+            server: dict[str, ServerTimes] = {}
+            if before:
+                after = await read_counters(client)
+                server, lane_share = times_between(before[0], after), lane_share_between(before[0], after)
+                run = replace(run, lane_share=lane_share)
     return SentLoad(run, tally.outcomes, list(load.weights), server)
 
 

@@ -1,6 +1,7 @@
 """The server's own view of a run: where its requests spent their time."""
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ import msgspec
 from cohabit.loadgen.client import Client
 
 _STALL = re.compile(r'^cohabit_stall_seconds_total\{.*?model="(?P<model>[^"]*)".*\} (?P<value>\S+)$', re.MULTILINE)
+_LANES = re.compile(
+    r'^cohabit_lane_busy_seconds_total\{.*?lane="(?P<lane>compute[^"]*)".*\} (?P<value>\S+)$', re.MULTILINE
+)
 _RESTARTS = re.compile(r"^cohabit_engine_restarts_total(\{.*\})? (?P<value>\S+)$", re.MULTILINE)
 
 
@@ -33,6 +37,9 @@ class Counters(msgspec.Struct, frozen=True):
     stall_s: Mapping[str, float]
     restarts: float = 0.0
     """Of Cohabit's engine, whose counters are then reset."""
+    lanes_s: Mapping[str, float] = {}
+    """Seconds that Cohabit's compute lanes have computed, waits for parameters left out."""
+    at_s: float = 0.0
 
 
 async def read_counters(client: Client) -> Counters:
@@ -42,7 +49,17 @@ async def read_counters(client: Client) -> Counters:
     for found in _STALL.finditer(metrics):
         stall_s[found["model"]] = stall_s.get(found["model"], 0.0) + float(found["value"])
     restarts = sum(float(found["value"]) for found in _RESTARTS.finditer(metrics))
-    return Counters(_by_model(await client.statistics()), stall_s, restarts)
+    lanes_s = {found["lane"]: float(found["value"]) for found in _LANES.finditer(metrics)}
+    return Counters(_by_model(await client.statistics()), stall_s, restarts, lanes_s, time.perf_counter())
+
+
+def lane_share_between(before: Counters, after: Counters) -> float | None:
+    """Return the part of the time that the busiest compute lane has computed; None where the server does not say."""
+    seconds = after.at_s - before.at_s
+    if after.restarts != before.restarts or seconds <= 0:
+        return None
+    shares = [(busy_s - before.lanes_s.get(lane, 0.0)) / seconds for lane, busy_s in after.lanes_s.items()]
+    return max(shares, default=None)
 
 
 def times_between(before: Counters, after: Counters) -> dict[str, ServerTimes]:

@@ -30,7 +30,7 @@ from cohabit.server.deploy.prepare import (
 )
 from cohabit.server.deploy.worker import WorkerProcesses
 from cohabit.server.errors import ConfigError, RepositoryError
-from cohabit.server.ipc.model import TOKENIZER
+from cohabit.server.ipc.model import GENERATION, TOKENIZER
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import ModelSource, Unloadable
 
@@ -137,10 +137,13 @@ def _write(model: Model, memory: Memory, config: ServeConfig, output: Path) -> N
     folder, copy = config.repository / source.name, output / MODELS / source.name
     given = source.config
     names = [] if given is None else ["config.pbtxt", *(o.label_filename for o in given.output if o.label_filename)]
-    for name in (*names, *(f"warmup/{file}" for file in source.warmup_files)):
+    names += [f"warmup/{file}" for file in source.warmup_files]
+    names += [f"initial_state/{file}" for file in source.state_files]
+    for name in names:
         _copy(folder / name, copy / name)
-    if (tokenizer := folder / TOKENIZER).is_file():
-        _copy(tokenizer, copy / TOKENIZER)
+    for name in (TOKENIZER, GENERATION):
+        if (folder / name).is_file():
+            _copy(folder / name, copy / name)
     stand_in = copy / str(source.version) / ((given and given.default_model_filename) or source.path.name)
     stand_in.parent.mkdir(parents=True)
     stand_in.with_suffix(LOWERED_SUFFIX).write_text(f"{lowered.archive}\n")

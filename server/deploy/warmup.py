@@ -5,6 +5,7 @@ from functools import partial
 
 from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.engine.execution import Servable
+from cohabit.server.engine.sequences import first_inputs
 from cohabit.server.errors import RepositoryError
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.scheduling.sequences import SequenceRules
@@ -33,7 +34,7 @@ async def warm_up(
     for sample in samples:
         try:
             request = await asyncio.to_thread(warmup_request, sample, servable.info, files)
-            inputs = request.inputs if rules is None else rules.first_inputs(request.inputs)
+            inputs = request.inputs if rules is None else first_inputs(rules, request.inputs)
             for _ in range(max(sample.count, 1)):
                 await lane.call_on_lane(partial(servable.execute, [inputs], request.batch))
         except Exception as error:

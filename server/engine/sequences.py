@@ -168,7 +168,8 @@ class Sequences:
         axis += not self._batched
         rows = next((batch for batch in self._batches if batch >= len(whole)), len(whole))
         longest = max(known.length for known in found)
-        room = min(-(-max(longest, 1) // _ROOM_STEP) * _ROOM_STEP, self._rules.most_length)
+        rounded = -(-longest // _ROOM_STEP) * _ROOM_STEP
+        room = min(max(rounded, _ROOM_STEP, self._rules.least_length), self._rules.most_length)
         shape = (rows, *whole[0].shape[1:axis], room, *whole[0].shape[axis + 1 :])
         gathered = self._gathered.get(name)
         if gathered is None or gathered.memory.shape != shape:
@@ -293,6 +294,17 @@ class Sequences:
                 f" '{self._model}' takes it as input '{control.input}'"
             )
         return np.full_like(control.off, sequence)
+
+
+def first_inputs(rules: SequenceRules, inputs: Inputs) -> Inputs:
+    """Return the inputs of a sequence of one request."""
+    made = dict(inputs)
+    for state in rules.states:
+        sizes = [rules.least_length if n == state.axis else size for n, size in enumerate(state.initial.shape)]
+        made[state.input] = state.initial if state.axis is None else np.zeros(sizes, state.initial.dtype)
+    return made | {
+        control.input: control.off if control.kind == "length" else control.on for control in rules.controls
+    }
 
 
 def _entries(array: Array, axis: int, start: int, end: int) -> Array:

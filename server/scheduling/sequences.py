@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cohabit.server.ipc.model import Array, Inputs
+from cohabit.server.ipc.model import Array
 from cohabit.server.ipc.request import SequenceId
 from cohabit.server.scheduling.queues import Ticket
 
@@ -45,8 +45,9 @@ class SequenceRules:
     controls: tuple[Control, ...]
     idle_s: float
     """After this time without a request a sequence is forgotten."""
+    least_length: int = 0
     most_length: int = 0
-    """How far a growing state grows; 0 where there is none."""
+    """The sizes that a growing state can have, padded; 0 where there is none."""
 
     @property
     def hidden_inputs(self) -> frozenset[str]:
@@ -56,11 +57,6 @@ class SequenceRules:
     @property
     def hidden_outputs(self) -> frozenset[str]:
         return frozenset(state.output for state in self.states)
-
-    def first_inputs(self, inputs: Inputs) -> Inputs:
-        """Return the inputs of a sequence of one request."""
-        states = {state.input: state.initial for state in self.states}
-        return {**inputs, **states, **{control.input: control.on for control in self.controls}}
 
 
 def executable(waiting: Iterable[Ticket]) -> Iterator[Ticket]:

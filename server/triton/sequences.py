@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from cohabit.planner.shapes import DynamicShape, names_in
+from cohabit.planner.shapes import Dimension, DynamicShape, names_in
 from cohabit.server.errors import RepositoryError
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.protocol.datatypes import DTYPES, config_type
@@ -49,8 +49,8 @@ def rules_of(config: ModelConfig | None, info: ModelInfo, files: Mapping[str, Pa
             raise RepositoryError(f"config.pbtxt: sequence_batching names an {kind} twice: {', '.join(names)}")
     states = tuple(_state(state, info, files) for state in batching.state)
     controls = tuple(_control(control, info) for control in batching.control_input)
-    most_length, lengths = _most_length(states, info), parameter_of(config, LENGTHS, str)
-    if (lengths is None) != (most_length == 0):
+    grows, lengths = _growth(states, info), parameter_of(config, LENGTHS, str)
+    if (lengths is None) != (grows is None):
         raise RepositoryError(
             f"config.pbtxt: parameter {LENGTHS} names the input that is told how far states have grown; give it if, and"
             " only if, a state has a dynamic size"
@@ -58,7 +58,8 @@ def rules_of(config: ModelConfig | None, info: ModelInfo, files: Mapping[str, Pa
     if lengths is not None:
         controls = (*controls, _length_control(lengths, info))
     idle_s = (batching.max_sequence_idle_microseconds or _IDLE_US) / 1e6
-    return SequenceRules(states, controls, idle_s, most_length)
+    least, most = (0, 0) if grows is None else (grows.least, grows.buckets[-1])
+    return SequenceRules(states, controls, idle_s, least, most)
 
 
 def with_sequences(info: ModelInfo, rules: SequenceRules | None) -> ModelInfo:
@@ -174,10 +175,14 @@ def _length_control(name: str, info: ModelInfo) -> Control:
     return Control(name, "length", zeros, zeros)
 
 
-def _most_length(states: Sequence[State], info: ModelInfo) -> int:
-    """Return how far growing states grow, which all do alike; 0 where there is none."""
+def _growth(states: Sequence[State], info: ModelInfo) -> Dimension | None:
+    """Return the dimension along which growing states grow, which all do alike; None where there is none."""
     names, axis_of = [tensor.name for tensor in info.inputs], {state.input: state.axis for state in states}
     growing = [d for d in info.dynamic.dimensions if axis_of.get(names[d.input]) == d.axis]
     if len(growing) > 1:
         raise RepositoryError("config.pbtxt: sequence_batching: all growing states must grow by the same size")
-    return growing[0].buckets[-1] if growing else 0
+    if growing and (growing[0].step, growing[0].offset) != (1, 0):
+        raise RepositoryError(
+            "config.pbtxt: sequence_batching: a growing state must take every size, not multiples"
+        )
+    return growing[0] if growing else None

@@ -1,7 +1,9 @@
 """Texts, token by token: the tokens of transformers' own `generate`, whatever else happens."""
 
+import argparse
 import http.client
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,12 +17,14 @@ import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from cohabit.server.cli import main
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import parse_memory
+from cohabit.server.config.sources import add_flags, read_settings
 from cohabit.server.importing.entry import EntryPlace, write_entry
 from cohabit.server.importing.huggingface import from_folder
 from cohabit.server.importing.huggingface_inputs import Lengths
-from tests.e2e.serving import Running, ask, eventually, metric, process, serving
+from tests.e2e.serving import QUICK_SEARCH, Running, ask, eventually, metric, process, serving
 
 VOCABULARY, CONTEXT, BATCHES = 300, 96, (1, 2, 4)
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -183,6 +187,30 @@ def test_a_text_goes_on_with_the_same_tokens_after_its_engine_was_killed(reposit
                     if len(got) == 5 + turn:
                         server.engine().kill()
             assert got == own
+
+
+def test_a_bundle_generates_the_same_texts(repository: Path, cache: Path, tmp_path: Path) -> None:
+    """With what a warm-up asks for: a sequence of one request, before the model is served."""
+    root, bundle = tmp_path / "models", tmp_path / "bundle"
+    shutil.copytree(repository / "llama", root / "llama")
+    with (root / "llama" / "config.pbtxt").open("a") as config:
+        tokens = "inputs { key: 'input_ids' value { data_type: TYPE_INT64 dims: [1, 3] zero_data: true } }"
+        config.write(f"model_warmup {{ name: 'w' batch_size: 1 {tokens} }}")
+    flags = ["--memory", "8MiB", "--batch-sizes", "1,2,4", "--search", QUICK_SEARCH, "--cache", str(cache)]
+    assert main(["export-bundle", str(root), "--output", str(bundle), *flags]) == 0
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    config = read_settings(parser.parse_args([str(bundle)]), {}).config
+    changes = {key: getattr(config, key) for key in ("bundle", "store", "batch_sizes", "pack_weights")}
+    prompt = prompts(1, seed=3)[0]
+    with serving(config.repository, "8MiB", config.cache or tmp_path, **changes) as server:
+        found = tokens_of(complete(server.address, "llama", prompt, max_tokens=9))
+        status, chat = ask(
+            server.address, "POST", "/v1/chat/completions",
+            {"model": "llama", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+        )  # fmt: skip
+    assert found == expected("llama", prompt, 9)
+    assert (status, chat["usage"]["completion_tokens"] in (1, 2)) == (200, True)
 
 
 def test_a_client_that_leaves_ends_its_text(server: Running) -> None:

@@ -7,7 +7,7 @@ import pytest
 from cohabit.loadgen.arrivals import RequestArrival
 from cohabit.loadgen.openloop import NOT_SENT, Outcome, RequestFailed
 from cohabit.loadgen.report import Report, RunDescription, findings, make_report, runs_table, spread
-from cohabit.loadgen.server_times import Counters, times_between
+from cohabit.loadgen.server_times import Counters, lane_share_between, times_between
 
 RUN = RunDescription(url="u", seed=0, batch=1, rate_per_s=10, duration_s=10.0, warmup_s=1.0, slo_s=0.1)
 
@@ -84,6 +84,9 @@ def test_a_saturated_run_and_an_outage_are_said() -> None:
     behind = make_report(run, [answered(at_s, 0.01 + at_s) for at_s in arrivals], ["a"])  # half as fast as asked
     (said,) = findings(behind)
     assert said.startswith("saturated: 50.0 of 100 requests/s were answered, and latencies grew from")
+    assert said.endswith("as long as the load lasts")
+    (said,) = findings(msgspec.structs.replace(behind, lane_share=0.973))
+    assert said.endswith("; the compute lane was 97% busy")
     gone = [failed(at_s, "connection") if 3 <= at_s < 6 else answered(at_s, 0.01) for at_s in arrivals]
     (said,) = findings(make_report(run, gone, ["a"]))
     assert said == "outage: of the 300 requests that were due from 3.0 to 6.0 s, 3.0 s, none was answered"
@@ -107,3 +110,13 @@ def test_a_sweep_is_compared_in_one_table() -> None:
         make_report(msgspec.structs.replace(RUN, rate_per_s=r), [answered(2, 0.05)], ["a"]) for r in (10, 20)
     ]
     assert runs_table(reports).row_count == 2
+
+
+def test_the_busiest_compute_lane_counts_between_two_moments() -> None:
+    before, after = (
+        msgspec.structs.replace(counters(1, 1.0), lanes_s={"compute_0": a, "compute_1": b}, at_s=at_s)
+        for a, b, at_s in ((5.0, 1.0, 10.0), (6.0, 4.0, 14.0))
+    )
+    assert lane_share_between(before, after) == 0.75
+    assert lane_share_between(before, msgspec.structs.replace(after, restarts=1.0)) is None
+    assert lane_share_between(counters(1, 1.0), msgspec.structs.replace(counters(2, 1.0), at_s=1.0)) is None
