@@ -209,7 +209,7 @@ class CompletionsApi:
                 document = await self._documents.of(info)
                 _refuse_of_chats(asked)
                 tokenizer = await self._plane.tokenizers.of(info.name)
-                conversation = [msgspec.to_builtins(message) for message in asked.messages]
+                conversation = [_plain(message) for message in asked.messages]
                 prompt_text = await call(True, rendered, info.name, document, conversation)
                 prompt = await self._tokens(prompt_text, info, tokenizer, adds_special=False)
                 most = asked.max_completion_tokens or asked.max_tokens or info.context
@@ -476,6 +476,17 @@ def _parsed_prompt(given: msgspec.Raw) -> str | list[int]:
         )
     prompt: str | list[int] = sent
     return prompt
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as templates take it, its content one text. Raises InvalidRequest for parts of other kinds."""
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    if isinstance(message.content, list):
+        kinds = {str(part.get("type"))[:40] for part in message.content}
+        if not kinds <= {"text"}:
+            raise InvalidRequest(f"messages have parts of the kinds {', '.join(sorted(kinds))}; send text only")
+        plain["content"] = "".join(str(part.get("text", "")) for part in message.content)
+    return plain
 
 
 def _refuse_of_chats(asked: ChatBody) -> None:

@@ -236,6 +236,10 @@ def test_a_conversation_is_rendered_by_the_model_s_template(server: Running) -> 
         "total_tokens": len(prompt) + 8,
     }
     whole = answer["choices"][0]["message"]
+    parts = [{"type": "text", "text": text} for text in ("Grüß Gott", ", 你好")]
+    in_parts = {**body, "messages": [messages[0], {"role": "user", "content": parts}]}
+    _, same = ask(server.address, "POST", "/v1/chat/completions", in_parts)
+    assert tokens_of(same) == own
     with streamed(
         server.address, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
     ) as events:
@@ -297,6 +301,10 @@ def test_seeds_repeat_a_text_and_log_probabilities_are_the_model_s(server: Runni
         ({"prompt": "x", "echo": True}, "echo is not supported"),
         ({"messages": []}, "failed to parse the request JSON"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "does not take these messages: unknown role robot"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "parts of the kinds image_url; send text",
+        ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools are not supported"),
         ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "text only"),
     ],
