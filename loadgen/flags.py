@@ -111,7 +111,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     text = f"use the first N ready models by name (default: all; without --url {DEFAULT_MODELS})"
     add(load, "--models", "model_count", _count, "N", text)
-    add(load, "--model", "weights", _weights, "NAME[=WEIGHT],...", "use these models")
+    load.add_argument(
+        "--model", dest="weights", type=_weights, action=_Together, default=default.weights,
+        metavar="NAME[=WEIGHT],...", help="use these models; repeatable",
+    )  # fmt: skip
     add(load, "--zipf", "zipf", _not_negative, "S", "weigh the k-th model by 1/k**S; 0 is uniform")
     add(load, "--rate", "rate_per_s", _positive, "PER_S", "requests per second, all models together")
     add(load, "--duration", "duration_s", _positive, "S", "measured seconds")
@@ -268,6 +271,16 @@ def _names(text: str) -> list[str]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty name")
     return names
+
+
+class _Together(argparse.Action):
+    """Joins the models of several flags, so that none is forgotten in silence."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        known = getattr(namespace, self.dest)
+        if twice := sorted(known.keys() & values.keys()):
+            raise argparse.ArgumentError(self, f"{twice[0]} is there twice")
+        setattr(namespace, self.dest, {**known, **values})
 
 
 def _weights(text: str) -> dict[str, float]:

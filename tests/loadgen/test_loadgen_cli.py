@@ -31,6 +31,8 @@ def repository(tmp_path: Path) -> Path:
         (["--models", "none"], "'none' is not a whole number above 0"),
         (["--timeout", "inf"], "'inf' is not a number"),
         (["--model", "a,a"], "a is there twice"),
+        (["--model", "a", "--model", "b,a"], "a is there twice"),
+        (["--url", "h:1", "--models", "3", "--model", "a", "--model", "b"], "--models 3, but --model names 2"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--url", "h:1", "--memory", "1GiB"], "leave out --url"),
         (["--url", "ftp://h:1"], "its scheme is none of http, https, grpc, grpcs"),
