@@ -77,6 +77,42 @@ def test_batches_keep_the_order_of_each_sequence(seed: int, keeps_order: bool) -
         assert [t for t in executed if t.request.sequence.id == sequence] == expected
 
 
+def test_a_batch_waits_for_the_sequences_of_the_execution_before() -> None:
+    """Up to the queue delay after it, and not at all once they have come, or for a sequence that has ended."""
+    scheduler = Scheduler(100)
+    scheduler.add(KEY, {Bucket(1): 1.0, Bucket(4): 1.1}, Policy(batch_delay_s=0.5), max_rows=4)
+
+    def executed(now_s: float, *submitted: tuple[int, bool]) -> list[int] | None:
+        """Submit requests, with whether they are the last ones, and return the sequences of what is executed next."""
+        for sequence, end in submitted:
+            scheduler.submit(now_s, request(sequence, end=end))
+        if (batch := scheduler.next(now_s)) is None:
+            return None
+        scheduler.finished(batch, now_s, None)
+        return [ticket.request.sequence.id for ticket in batch.tickets if ticket.request.sequence]
+
+    assert executed(0.0, (1, False), (2, False)) == [1, 2], "nothing was executed before"
+    assert executed(0.1, (1, False)) is None
+    assert scheduler.wake_s(0.1) == 0.5, "half a second after the execution"
+    assert executed(0.2, (2, True)) == [1, 2], "all have come"
+    assert executed(0.3, (3, False)) is None, "the first goes on"
+    assert executed(0.7) == [3], "it has not come in time"
+    assert executed(0.8, (4, False)) is None
+    assert executed(0.9, (3, True)) == [4, 3]
+    assert executed(1.0, (4, True)) == [4]
+    assert executed(1.1, (5, False)) == [5], "those before have ended"
+
+
+def test_a_sequence_that_is_alone_waits_for_nobody() -> None:
+    scheduler = Scheduler(100)
+    scheduler.add(KEY, {Bucket(1): 1.0, Bucket(4): 1.1}, Policy(batch_delay_s=0.5), max_rows=4)
+    for now_s in (0.0, 0.1, 0.2):
+        scheduler.submit(now_s, request(1))
+        batch = scheduler.next(now_s)
+        assert batch is not None
+        scheduler.finished(batch, now_s, None)
+
+
 async def test_a_request_that_fails_leaves_its_sequence_as_it_was() -> None:
     rules = rules_of(config(STATE), WHOLE, {})
     info = with_sequences(WHOLE, rules)
