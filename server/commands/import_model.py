@@ -37,6 +37,7 @@ _EXAMPLES = """examples:
   cohabit import ~/bert-base-uncased
   cohabit import ~/vit-base --repository models --name classifier
   cohabit import ~/clip-vit-base-patch32 --outputs image_embeds,text_embeds
+  cohabit import ~/SmolLM2-135M-Instruct --max-batch 4 --max-sequence-length 1024
   cohabit import ~/whisper-tiny --architecture WhisperEncoder
   cohabit import models/ranker.py:make_ranker --input features:FP32:-1,256
   cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
@@ -55,7 +56,7 @@ _SETTINGS = ("cache", "threads", "weights")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Export a model with a dynamic batch, compare it with eager PyTorch, and write it to a model repository with\n"
-        "its configuration. Importing a model runs its code."
+        "its configuration. A causal language model becomes one that generates texts. Importing runs a model's code."
     )
     parser.epilog = _EXAMPLES
     parser.add_argument(
@@ -96,8 +97,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--max-sequence-length",
         type=typed(integer(1, 1 << 20)),
         metavar="N",
-        help="largest dynamic sequence length of a text model (default: the model's positions, or its tokenizer's), or"
-        " size of the dynamic dimensions of --input (default: 512)",
+        help="largest dynamic sequence length of a text model (default: the model's positions, or its tokenizer's; at"
+        " most 2048 for a causal language model), or size of the dynamic dimensions of --input (default: 512)",
     )
     parser.add_argument(
         "--architecture",
@@ -110,7 +111,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(name for name in text.split(",") if name),
         default=(),
         metavar="NAME,...",
-        help="outputs of a Hugging Face model to keep, in this order (default: all with a row per row of the inputs)",
+        help="outputs of a Hugging Face model to keep, in this order (default: all with a row per row of the inputs);"
+        " with logits, a causal language model answers whole texts instead of generating them",
     )
     parser.add_argument(
         "--max-batch",

@@ -22,6 +22,7 @@ from cohabit.server.ipc.model import ModelInfo
 from cohabit.server.repository.scan import find
 from cohabit.server.triton.config_fields import ignored_fields, refused_fields
 from cohabit.server.triton.model_config import read_config
+from cohabit.server.triton.sequences import with_sequences
 
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 
@@ -112,7 +113,7 @@ def report(
         None,
         refused,
         ignored,
-        describe(lowered, model.source.version, max(lowered.batches)),
+        with_sequences(describe(lowered, model.source.version, max(lowered.batches)), model.sequences),
         lowered.batches,
         lowered.interaction,
         memory,

@@ -32,16 +32,28 @@ class StateMemory:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.lock = threading.Lock()
-        """Held from a look at `used_bytes` until what was found free is reserved."""
+        self._lock = threading.Lock()
         self._loads: WeakSet[Sequences] = WeakSet()
 
     def add(self, load: "Sequences") -> None:
         """Count the sequences of one load of a model, for as long as that is used."""
-        self._loads.add(load)
+        with self._lock:
+            self._loads.add(load)
 
     @property
     def used_bytes(self) -> int:
+        with self._lock:
+            return self._used_bytes()
+
+    def take(self, load: "Sequences", nbytes: int) -> bool:
+        """Count more bytes of a load, or fewer; False if there is no room for them."""
+        with self._lock:
+            if nbytes > 0 and self._used_bytes() + nbytes > self.limit_bytes:
+                return False
+            load.nbytes += nbytes
+            return True
+
+    def _used_bytes(self) -> int:
         return sum(load.nbytes for load in self._loads)
 
 
@@ -195,10 +207,8 @@ class Sequences:
             kept[step.id] = None if step.end else self._after(step, before, own, now_s)
         added = sum(sequence.nbytes for sequence in kept.values() if sequence is not None)
         added -= sum(self._known[sequence].nbytes for sequence in kept if sequence in self._known)
-        with self._memory.lock:
-            if added > 0 and self._memory.used_bytes + added > self._memory.limit_bytes:
-                raise self._no_room(added)
-            self.nbytes += added
+        if not self._memory.take(self, added):
+            raise self._no_room(added)
         for sequence, after in kept.items():
             self._known.pop(sequence, None)
             if after is not None:
@@ -209,7 +219,7 @@ class Sequences:
     def forget(self, sequence: SequenceId) -> None:
         """Forget a sequence, if it is known."""
         if (known := self._known.pop(sequence, None)) is not None:
-            self.nbytes -= known.nbytes
+            self._memory.take(self, -known.nbytes)
         if not self._known:
             self._gathered.clear()
 

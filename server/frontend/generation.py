@@ -5,27 +5,34 @@ models' requests in between. The front end has the tokens, so that a text goes o
 """
 
 import asyncio
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from cohabit.server.errors import InvalidRequest, Overloaded, Refused, SequenceLost
-from cohabit.server.file_state import FileState
+from cohabit.server.errors import InvalidRequest, Overloaded, SequenceLost
 from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.model_files import ModelFiles
 from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.tokenizers import LoadedTokenizer
 from cohabit.server.ipc.model import GENERATION, Array, ModelInfo
 from cohabit.server.ipc.request import Parameters, RequestedOutput
 from cohabit.server.protocol.datatypes import DTYPES
+from cohabit.server.protocol.decoding import Sampler, Sampling, StopStrings, log_probabilities
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
 
 _TOKENS, _LOGITS = "input_ids", "logits"
 _MOST_BYTES = 4 << 20
 _PATIENCE_S = 30.0
-"""How long a text that has begun waits for room."""
+"""How long a text that has begun waits for memory."""
+_QUICK_VOCABULARY = 64 << 10
+"""Largest vocabulary whose tokens are sampled on the event loop."""
 
 
 class LanguageDocument(msgspec.Struct, frozen=True):
@@ -45,46 +52,28 @@ class LanguageDocuments:
     """By model. Belongs to the event loop's thread; files are read on others."""
 
     def __init__(self, repository: Path) -> None:
-        self._repository = repository
-        self._read: dict[str, tuple[FileState, LanguageDocument]] = {}
-
-    def state(self, model: str) -> FileState | None:
-        """Return the state of a model's file; None if it has none. Reads the disk."""
-        path = self._repository / model / GENERATION
-        inside = path.is_file() and path.resolve().is_relative_to(self._repository.resolve())
-        return FileState.of(path) if inside else None
+        self._files = ModelFiles(
+            repository, GENERATION, _MOST_BYTES, lambda path: _document.decode(path.read_bytes())
+        )
 
     async def of(self, info: ModelInfo) -> LanguageDocument:
-        """Return what a model's file says now. Raises InvalidRequest for a model that generates no text."""
-        state = await call(True, self.state, info.name)
-        if state is None or not generates(info):
-            self._read.pop(info.name, None)
+        """Return the present content of a model's file. Raises InvalidRequest for a model that generates no text."""
+        found = await self._files.of(info.name)
+        if found is None or not generates(info):
             raise InvalidRequest(
                 f"model '{info.name}' generates no text: it has no {GENERATION}, which `cohabit import` writes for"
                 " causal language models"
             )
-        known = self._read.get(info.name)
-        if known is None or known[0] != state:
-            known = self._read[info.name] = state, await call(True, self._parsed, info.name, state)
-        return known[1]
-
-    def _parsed(self, model: str, state: FileState) -> LanguageDocument:
-        if state.nbytes > _MOST_BYTES:
-            text = f"model '{model}': its {GENERATION} has {state.nbytes} bytes, the limit is {_MOST_BYTES}"
-            raise Refused("Unsupported", text)
-        try:
-            raw = (self._repository / model / GENERATION).read_bytes()
-            return _document.decode(raw)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Refused("Unsupported", f"model '{model}': its {GENERATION} cannot be read: {error}") from error
+        return found
 
 
 def generates(info: ModelInfo) -> bool:
     """Whether a model takes the next tokens of a sequence, and answers with the logits of the one after them."""
     tokens, logits = (
-        [(tensor.name, len(tensor.shape)) for tensor in tensors] for tensors in (info.inputs, info.outputs)
+        [(tensor.name, len(info.wire_shape(tensor))) for tensor in tensors]
+        for tensors in (info.inputs, info.outputs)
     )
-    return info.context > 0 and tokens == [(_TOKENS, 1)] and logits == [(_LOGITS, 1)]
+    return info.context > 0 and tokens == [(_TOKENS, 2)] and logits == [(_LOGITS, 2)]
 
 
 @dataclass(slots=True)
@@ -155,3 +144,66 @@ class TokenSequence:
         """Have the engine forget the text."""
         if self.name:
             self.plane.end_sequence(self.info.key, self.name)
+
+
+@dataclass(slots=True)
+class Text:
+    """A text to generate, and its progress."""
+
+    info: ModelInfo
+    tokenizer: LoadedTokenizer | None
+    prompt: list[int]
+    sampling: Sampling
+    stops: Sequence[str]
+    stop_ids: Sequence[int]
+    most: int
+    """Maximum number of generated tokens."""
+    likely: int | None
+    """Number of alternatives to report per token, with log probabilities; None reports none."""
+    generated: int = 0
+    finish_reason: Literal["stop", "length"] | None = None
+
+    @property
+    def usage(self) -> dict[str, int]:
+        count = len(self.prompt)
+        return {"prompt_tokens": count, "completion_tokens": self.generated, "total_tokens": count + self.generated}
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """One generated token, and the text that can be sent after it."""
+
+    text: str
+    token: int
+    log_probabilities: tuple[float, list[tuple[int, float]]] | None = None
+    """The token's, and those of the most likely tokens."""
+
+
+async def generate(plane: DataPlane, text: Text) -> AsyncGenerator[TextPiece, None]:
+    """Generate a text token by token. Closing or cancelling this ends the text. Raises RequestError."""
+    info, sampler, stops = text.info, Sampler(text.sampling), StopStrings(text.stops)
+    decoder = None if text.tokenizer is None else text.tokenizer.decoder(text.prompt)
+    sequence = TokenSequence(plane, info, list(text.prompt))
+    slow = info.outputs[0].shape[-1] > _QUICK_VOCABULARY
+    started_s = time.monotonic()
+    with plane.generating(), closing(sequence):
+        while text.finish_reason is None:
+            logits = await sequence.logits()
+            token = await call(slow and text.sampling.temperature > 0, sampler.choose, logits)
+            now_s = time.monotonic()
+            plane.generated(info.key, now_s - started_s, first=not text.generated)
+            started_s = now_s
+            text.generated += 1
+            is_end = token in text.stop_ids
+            piece = "" if is_end or decoder is None else stops.passed(decoder.added(token))
+            if is_end or stops.found:
+                text.finish_reason = "stop"
+            elif text.generated >= text.most:
+                text.finish_reason = "length"
+            if text.finish_reason is not None and not stops.found:
+                piece += stops.rest()
+            likely = None
+            if text.likely is not None:
+                likely = await call(slow, log_probabilities, logits, token, text.likely)
+            yield TextPiece(piece, token, likely)
+            sequence.tokens.append(token)

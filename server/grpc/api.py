@@ -241,7 +241,7 @@ class InferenceCalls:
 
 
 def _sequence_of(request: bytes) -> bytes:
-    """Return what tells a request's sequence from others; empty for none, and for what is no request."""
+    """Return the encoded sequence id of a request; empty without one, and for a message that cannot be read."""
     try:
         return sequence_of(request)
     except InvalidRequest:

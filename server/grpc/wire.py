@@ -73,7 +73,7 @@ def names_of(data: bytes) -> tuple[str, str, str]:
 
 
 def sequence_of(data: bytes) -> bytes:
-    """Return what tells a message's sequence from others without parsing it, empty for none. Raises InvalidRequest."""
+    """Return a message's encoded sequence id without parsing it; empty without one. Raises InvalidRequest."""
     for number, start, end in islice(_fields(data, 0, len(data)), _NAMES_WITHIN):
         if number == _PARAMETERS:
             entry = {field: data[first:last] for field, first, last in islice(_fields(data, start, end), 2)}

@@ -2,10 +2,10 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -13,7 +13,13 @@ from msgspec import Meta
 
 from cohabit.server.errors import InvalidRequest, RequestError
 from cohabit.server.frontend.dataplane import DataPlane
-from cohabit.server.frontend.generation import LanguageDocument, LanguageDocuments, TokenSequence
+from cohabit.server.frontend.generation import (
+    LanguageDocument,
+    LanguageDocuments,
+    Text,
+    TextPiece,
+    generate,
+)
 from cohabit.server.frontend.templates import rendered
 from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
@@ -22,14 +28,11 @@ from cohabit.server.http.body import read_body
 from cohabit.server.http.errors import error_of
 from cohabit.server.http.events import EventStream
 from cohabit.server.ipc.model import ModelInfo
+from cohabit.server.protocol.decoding import Sampling
 from cohabit.server.protocol.json_body import parse_json
-from cohabit.server.protocol.sampling import Sampler, Sampling, log_probabilities
-from cohabit.server.protocol.stopping import StopStrings
 
 _MOST_BODY_BYTES = 1 << 20
 _QUICK_BODY_BYTES = 2 << 10
-_QUICK_VOCABULARY = 64 << 10
-"""The event loop chooses among as many tokens."""
 _CHARACTERS_PER_TOKEN = 64
 """Of a prompt, so that one that is too long is refused before it is tokenized."""
 _USUAL_TOKENS = 16
@@ -109,6 +112,9 @@ class CompletionBody(_Asked, kw_only=True):
     suffix: str | None = None
 
 
+_A = TypeVar("_A", bound=_Asked)
+
+
 class Message(msgspec.Struct, omit_defaults=True):
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -122,38 +128,6 @@ class ChatBody(_Asked, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
-class Text:
-    """A text that is generated: what has been asked, and what has come of it so far."""
-
-    info: ModelInfo
-    tokenizer: LoadedTokenizer | None
-    prompt: list[int]
-    sampling: Sampling
-    stops: Sequence[str]
-    stop_ids: Sequence[int]
-    most: int
-    """Tokens to generate at most."""
-    likely: int | None
-    """How many likely tokens are named beside each one; None if log probabilities are not asked for."""
-    generated: int = 0
-    finish_reason: Literal["stop", "length"] | None = None
-
-    @property
-    def usage(self) -> dict[str, int]:
-        count = len(self.prompt)
-        return {"prompt_tokens": count, "completion_tokens": self.generated, "total_tokens": count + self.generated}
-
-
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """What one step adds to a text."""
-
-    text: str
-    tokens: tuple[int, ...]
-    log_probabilities: tuple[float, list[tuple[int, float]]] | None = None
 
 
 class _Form(Protocol):
@@ -180,51 +154,46 @@ class CompletionsApi:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Go on from a prompt."""
-        with self._plane.memory.lease() as lease:
-            body = await read_body(request, lease, self._most_body_bytes, "send a shorter prompt")
-            slow = len(body) > _QUICK_BODY_BYTES
-            asked = await self._plane.decode(slow, parse_json, body, CompletionBody)
-            info = self._plane.require_ready(asked.model)
-            with self._plane.fitting(info.key):
-                document = await self._documents.of(info)
-                for name in ("echo", "suffix"):
-                    if getattr(asked, name):
-                        raise InvalidRequest(f"{name} is not supported; leave it out")
-                if asked.best_of not in (None, 1):
-                    raise InvalidRequest(f"best_of is {asked.best_of}; one text is generated per request")
-                tokenizer = await self._tokenizer(info)
-                prompt = await self._prompt(asked.prompt, info, tokenizer, slow=slow)
-                text = self._text(asked, info, tokenizer, prompt, document, asked.max_tokens or _USUAL_TOKENS)
-                text.likely = asked.logprobs
-        return await self._answer(request, asked, text, _Completion(text, _named(asked, text)))
+        async with self._read(request, CompletionBody, "send a shorter prompt") as (asked, info, document):
+            for name in ("echo", "suffix"):
+                if getattr(asked, name):
+                    raise InvalidRequest(f"{name} is not supported; leave it out")
+            if asked.best_of not in (None, 1):
+                raise InvalidRequest(f"best_of is {asked.best_of}; one text is generated per request")
+            tokenizer = await self._plane.tokenizers.find(info.name)
+            prompt = await self._prompt(asked.prompt, info, tokenizer)
+            most = asked.max_tokens or _USUAL_TOKENS
+            text = self._text(asked, info, tokenizer, prompt, document, most, asked.logprobs)
+        return await self._answer(asked, text, _Completion(text, _named(asked, text)))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
-        with self._plane.memory.lease() as lease:
-            body = await read_body(request, lease, self._most_body_bytes, "send a shorter conversation")
-            slow = len(body) > _QUICK_BODY_BYTES
-            asked = await self._plane.decode(slow, parse_json, body, ChatBody)
-            info = self._plane.require_ready(asked.model)
-            with self._plane.fitting(info.key):
-                document = await self._documents.of(info)
-                _refuse_of_chats(asked)
-                tokenizer = await self._plane.tokenizers.of(info.name)
-                conversation = [_plain(message) for message in asked.messages]
-                prompt_text = await call(True, rendered, info.name, document, conversation)
-                prompt = await self._tokens(prompt_text, info, tokenizer, adds_special=False)
-                most = asked.max_completion_tokens or asked.max_tokens or info.context
-                text = self._text(asked, info, tokenizer, prompt, document, most)
-                text.likely = (asked.top_logprobs or 0) if asked.logprobs else None
-        return await self._answer(request, asked, text, _Chat(text, _named(asked, text)))
+        async with self._read(request, ChatBody, "send a shorter conversation") as (asked, info, document):
+            _refuse_of_chats(asked)
+            tokenizer = await self._plane.tokenizers.of(info.name)
+            conversation = [_plain(message) for message in asked.messages]
+            prompt_text = await call(True, rendered, info.name, document, conversation)
+            prompt = await self._tokens(prompt_text, info, tokenizer, adds_special=False)
+            most = asked.max_completion_tokens or asked.max_tokens or info.context
+            likely = (asked.top_logprobs or 0) if asked.logprobs else None
+            text = self._text(asked, info, tokenizer, prompt, document, most, likely)
+        return await self._answer(asked, text, _Chat(text, _named(asked, text)))
 
-    async def _tokenizer(self, info: ModelInfo) -> LoadedTokenizer | None:
-        """Return a model's tokenizer; None for one without, whose prompts and texts are token ids."""
-        state = await call(True, self._plane.tokenizers.state, info.name)
-        return None if state is None else await self._plane.tokenizers.of(info.name)
+    @asynccontextmanager
+    async def _read(
+        self, request: web.Request, of_type: type[_A], way_out: str
+    ) -> AsyncIterator[tuple[_A, ModelInfo, LanguageDocument]]:
+        """Read a body, whose memory is leased in this block, and find its model. Counts what does not fit it."""
+        plane = self._plane
+        with plane.memory.lease() as lease:
+            body = await read_body(request, lease, self._most_body_bytes, way_out)
+            asked = await plane.decode(len(body) > _QUICK_BODY_BYTES, parse_json, body, of_type)
+            info = plane.require_ready(asked.model)
+            with plane.fitting(info.key):
+                yield asked, info, await self._documents.of(info)
 
-    async def _prompt(
-        self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None, *, slow: bool
-    ) -> list[int]:
+    async def _prompt(self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None) -> list[int]:
+        slow = len(memoryview(given)) > _QUICK_BODY_BYTES
         parsed = await self._plane.decode(slow, _parsed_prompt, given)
         if isinstance(parsed, list):
             return parsed
@@ -238,8 +207,8 @@ class CompletionsApi:
         most = _CHARACTERS_PER_TOKEN * info.context
         if len(text) > most:
             raise InvalidRequest(
-                f"the prompt has {len(text)} characters, of which model '{info.name}', with {info.context} tokens,"
-                f" takes {most} at most; send a shorter one"
+                f"the prompt has {len(text)} characters; model '{info.name}', with {info.context} tokens, takes at most"
+                f" {most}; send a shorter one"
             )
         slow = len(text) > _QUICK_BODY_BYTES
         (tokens,) = await self._plane.decode(slow, tokenizer.tokens, [text], adds_special=adds_special)
@@ -253,10 +222,11 @@ class CompletionsApi:
         prompt: list[int],
         document: LanguageDocument,
         most: int,
+        likely: int | None,
     ) -> Text:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens")
-        vocabulary = info.outputs[0].shape[0]
+        vocabulary = info.outputs[0].shape[-1]
         if max(prompt) >= vocabulary or min(prompt) < 0:
             raise InvalidRequest(f"the prompt has a token id that is not from 0 to {vocabulary - 1}")
         if len(prompt) >= info.context:
@@ -269,10 +239,10 @@ class CompletionsApi:
             raise InvalidRequest(f"model '{info.name}' has no tokenizer, so that no text can have a stop string")
         # The token that is generated last is no input of a further step.
         most = min(most, info.context - len(prompt) + 1)
-        return Text(info, tokenizer, prompt, asked.sampling, stops, document.stop_ids, most, None)
+        return Text(info, tokenizer, prompt, asked.sampling, stops, document.stop_ids, most, likely)
 
-    async def _answer(self, request: web.Request, asked: _Asked, text: Text, form: _Form) -> web.StreamResponse:
-        pieces = self._pieces(text, lambda: request.transport is None or request.transport.is_closing())
+    async def _answer(self, asked: _Asked, text: Text, form: _Form) -> web.StreamResponse:
+        pieces = generate(self._plane, text)
         if not asked.stream:
             async with aclosing(pieces):
                 found = [piece async for piece in pieces]
@@ -281,41 +251,11 @@ class CompletionsApi:
         events = _events(pieces, text, form, includes_usage=includes_usage)
         return EventStream(events, await anext(events), _WRITE_S)
 
-    async def _pieces(self, text: Text, has_left: Callable[[], bool]) -> AsyncGenerator[TextPiece, None]:
-        """Yield what each step adds. Raises RequestError."""
-        info, sampler = text.info, Sampler(text.sampling)
-        stops = StopStrings(text.stops)
-        decoder = None if text.tokenizer is None else text.tokenizer.decoder(text.prompt)
-        sequence = TokenSequence(self._plane, info, list(text.prompt))
-        slow = info.outputs[0].shape[0] > _QUICK_VOCABULARY
-        started_s = time.monotonic()
-        with self._plane.generating(), closing(sequence):
-            while text.finish_reason is None and not has_left():
-                logits = await sequence.logits()
-                token = await call(slow and text.sampling.temperature > 0, sampler.choose, logits)
-                now_s = time.monotonic()
-                self._plane.generated(info.key, now_s - started_s, first=not text.generated)
-                started_s = now_s
-                text.generated += 1
-                is_end = token in text.stop_ids
-                piece = "" if is_end or decoder is None else stops.passed(decoder.added(token))
-                if is_end or stops.found:
-                    text.finish_reason = "stop"
-                elif text.generated >= text.most:
-                    text.finish_reason = "length"
-                if text.finish_reason is not None and not stops.found:
-                    piece += stops.rest()
-                likely = None
-                if text.likely is not None:
-                    likely = await call(slow, log_probabilities, logits, token, text.likely)
-                yield TextPiece(piece, (token,), likely)
-                sequence.tokens.append(token)
-
 
 async def _events(
     pieces: AsyncGenerator[TextPiece, None], text: Text, form: _Form, *, includes_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. What fails before the first piece is raised, and sent as an event after that."""
+    """Yield the events of a stream. Errors before the first piece are raised; later ones are events."""
     async with aclosing(pieces):
         first = await anext(pieces, None)
         if (start := form.start()) is not None:
@@ -337,7 +277,7 @@ async def _events(
 
 
 def _written(form: _Form, piece: TextPiece) -> Iterator[bytes]:
-    """Yield a piece's event; none for one that has nothing to say, such as a part of a character."""
+    """Yield a piece's event, unless it is empty: half a character, and no token ids are asked for."""
     chunk = form.chunk(piece)
     if piece.text or piece.log_probabilities is not None or "token_ids" in chunk["choices"][0]:
         yield msgspec.json.encode(chunk)
@@ -363,7 +303,7 @@ class _Named:
         }
 
     def ids(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        return {"token_ids": [token for piece in pieces for token in piece.tokens]} if self.with_ids else {}
+        return {"token_ids": [piece.token for piece in pieces]} if self.with_ids else {}
 
     def token(self, token: int) -> str:
         if self.text.tokenizer is None:
@@ -406,9 +346,7 @@ class _Completion:
         return self.named.answer("text_completion", choice)
 
     def _likely(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        found = [
-            (piece.tokens[0], *piece.log_probabilities) for piece in pieces if piece.log_probabilities is not None
-        ]
+        found = [(piece.token, *piece.log_probabilities) for piece in pieces if piece.log_probabilities is not None]
         return {
             "tokens": [self.named.token(token) for token, _, _ in found],
             "token_logprobs": [own for _, own, _ in found],
@@ -454,7 +392,7 @@ class _Chat:
 
         return {
             "content": [
-                {**entry(piece.tokens[0], own), "top_logprobs": [entry(*other) for other in likely]}
+                {**entry(piece.token, own), "top_logprobs": [entry(token, value) for token, value in likely]}
                 for piece in pieces
                 if piece.log_probabilities is not None
                 for own, likely in [piece.log_probabilities]

@@ -26,11 +26,12 @@ from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.exporting import export, save
 from cohabit.server.importing.subject import ONE_TOKEN, Subject, Tensors
 from cohabit.server.ipc.model import GENERATION, TOKENIZER, ModelInfo
-from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, float32_of_bf16
+from cohabit.server.protocol.datatypes import BINARY_ONLY, float32_of_bf16
 from cohabit.server.protocol.tensors import MOST_JSON_VALUES
 from cohabit.server.repository.scan import find, is_model_name
 from cohabit.server.triton.config_fields import LENGTHS
 from cohabit.server.triton.model_config import config_text
+from cohabit.server.triton.sequences import rules_of, with_sequences
 
 _PROGRAM, _CONFIG = "model.pt2", "config.pbtxt"
 _LABELS = "labels.txt"
@@ -172,8 +173,11 @@ def write_entry(
                 (folder / _CONFIG).write_text(text)
             if subject.generation is not None:
                 (folder / GENERATION).write_text(json.dumps(subject.generation.document, indent=2) + "\n")
-            find(folder)  # raises if what was written cannot be read
-            return replace(entry, folder=place.put(folder), notes=(*entry.notes, *notes))
+            source = find(folder)  # raises if what was written cannot be read
+            info = entry.info
+            if not info.sequences:  # it was loaded before it had a config.pbtxt
+                info = with_sequences(info, None if source.config is None else rules_of(source.config, info, {}))
+            return replace(entry, info=info, folder=place.put(folder), notes=(*entry.notes, *notes))
     except OSError as error:
         raise ImportFailed(f"{place.folder} cannot be written: {error.strerror or error}") from error
 
@@ -302,11 +306,9 @@ class _Comparison:
         arrays = {port.name: array_of(inputs[port.name]) for port in servable.inputs}
         answered = servable.execute([arrays], rows).outputs
         largest = 0.0
-        for index, (spec, tensor) in enumerate(
-            zip(servable.info.outputs, self._subject.answer(inputs), strict=True)
-        ):
-            array = answered[spec.name]
-            found = torch.tensor(float32_of_bf16(array) if spec.datatype == BF16 else array)
+        for index, (port, tensor) in enumerate(zip(servable.outputs, self._subject.answer(inputs), strict=True)):
+            array = answered[port.name]
+            found = torch.tensor(float32_of_bf16(array) if port.dtype is torch.bfloat16 else array)
             own, eager = comparable(found), comparable(tensor)
             error = difference(own, eager, eager) if own.shape == eager.shape else math.inf
             if own.is_floating_point() and own.shape == eager.shape:
@@ -314,7 +316,7 @@ class _Comparison:
             if not error <= self._tolerance:
                 unit = "largest value" if own.is_floating_point() else "elements"
                 said = (
-                    f"output {spec.name} differs from eager PyTorch's by {error:.2g} of its {unit} at batch {rows}"
+                    f"output {port.name} differs from eager PyTorch's by {error:.2g} of its {unit} at batch {rows}"
                 )
                 self._require_rounding(said, own, eager, inputs, index)
             largest = max(largest, error)

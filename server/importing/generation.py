@@ -25,6 +25,9 @@ _LEAST_PAST = 16
 """Entries to which shorter pasts are padded: a size of 1 would be a case of its own."""
 _USUAL_CONTEXT = 2048
 _FIRST_BUCKET, _BUCKETS_APART = 128, 4
+_SECOND = 4
+"""Tokens of the second step of texts that are compared with whole ones."""
+_MOST_DIFFERENCE = 1e-3
 _TOKENIZER_CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 _MOST_TEMPLATE_BYTES = 1 << 20
 
@@ -36,7 +39,7 @@ def is_causal(written: dict[str, Any]) -> bool:
 
 
 class GenerationStep(nn.Module):
-    """One step. `past` is [batch, layers x 2, heads, entries, size], of which a row's first `length` are valid."""
+    """One step. `past` is [batch, layers x 2, heads, entries, size]; a row's first `length` entries are valid."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -135,9 +138,14 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
     step = GenerationStep(model).eval()
     try:
         with torch.no_grad():
-            step(**examples(2, 0))
+            difference = _difference_from_whole_texts(step, inputs, most)
     except Exception as error:
         raise ImportFailed(f"a step with a cache fails: {reason_of(error)}") from error
+    if not difference <= _MOST_DIFFERENCE:
+        raise ImportFailed(
+            f"steps with a cache differ from whole texts by {difference:.2g} of the largest logit: its attention"
+            " ignores the mask that it is given"
+        )
     pasts = [n for n in (_FIRST_BUCKET * _BUCKETS_APART**k for k in range(16)) if n < most] + [most]
     return Subject(
         step,
@@ -154,6 +162,27 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
             document=_document(folder, model),
         ),
     )
+
+
+def _difference_from_whole_texts(step: GenerationStep, inputs: Sequence[DeclaredInput], most: int) -> float:
+    """Return the largest difference of logits after two steps from those of the model's own pass over whole texts.
+
+    The texts differ in length, and are padded together in the second step. Relative to the largest logit.
+    """
+    tokens, _, past = inputs
+    draws = torch.Generator().manual_seed(0)
+    lengths = [min(length, most - _SECOND) for length in (_LEAST_PAST - 5, 3)]
+    texts = [torch.randint(0, tokens.bound or 1, (length + _SECOND,), generator=draws) for length in lengths]
+    entries = torch.zeros(
+        [size if size > 0 else {0: len(texts)}.get(axis, _LEAST_PAST) for axis, size in enumerate(past.dims)]
+    )
+    for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        first = step(text[None, :length], torch.zeros(1, dtype=torch.int64), torch.zeros_like(entries[:1]))
+        entries[row, :, :, :length] = first[_NEW][0]
+    last = torch.stack([text[-_SECOND:] for text in texts])
+    found = step(last, torch.tensor(lengths), entries)[_LOGITS]
+    whole = torch.cat([step.model(input_ids=text[None], use_cache=False).logits[:, -1] for text in texts])
+    return float((found - whole).abs().max() / whole.abs().max())
 
 
 def _cache_shape(model: Any) -> tuple[int, int, int]:

@@ -62,7 +62,7 @@ class Subject:
     notes: tuple[str, ...] = ()
     """What the user should know about the entry."""
     generation: Generation | None = None
-    """For a causal language model, of which the module is a step."""
+    """Set if the module is one step of a causal language model."""
 
     def answer(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the module's own outputs in order."""

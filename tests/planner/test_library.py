@@ -188,8 +188,8 @@ AT_DECODE_TIME = {
     "server/config/config.py": "the settings, before there are threads",
     "server/config/bundle.py": "a bundle's manifest, before there are threads",
     "server/protocol/json_body.py": "types whose decoders http/codec.py makes, and those of the event loop alone",
-    "server/http/completions.py": "plain types, of which msgspec keeps nothing",
-    "server/http/generate.py": "plain types, of which msgspec keeps nothing",
+    "server/http/completions.py": "plain types, for which msgspec caches nothing",
+    "server/http/generate.py": "plain types, for which msgspec caches nothing",
 }
 
 

@@ -226,7 +226,7 @@ LENGTHS = "parameters { key: 'cohabit.lengths' value { string_value: 'length' } 
 
 
 def grown(x: Any, length: Any, past: Any) -> dict[str, Any]:
-    """Sums and counts what has come, of which each row has its own length; what lies behind it is not to be seen."""
+    """Sums and counts each row's valid entries, and those that are new."""
     rows = [
         np.concatenate([row[:, :n], np.stack([own, own])], 1) for row, n, own in zip(past, length, x, strict=True)
     ]

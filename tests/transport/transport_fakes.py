@@ -25,7 +25,7 @@ from cohabit.server.http.app import make_app
 from cohabit.server.http.server import HttpServer
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import Array, ModelInfo, ModelKey, TensorSpec
-from cohabit.server.ipc.request import Answer, Request, Timing
+from cohabit.server.ipc.request import Answer, Request, SequenceId, Timing
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from cohabit.server.observe.settings import LogSettings
@@ -76,6 +76,8 @@ class FakeEngine:
         for model in models:
             self.catalog.update(ModelEntry(model.info.name, model.info.version, ModelState.READY, info=model.info))
         self.catalog.update(ModelEntry("damaged", 1, ModelState.UNAVAILABLE, "model.pt2 is truncated"))
+        self.ended: list[tuple[ModelKey, SequenceId]] = []
+        """Sequences that have no further requests."""
         self._statistics = {key: ModelStatistics() for key in self.models}
 
     async def infer(
@@ -105,6 +107,9 @@ class FakeEngine:
         return EngineReport({key: ModelCounters(statistics) for key, statistics in self._statistics.items()})
 
     def count_rejection(self, model: ModelKey, reason: str) -> None: ...
+
+    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
+        self.ended.append((model, sequence))
 
     def change_log(self, settings: LogSettings) -> None: ...
 

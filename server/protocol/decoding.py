@@ -1,7 +1,7 @@
-"""The choice of the next token from a language model's logits."""
+"""Decoding of generated text: sampling of the next token, log probabilities, and stop strings."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -77,3 +77,36 @@ def log_probabilities(logits: Array, token: int, most: int) -> tuple[float, list
     own -= np.log(np.exp(own).sum())
     likely = np.argsort(-own, kind="stable")[:most] if most else ()
     return float(own[token]), [(int(other), float(own[other])) for other in likely]
+
+
+class StopStrings:
+    """Cuts a streamed text at the first stop string. Text that may still become one is held back."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._held = ""
+        self.found = False
+        """Whether a stop string was found. Nothing is passed after it."""
+
+    def passed(self, piece: str) -> str:
+        """Add a piece of text, and return the text that can be sent."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        places = [place for string in self._strings if (place := text.find(string)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        held = max((self._overlap(text, string) for string in self._strings), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """Return the text that was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, string: str) -> int:
+        """Return the length of the longest end of `text` that begins `string`."""
+        return next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if string.startswith(text[-n:])), 0)

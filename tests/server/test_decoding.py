@@ -9,8 +9,7 @@ import pytest
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.frontend.generation import LanguageDocument
 from cohabit.server.frontend.templates import rendered
-from cohabit.server.protocol.sampling import Sampler, Sampling, log_probabilities
-from cohabit.server.protocol.stopping import StopStrings
+from cohabit.server.protocol.decoding import Sampler, Sampling, StopStrings, log_probabilities
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32))
 DRAWS = 4000
