@@ -183,7 +183,12 @@ def _timed(name: str, link: _Link, options: argparse.Namespace) -> list[list[str
             resources.callback(store.close)
             profile = backend.measure(lowered, store, None, lambda text: None)[1][Bucket(1)]
             graph = lowered.graphs[Bucket(1)]
-            budget = budget or int(lowered.manifest.memory_bytes * SHARE) // BLOCK_BYTES * BLOCK_BYTES
+            budget = (
+                budget
+                or int((lowered.manifest.segment_bytes + lowered.manifest.table_bytes) * SHARE)
+                // BLOCK_BYTES
+                * BLOCK_BYTES
+            )
             memory = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
             plan = search(Problem(graph, profile, memory))
             assert plan.provenance is not None

@@ -25,7 +25,16 @@ TESTS = "tests"
 GPU_TESTS = tuple(
     f"tests/runtime/test_{name}.py"
     for name in (
-        *("compute_lanes", "cuda_constructs", "cuda_gpu", "dynamic_shapes", "executor", "fusion_probe", "options"),
+        *(
+            "compute_lanes",
+            "cuda_constructs",
+            "cuda_gpu",
+            "dynamic_shapes",
+            "encoding",
+            "executor",
+            "fusion_probe",
+            "options",
+        ),
         "sharing",
     )
 )

@@ -17,6 +17,8 @@ import torch
 from cohabit.runtime.options import Tf32
 
 Kernels = Callable[[], None]
+STAGING_BYTES = 8 << 20
+"""Of a stream's buffer for encoded bytes on their way: a copy of this size has the link's full speed."""
 HostBytes = npt.NDArray[np.uint8]
 
 
@@ -86,7 +88,9 @@ class Driver(Protocol):
         """
         ...
 
-    def stream(self) -> Stream: ...
+    def stream(self, *, urgent: bool = False) -> Stream:
+        """A new stream. The kernels of an urgent one go before those of others that wait for the processors."""
+        ...
 
     def event(self, *, timed: bool = False) -> Event:
         """An event, recorded once."""
@@ -102,6 +106,18 @@ class Driver(Protocol):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Issue a copy. A pinned buffer must stay unchanged until an event recorded after the copy has been reached."""
+        ...
+
+    def staging(self) -> torch.Tensor:
+        """Return the buffer of `STAGING_BYTES` for what the current stream copies and decodes next.
+
+        What is captured has the buffer of the stream that it will be replayed on. A capture allocates nothing: such a
+        stream has asked for its buffer before.
+        """
+        ...
+
+    def decode(self, kernels: Kernels) -> None:
+        """Issue kernels that allocate nothing and belong to no library, from any thread."""
         ...
 
     def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -196,7 +212,7 @@ class Driver(Protocol):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of `allocate` that have not been freed."""
+        """Bytes of `allocate` that have not been freed. Staging buffers are not among them."""
         ...
 
     def well(self) -> bool:

@@ -83,7 +83,7 @@ class CudaBackend:
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[torch.Tensor]:
         """Pin parameters in host memory if they fit under the cap. All others, and files, are staged."""
-        if kind == "ram" and self.pinned_memory.fits(manifest.memory_bytes):
+        if kind == "ram" and self.pinned_memory.fits(manifest.file_bytes):
             return PinnedStore(path, manifest, self.driver, self.pinned_memory, verify_reads=self._verify_reads)
         return self.staged(open_store(kind, path, manifest, verify_reads=self._verify_reads), manifest)
 

@@ -140,7 +140,8 @@ class Forecast:
         if profile is None:
             return Forecast([0.0] * (len(program.computes) + 1), [0.0] * swap_ins, [-inf] * swap_ins)
         ops = iter([profile.op_seconds[s.op] for s in program.plan.steps if isinstance(s, Compute)])
-        copy_s = [profile.swap_in.seconds(s.nbytes) * profile.swap_slowdown for s in program.swap_ins]
+        tensors, slowdown = program.graph.tensors, profile.swap_slowdown
+        copy_s = [profile.link_of(tensors[s.tensor]).seconds(s.nbytes) * slowdown for s in program.swap_ins]
         ends_s, arrivals_s, needed_s = [0.0], list[float](), [inf] * swap_ins
         awaited = 0
         steps: list[ComputeStep[Call] | SwapStep] = [*program.computes, *program.swap_ins]

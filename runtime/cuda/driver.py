@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from cohabit.planner.errors import format_bytes
-from cohabit.runtime.cuda.api import DeviceMemory, HostBytes, Kernels
+from cohabit.runtime.cuda.api import STAGING_BYTES, DeviceMemory, HostBytes, Kernels
 from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
 from cohabit.runtime.cuda.numa import local_cpus, running_on
 from cohabit.runtime.cuda.pools import CarvedPool, close_open_pools
@@ -63,6 +63,7 @@ class CudaDriver:
         self._thread = threading.local()
         self._adopted: WeakKeyDictionary[threading.Thread, set[int]] = WeakKeyDictionary()
         """The compute streams that each thread issues to. Linux uses the numbers of threads again."""
+        self._staging: dict[int, torch.Tensor] = {}
         self._libraries: Any = _cuda.MemPool()
         """Handles and workspaces of the libraries. Torch 2.12 releases a stream's cuBLAS workspaces whenever a graph of
         that stream is released, although other graphs use them: in a pool of their own, nothing else gets their bytes,
@@ -100,11 +101,11 @@ class CudaDriver:
                 torch.nn.functional.conv2d(square[None, None], square[None, None, :3, :3])
         compute.synchronize()
 
-    def stream(self) -> torch.cuda.Stream:
+    def stream(self, *, urgent: bool = False) -> torch.cuda.Stream:
         if self._streams == _STREAMS:
             raise DeviceError(f"torch has {_STREAMS} streams per device, and all are in use; lower --compute-lanes")
         self._streams += 1
-        stream: torch.cuda.Stream = _cuda.Stream(self.device)
+        stream: torch.cuda.Stream = _cuda.Stream(self.device, priority=-1 if urgent else 0)
         return stream
 
     def event(self, *, timed: bool = False) -> torch.cuda.Event:
@@ -133,6 +134,27 @@ class CudaDriver:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source, non_blocking=True)
+
+    def staging(self) -> torch.Tensor:
+        stream = getattr(self._thread, "captured_on", None) or self._current
+        buffer = self._staging.get(stream.cuda_stream)
+        if buffer is None:
+            self._enter()
+            try:
+                address = self._libcuda.allocate(STAGING_BYTES)
+            except OutOfDeviceMemory as error:
+                free_bytes = self.memory().free_bytes
+                raise MemoryExceeded(
+                    f"the device has {format_bytes(free_bytes)} free, less than the {format_bytes(STAGING_BYTES)} in"
+                    " which encoded weights arrive; lower --memory"
+                ) from error
+            buffer = torch.as_tensor(_AtAddress(address, STAGING_BYTES), device=self.device)
+            self._staging[stream.cuda_stream] = buffer
+        return buffer
+
+    def decode(self, kernels: Kernels) -> None:
+        with torch.inference_mode():
+            kernels()
 
     def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.copy(*ends())
@@ -261,11 +283,14 @@ class CudaDriver:
         torch.cuda.synchronize(self._index)
         error: Exception | None = None
         with _without_garbage_collection():
+            self._thread.captured_on = self._current
             try:
                 graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
                 issue()
             except Exception as raised:
                 error = raised
+            finally:
+                self._thread.captured_on = None
             try:
                 graph.capture_end()
             except RuntimeError as raised:

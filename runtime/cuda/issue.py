@@ -34,7 +34,7 @@ class Streams:
 
     @staticmethod
     def of(driver: Driver) -> "Streams":
-        return Streams(driver, driver.stream(), driver.stream(), driver.stream())
+        return Streams(driver, driver.stream(), driver.stream(urgent=True), driver.stream())
 
 
 class Feeder(ThreadPoolExecutor):

@@ -7,6 +7,7 @@ turn, in the thread that issues the copies: the link then waits for the host, no
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ import torch
 
 from cohabit.planner.errors import format_bytes
 from cohabit.runtime.cuda.api import Driver, Event, HostBytes
+from cohabit.runtime.cuda.decoding import EncodedCopy
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.host.pages import anonymous_memory, use_huge_pages
-from cohabit.runtime.host.store import find_table, read_decoded, table_view
-from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.host.store import decodings, find_table, read_weights, table_view
+from cohabit.runtime.lowering.weights import Manifest, Segment
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
 RING_SLOTS = 3
@@ -76,7 +78,10 @@ class PinnedMemory:
 
 
 class PinnedStore:
-    """A whole weights file in one pinned region, decoded. A copy may continue into the segments that follow."""
+    """A whole weights file in one pinned region, as it is stored: the device decodes what is encoded.
+
+    A copy may continue into the segments that follow.
+    """
 
     kind: StoreKind = "ram"
     staged = False
@@ -88,31 +93,51 @@ class PinnedStore:
         self._driver = driver
         self._pinned = pinned
         self._manifest = manifest
-        self._host = pinned.take(manifest.memory_bytes, path.parent.name)
-        self._offsets = manifest.memory_offsets
-        read_decoded(path, manifest, self._host, verify_reads=verify_reads)
+        self._host = pinned.take(manifest.file_bytes, path.parent.name)
+        self._decoded: dict[int, HostBytes] = {}
+        """Segments that are encoded in the file, where programs keep tensors of their own in their host memory."""
+        read_weights(path, manifest, self._host, verify_reads=verify_reads)
         self._region = torch.from_numpy(self._host)
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
-        offset = self._offsets[segment]
+        copied = self._from(segment, destination.nbytes)
+        if any(s.is_encoded for s in copied):
+            return EncodedCopy(self._driver, self._region, copied, destination)
+        offset = copied[0].offset
         source = self._region[offset : offset + destination.nbytes]
         return lambda: self._driver.copy(destination, source)
 
+    def _from(self, segment: int, nbytes: int) -> list[Segment]:
+        """Return the segments that so many bytes of memory hold, from this one on."""
+        ends = accumulate(s.nbytes for s in self._manifest.segments[segment:])
+        count = next(n for n, end in enumerate(ends, 1) if end >= nbytes)
+        return list(self._manifest.segments[segment : segment + count])
+
     def pinned(self, segment: int) -> torch.Tensor:
-        return self._region[self._offsets[segment] : self._offsets[segment + 1]]
+        own = self._manifest.segments[segment]
+        stored = self._host[own.offset : own.offset + own.file_bytes]
+        if not own.is_encoded:
+            return torch.from_numpy(stored)
+        if segment not in self._decoded:
+            host = self._pinned.take(own.nbytes, f"segment {own.name}, decoded")
+            for part in decodings(own, stored, host):
+                part()
+            self._decoded[segment] = host
+        return torch.from_numpy(self._decoded[segment])
 
     def link_bytes(self, segment: int) -> int:
-        return self._manifest.segments[segment].nbytes
+        return self._manifest.segments[segment].file_bytes
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)
-        return self._driver.mapped(table_view(self._host, table, self._manifest.memory_offset(table)))
+        return self._driver.mapped(table_view(self._host, table, table.offset))
 
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
         return pinned_spill_buffers(self._pinned, sizes)
 
     def close(self) -> None:
-        self._pinned.release(self._host)
+        for host in (self._host, *self._decoded.values()):
+            self._pinned.release(host)
 
 
 def pinned_spill_buffers(pinned: PinnedMemory, sizes: Sequence[int]) -> list[SpillBuffer]:

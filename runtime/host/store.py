@@ -233,18 +233,6 @@ def read_weights(path: Path, manifest: Manifest, destination: Bytes, *, verify_r
             raise known.changed(n)
 
 
-def read_decoded(path: Path, manifest: Manifest, destination: Bytes, *, verify_reads: bool) -> None:
-    """Read a whole weights file with its segments decoded, `manifest.memory_bytes`. Raises StoreChanged."""
-    store = FileStore(path, manifest, verify_reads=verify_reads)
-    try:
-        for n, (segment, offset) in enumerate(zip(manifest.segments, manifest.memory_offsets, strict=False)):
-            store.copy(n, destination[offset : offset + segment.nbytes])()
-        for table in manifest.tables:
-            table_view(destination, table, manifest.memory_offset(table)).copy_(store.table(table.name))
-    finally:
-        store.close()
-
-
 class Links:
     """A bus, which carries one copy at a time in each direction."""
 

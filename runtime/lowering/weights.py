@@ -138,18 +138,9 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(nbytes for _, nbytes in self.ranges)
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes of the file with all segments decoded."""
-        return self.segment_bytes + sum(aligned(t.nbytes, BLOCK_BYTES) for t in self.tables)
-
-    @property
     def memory_offsets(self) -> tuple[int, ...]:
         """Where each segment begins if all lie in memory one after the other; at last, where they end."""
         return tuple(accumulate((s.nbytes for s in self.segments), initial=0))
-
-    def memory_offset(self, table: Table) -> int:
-        """Where a table begins in memory that has all segments decoded in front."""
-        return table.offset + self.memory_bytes - self.file_bytes
 
     @property
     def ranges(self) -> Iterator[tuple[int, int]]:

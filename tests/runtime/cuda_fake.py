@@ -29,7 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohabit.runtime.cuda.api import DeviceMemory, HostBytes
+from cohabit.runtime.cuda.api import STAGING_BYTES, DeviceMemory, HostBytes
 from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
 from cohabit.runtime.options import Tf32
 
@@ -218,6 +218,7 @@ class FakeDriver:
         self._streams: list[FakeStream] = []
         self._default = self._new_stream()
         self._device_memory: list[torch.Tensor] = []
+        self._staging: dict[FakeStream, torch.Tensor] = {}
         self._pools: list[FakePool] = []
         self._pinned: dict[int, int] = {}
         self._total_bytes = total_bytes
@@ -241,7 +242,7 @@ class FakeDriver:
     def _refuse_in_capture(self, what: str) -> None:
         assert self._capture is None, f"{what} is not permitted while capturing"
 
-    def stream(self) -> FakeStream:
+    def stream(self, *, urgent: bool = False) -> FakeStream:
         assert len(self._streams) <= _STREAMS, "torch gives a stream out for the second time"
         return self._new_stream()
 
@@ -335,6 +336,18 @@ class FakeDriver:
         raw = destination.view(torch.uint8)
         ends = (destination, source)
         self._put(Action(lambda: _fill(raw), ends), Action(lambda: _assign(destination, source), ends))
+
+    def staging(self) -> torch.Tensor:
+        stream = self._current if self._capture is None else self._capture.origin
+        with self._lock:
+            if stream not in self._staging:
+                self._refuse_in_capture("allocating")
+                self._staging[stream] = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+            return self._staging[stream]
+
+    def decode(self, kernels: Callable[[], None]) -> None:
+        self._call("decode")
+        self._put(Action(kernels))
 
     def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Its ends are made by kernels, which have not run yet when it is issued."""
@@ -489,7 +502,8 @@ class FakeDriver:
         return host
 
     def _is_device(self, tensor: torch.Tensor) -> bool:
-        return any(_inside(tensor, m.data_ptr(), m.nbytes) for m in self._device_memory)
+        memory = (*self._device_memory, *self._staging.values())
+        return any(_inside(tensor, m.data_ptr(), m.nbytes) for m in memory)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return any(_inside(tensor, start, nbytes) for start, nbytes in self._pinned.items())

@@ -115,7 +115,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
         "get_device_name": lambda index: "a stub",
         "MemPool": lambda *allocator: SimpleNamespace(id=(0, 1)),
         "use_mem_pool": use_mem_pool,
-        "Stream": lambda device: Stream(7),
+        "Stream": lambda device, priority=0: Stream(7),
         "CUDAGraph": Graph,
         "current_stream": lambda index: left.append(("current_stream",)) or Stream(7),
         "set_stream": lambda stream: left.append(("set_stream", stream.cuda_stream)),

@@ -1,22 +1,30 @@
 """Weights are stored and copied in fewer bytes: with the bits of plain storage, or with outputs close enough."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
-from msgspec import UNSET
-from msgspec.structs import replace
+from msgspec import UNSET, structs
 from torch import nn
 
 from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
-from cohabit.planner.plan import Plan
+from cohabit.planner.memory import Memory
+from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
 from cohabit.planner.profile import Link
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
+from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.cuda import decoding as device_decoding
+from cohabit.runtime.cuda.backend import CudaBackend
+from cohabit.runtime.cuda.transfers import Transfers
 from cohabit.runtime.errors import DeviceError
+from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering import lower as lowering
 from cohabit.runtime.lowering.encoding.choice import LEAST_COSINE, cosine
 from cohabit.runtime.lowering.lower import Lowered, lower
@@ -25,9 +33,10 @@ from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.options import Options, Weights
 from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
-from tests.runtime.backends import cpu, fake_cuda, fake_staged, opened
+from tests.runtime.backends import cpu, fake_cuda, fake_staged, fake_streams, has_gpu, opened, real_cuda
 from tests.runtime.plans import streaming_plan
 
+MIB = 1 << 20
 STORES: tuple[StoreKind, ...] = ("ram", "file")
 
 
@@ -107,7 +116,6 @@ def test_weights_born_in_16_bits_are_stored_so_with_the_bits_of_plain_storage(
 def test_weights_that_need_32_bits_stay_as_they_are(tmp_path: Path) -> None:
     torch.manual_seed(0)
     lowered = lowered_model(Encoder().eval(), tmp_path)
-    assert lowered.manifest.file_bytes == lowered.manifest.memory_bytes
     assert not any(segment.is_encoded for segment in lowered.manifest.segments)
     assert {tensor.codec for graph in lowered.graphs.values() for tensor in graph.tensors} == {UNSET}
 
@@ -133,6 +141,80 @@ def test_lossy_weights_answer_alike_at_every_budget_and_close_to_exact_ones(
     vectors = [p for s in lossy.manifest.segments for p in s.pieces if len(p.shape) < 2]
     assert vectors
     assert {piece.codec for piece in vectors} == {"plain"}
+
+
+ON_DEVICES = [
+    *(pytest.param(partial(fake_cuda, seed), id=f"fake-{seed}") for seed in range(4)),
+    pytest.param(fake_streams, id="fake-uncaptured"),
+    pytest.param(
+        real_cuda, id="cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no CUDA device")]
+    ),
+]
+
+
+def returning_plan(graph: Graph) -> Plan:
+    """Two places for the weights of one op each. Those of the first op are resident, leave, and return at the end."""
+    own = [[i for i in op.reads if graph.tensors[i].kind == "parameter"] for op in graph.ops]
+    own = [weights for weights in own if weights]
+    readers = [n for n, op in enumerate(graph.ops) if any(graph.tensors[i].kind == "parameter" for i in op.reads)]
+    place_bytes = max(sum(graph.tensors[i].nbytes for i in weights) for weights in own)
+    pool = 4096 * (1 + sum(t.aligned_bytes for t in graph.tensors if t.kind != "parameter") // 4096)
+
+    def addresses(k: int) -> list[tuple[int, Address]]:
+        sizes = [graph.tensors[i].nbytes for i in own[k]]
+        offsets = accumulate(sizes, initial=k % 2 * place_bytes)
+        return [(i, Address("partition", offset)) for i, offset in zip(own[k], offsets, strict=False)]
+
+    steps: list[Step] = []
+    emptied: dict[int, tuple[int, ...]] = {0: (), 1: ()}
+    for n in range(len(graph.ops)):
+        waits: tuple[int, ...] = ()
+        if n in readers and (k := readers.index(n)):
+            steps += [SwapIn(i, address, emptied[k % 2]) for i, address in addresses(k)]
+            waits = (len(steps) - 1,)
+        steps.append(Compute(n, waits))
+        if n in readers:
+            k = readers.index(n)
+            emptied[k % 2] = (len(steps) - 1,)
+            steps += [Drop(i) for i in own[k]]
+    steps += [SwapIn(i, address, emptied[0]) for i, address in addresses(0)]
+    residents = tuple(Placement(i, address) for i, address in addresses(0))
+    return Plan(graph.fingerprint, "", Memory(pool, 2 * place_bytes), pool, residents, tuple(steps))
+
+
+@pytest.mark.parametrize("make", ON_DEVICES)
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_a_device_decodes_as_the_host_does(
+    weights: Weights, make: Callable[[], CudaBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that are divided, since they are larger than the staging buffer, beside plain ones. Two models take
+    turns: the copies that return the one's weights are in progress during the other's inference."""
+    monkeypatch.setattr(device_decoding, "STAGING_BYTES", 64 << 10)
+    monkeypatch.setattr(Transfers, "submit", Transfers.issue)  # in progress whatever its thread does
+    torch.manual_seed(0)
+    lowered = models.lowered(
+        models.Wide(5, 264), {"x": torch.zeros(3, 264)}, tmp_path, "wide", [1, 2], options=Options(weights=weights)
+    )
+    assert any(segment.is_encoded for segment in lowered.manifest.segments)
+    x = torch.rand(6, 2, 264)
+    with opened(make, lowered) as bench:
+        plan = returning_plan(bench.graph)
+        stores = {
+            "device": bench.store,
+            "host": bench.host(open_store("ram", lowered.weights_path, lowered.manifest)),
+        }
+        found: dict[str, list[torch.Tensor]] = {}
+        for where, store in stores.items():
+            programs = []
+            for n in range(2):
+                own = replace(lowered, name=f"{where}-{n}")
+                bases = Bases(n * 8 * MIB, n * 8 * MIB + plan.memory.partition_bytes)
+                programs.append(bench.beside(own, plan, bases, store))
+            found[where] = [
+                bench.executor.run(programs[n % 2], [x[n].clone()]).outputs[0].clone() for n in range(len(x))
+            ]
+        for on_device, on_host in zip(found["device"], found["host"], strict=True):
+            assert torch.equal(on_device, on_host)
 
 
 class Sensitive(nn.Module):
@@ -238,7 +320,7 @@ def test_plans_know_the_time_of_a_copy_with_its_codec(tmp_path: Path) -> None:
     assert profile.encoded is not UNSET
     assert [codec for codec, _ in profile.encoded] == ["bfloat16"], "it was measured"
     link = Link(1e-5, 250e6)  # how fast it is here is a matter of the machine
-    profile = replace(profile, encoded=(("bfloat16", link),))
+    profile = structs.replace(profile, encoded=(("bfloat16", link),))
     assert profile.swap_in_seconds(large) == link.seconds(large.nbytes)
     times = GraphArrays.of(graph, profile).swap_in_s
     assert times[graph.tensors.index(large)] == profile.swap_in_seconds(large)

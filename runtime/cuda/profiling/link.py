@@ -2,17 +2,19 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from msgspec import UNSET, UnsetType
 
 from cohabit.planner.profile import Link
 from cohabit.runtime.cuda.api import Stream
 from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.stores import PinnedMemory, Ring
 from cohabit.runtime.lowering.weights import Manifest
-from cohabit.runtime.memory import HostStore
+from cohabit.runtime.memory import Copy, HostStore
 from cohabit.runtime.profiling.link import leading
 
 _COPY_BYTES = 4 << 20
@@ -23,9 +25,11 @@ _BLOCKS = 64
 _MOST_COPIES = 4096
 _ROUNDS = 5
 _STAGED_BYTES = 64 << 20
-"""Bytes of a model, the first ones, that are copied to measure the link through the staging ring."""
+"""Bytes of a model, the first ones, that are copied to measure the link through the staging ring, and with a codec."""
 _QUEUE_S = 0.004
 """How long a stream is kept busy while copies are issued, so that they run without gaps."""
+_LONG_QUEUE_S = 0.03
+"""The same for copies that are followed by kernels."""
 _LEAST_S = 1e-9
 
 
@@ -71,6 +75,45 @@ class LinkBench:
         ring.close()
         driver.free(device)
         return Link(0.0, nbytes / seconds)
+
+    def encoded(
+        self, store: HostStore[torch.Tensor], manifest: Manifest, plain: Link
+    ) -> tuple[tuple[str, Link], ...] | UnsetType:
+        """Return the link for encoded segments by codec, whose bytes are those in memory; UNSET where there are none.
+
+        What is stored has the plain link's bandwidth. What copies take longer, decoding among it, is their latency.
+        """
+        groups: dict[str, list[int]] = defaultdict(list)
+        for n, segment in enumerate(manifest.segments):
+            others = sum(manifest.segments[k].nbytes for k in groups[segment.codec])
+            if segment.is_encoded and (not others or others + segment.nbytes <= _STAGED_BYTES):
+                groups[segment.codec].append(n)
+        links: dict[str, Link] = {}
+        for codec, members in groups.items():
+            segments = [manifest.segments[n] for n in members]
+            if store.staged or not segments:
+                continue
+            device = self._streams.driver.allocate(max(s.nbytes for s in segments))
+            copies = [store.copy(n, device[: s.nbytes]) for n, s in zip(members, segments, strict=True)]
+            self._all_seconds(copies)  # what is prepared the first time
+            seconds = statistics.median(self._all_seconds(copies) for _ in range(_ROUNDS))
+            self._streams.driver.free(device)
+            stored_s = sum(s.file_bytes for s in segments) / plain.bandwidth_bytes_per_s
+            latency_s = max(plain.latency_s, (seconds - stored_s) / len(segments))
+            links[codec] = Link(latency_s, sum(s.nbytes for s in segments) / stored_s)
+        return tuple(links.items()) or UNSET
+
+    def _all_seconds(self, copies: Sequence[Copy]) -> float:
+        driver = self._streams.driver
+        start, end = driver.event(timed=True), driver.event(timed=True)
+        with driver.on(self._streams.swap_in):
+            driver.hold(_LONG_QUEUE_S)
+            driver.record(start)
+            for copy in copies:
+                copy()
+            driver.record(end)
+        driver.synchronize(end)
+        return driver.seconds(start, end)
 
     def copy_in(self, nbytes: int) -> None:
         """Issue one copy to the device, to the current stream."""

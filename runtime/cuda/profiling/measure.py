@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from cohabit.planner import cache_file
 from cohabit.planner.errors import FormatError
@@ -36,7 +37,7 @@ from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.profiling.profile import resident_plan
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 CudaDevice = DeviceBackend[CudaProgram]
 _ROUNDS = 7
 _QUEUE_S = 0.03
@@ -102,7 +103,9 @@ def measured(
                     cache_file.write(path, msgspec.json.encode(known))
     profiles = known.profiles
     if store.staged:
-        profiles = tuple(msgspec.structs.replace(profile, swap_in=known.staged) for profile in profiles)
+        profiles = tuple(
+            msgspec.structs.replace(profile, swap_in=known.staged, encoded=UNSET) for profile in profiles
+        )
     for bucket, scratch, refused in zip(lowered.buckets, known.scratch, known.refused, strict=True):
         lowered = with_plain(with_scratch(lowered, bucket, scratch), bucket, refused)
     return lowered, dict(zip(lowered.buckets, profiles, strict=True))
@@ -144,6 +147,7 @@ def _measure(
     try:
         link_in, link_out = bench.links()
         staged = bench.staged(store, lowered.manifest)
+        encoded = bench.encoded(store, lowered.manifest, link_in)
         for bucket in lowered.buckets:
             on_progress(f"{lowered.name}: measuring batch {bucket}")
             graph, examples = lowered.graphs[bucket], lowered.examples(bucket)
@@ -160,7 +164,15 @@ def _measure(
             lowered = with_scratch(lowered, bucket, scratch[-1])
             slowdown = max(1.0, sum(contended) / (sum(seconds) or 1.0))
             link = staged if store.staged else link_in
-            profile = Profile(lowered.graphs[bucket].fingerprint, device.name, seconds, link, link_out, slowdown)
+            profile = Profile(
+                lowered.graphs[bucket].fingerprint,
+                device.name,
+                seconds,
+                link,
+                link_out,
+                slowdown,
+                encoded=encoded,
+            )
             profile = _corrected(device, executor, lowered, store, bucket, profile, bench)
             profiles.append(msgspec.structs.replace(profile, swap_in=link_in))
     finally:
@@ -283,10 +295,11 @@ def _corrected(
         runs = [executor.run(program, examples) for _ in range(3 * _ROUNDS)][_ROUNDS:]
         device_s = statistics.median(run.device_s or 0.0 for run in runs)
         host_s = statistics.median(run.latency_s - (run.device_s or 0.0) for run in runs)
-        sizes = [program.schedule.copies[c.index].nbytes for c in program.schedule.inference if c.verb == "copy"]
-        if not sizes:
+        copies = [program.schedule.copies[c.index] for c in program.schedule.inference if c.verb == "copy"]
+        if not copies:
             swap_slowdown = _swap_slowdown(executor, program, examples, bench, profile.swap_in, device_s)
-    factor = _correction(profile.compute_s, device_s, sum(map(profile.swap_in.seconds, sizes)))
+    copies_s = sum(profile.link_of(graph.tensors[copy.segment]).seconds(copy.nbytes) for copy in copies)
+    factor = _correction(profile.compute_s, device_s, copies_s)
     return msgspec.structs.replace(
         profile,
         op_seconds=tuple(factor * seconds for seconds in profile.op_seconds),

@@ -5,8 +5,9 @@ Decoding is done by torch's own vectorized conversions, in parts small enough to
 its processor's cache.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,8 @@ BLOCK: Final = 64
 PART: Final = 480 * BLOCK
 """Numbers that are decoded at a time. From 32,768 on torch divides a conversion among threads."""
 
-_TYPES: Final[dict[Codec, torch.dtype]] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HALVES: Final[dict[Codec, torch.dtype]] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The 16-bit codecs, and the type of their numbers."""
 _SCALE_BYTES: Final = 4
 _PART_BLOCKS: Final = PART // BLOCK
 _PART_BYTES: Final = _PART_BLOCKS * _SCALE_BYTES + PART
@@ -38,7 +40,7 @@ def encoded_bytes(codec: Codec, nbytes: int) -> int:
     if codec == "plain":
         return nbytes
     numbers = nbytes // 4
-    return 2 * numbers if codec in _TYPES else numbers + -(-numbers // BLOCK) * _SCALE_BYTES
+    return 2 * numbers if codec in HALVES else numbers + -(-numbers // BLOCK) * _SCALE_BYTES
 
 
 def exact_codec(raw: Bytes) -> Codec:
@@ -64,8 +66,8 @@ def encode(codec: Codec, raw: Bytes) -> Bytes:
     if codec == "plain":
         return raw
     numbers = torch.from_numpy(raw).view(torch.float32)
-    if codec in _TYPES:
-        return numbers.to(_TYPES[codec]).view(torch.uint8).numpy()
+    if codec in HALVES:
+        return numbers.to(HALVES[codec]).view(torch.uint8).numpy()
     return np.concatenate([_quantized(part) for part in torch.split(numbers, PART)])
 
 
@@ -101,7 +103,7 @@ class Decoding:
             self._convert()
 
     def _convert(self) -> None:
-        encoded = self.encoded.view(_TYPES[self.codec])
+        encoded = self.encoded.view(HALVES[self.codec])
         if not self.in_place and torch.get_num_threads() == 1:
             self.numbers.copy_(encoded)
             return
@@ -113,11 +115,8 @@ class Decoding:
             target.copy_(part.clone())
 
     def _scale_blocks(self) -> None:
-        whole, split = len(self.numbers) // PART, _PART_BLOCKS * _SCALE_BYTES
-        blocks = self.encoded[: whole * _PART_BYTES].view(whole, _PART_BYTES)
-        scales = blocks[:, :split].view(torch.float32).unsqueeze(2)
-        multiples = blocks[:, split:].view(torch.int8).view(whole, _PART_BLOCKS, BLOCK)
-        targets = self.numbers[: whole * PART].view(whole, _PART_BLOCKS, BLOCK)
+        whole = len(self.numbers) // PART
+        multiples, scales, targets = _whole_parts(self.encoded, self.numbers)
         clear = min(whole, self._clear(_PART_BYTES))
         # In place, a part's numbers may lie over the scales of the one before.
         at_once = 1 if self.in_place or torch.get_num_threads() > 1 else _GROUP
@@ -127,19 +126,9 @@ class Decoding:
         for k in range(clear, whole):
             own, scale = multiples[k].clone(), scales[k].clone()
             targets[k].copy_(own).mul_(scale)
-        if rest := len(self.numbers) - whole * PART:
-            last, count = self.encoded[whole * _PART_BYTES :], -(-rest // BLOCK)
-            self._scale_rest(last.clone() if self.in_place else last, self.numbers[whole * PART :], count)
-
-    @staticmethod
-    def _scale_rest(encoded: torch.Tensor, numbers: torch.Tensor, blocks: int) -> None:
-        """Decode a part that is not whole, whose last block may be shorter than the others."""
-        split, even = blocks * _SCALE_BYTES, len(numbers) // BLOCK * BLOCK
-        scales = encoded[:split].view(torch.float32)
-        numbers.copy_(encoded[split:].view(torch.int8))
-        numbers[:even].view(-1, BLOCK).mul_(scales[: even // BLOCK, None])
-        if even < len(numbers):
-            numbers[even:].mul_(scales[-1])
+        last = self.encoded[whole * _PART_BYTES :]
+        for blocks in _blocks_of_rest(last.clone() if self.in_place else last, self.numbers[whole * PART :]):
+            blocks.targets.copy_(blocks.multiples).mul_(blocks.scales)
 
     def _clear(self, part_bytes: int) -> int:
         """Return how many of the first parts are written before the place where their own bytes begin.
@@ -150,6 +139,43 @@ class Decoding:
             return len(self.numbers) // PART + 1
         ahead = self.encoded.data_ptr() - self.numbers.data_ptr() - 4 * PART
         return ahead // (4 * PART - part_bytes) + 1 if ahead >= 0 else 0
+
+
+class Blocks(NamedTuple):
+    """Views of numbers in int8: what they are multiples of is broadcast to them."""
+
+    multiples: torch.Tensor
+    scales: torch.Tensor
+    targets: torch.Tensor
+    """float32."""
+
+
+def int8_blocks(encoded: torch.Tensor, numbers: torch.Tensor) -> list[Blocks]:
+    """Return views of all of a tensor in int8, one of its whole parts and at most two of the rest."""
+    whole = len(numbers) // PART
+    parts = [_whole_parts(encoded, numbers)] if whole else []
+    return [*parts, *_blocks_of_rest(encoded[whole * _PART_BYTES :], numbers[whole * PART :])]
+
+
+def _whole_parts(encoded: torch.Tensor, numbers: torch.Tensor) -> Blocks:
+    whole, split = len(numbers) // PART, _PART_BLOCKS * _SCALE_BYTES
+    parts = encoded[: whole * _PART_BYTES].view(whole, _PART_BYTES)
+    return Blocks(
+        parts[:, split:].view(torch.int8).view(whole, _PART_BLOCKS, BLOCK),
+        parts[:, :split].view(torch.float32).unsqueeze(2),
+        numbers[: whole * PART].view(whole, _PART_BLOCKS, BLOCK),
+    )
+
+
+def _blocks_of_rest(encoded: torch.Tensor, numbers: torch.Tensor) -> Iterator[Blocks]:
+    """Yield the blocks of a part that is not whole: those of `BLOCK` numbers, and the last one if it is shorter."""
+    split, even = -(-len(numbers) // BLOCK) * _SCALE_BYTES, len(numbers) // BLOCK * BLOCK
+    scales, multiples = encoded[:split].view(torch.float32), encoded[split:].view(torch.int8)
+    if even:
+        blocks = multiples[:even].view(-1, BLOCK), numbers[:even].view(-1, BLOCK)
+        yield Blocks(blocks[0], scales[: even // BLOCK, None], blocks[1])
+    if even < len(numbers):
+        yield Blocks(multiples[even : len(numbers)], scales[-1], numbers[even:])
 
 
 def decoding(codec: Codec, source: Bytes, destination: Bytes, *, in_place: bool = False) -> Decoding:
