@@ -57,7 +57,8 @@ def described(options: Options) -> str:
     """What stands beside a figure: what was computed with."""
     tf32 = f" {_TF32[options.tf32]}" if options.dtype == "float32" else ""
     layout, fused = "channels last" if options.channels_last else "NCHW", "fused" if options.fused else "not fused"
-    return f"{options.dtype}{tf32}, {layout}, convolutions {fused}"
+    stored = f", weights stored and copied in {options.weights}" if options.weights != "float32" else ""
+    return f"{options.dtype}{tf32}, {layout}, convolutions {fused}{stored}"
 
 
 def resnet(

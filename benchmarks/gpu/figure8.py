@@ -2,7 +2,7 @@
 
 The engine's loop without its front end: requests are drawn beforehand and served first come first served, one at a
 time; latency counts from the intended arrival. The sixteen share one host copy of the weights; their device memory
-is their own.
+is their own. In fewer bits, weights are stored and copied in fewer bytes, and decoded on the device.
 """
 
 import random
@@ -32,7 +32,7 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.memory import DeviceArena
-from cohabit.runtime.options import CUDA_DEFAULTS
+from cohabit.runtime.options import CUDA_DEFAULTS, STORED_AS, Weights
 from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
 
 MODELS = 16
@@ -45,7 +45,7 @@ SATURATION = 100.0
 POINT_S = 1.5
 WARM_UP_ROUNDS = 3
 """Every model in turn, in orders that differ: places in a shared region are prepared when they are first used."""
-_MEMORY = ", memory "
+_IN, _MEMORY = " in ", ", memory "
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class Point:
     layout: str
+    """And what weights are stored in, if that is not what ops compute with."""
     share: float
     load: float
     rate_per_s: float
@@ -69,19 +70,23 @@ class Point:
 
 def cells() -> list[str]:
     """What there is to measure, least memory first: that is where layouts differ most."""
-    others = [f"{name}{_MEMORY}{share:.0%}" for share in SHARES for name in LAYOUTS if name != "resident"]
+    names = [*LAYOUTS, *(f"partitioned{_IN}{weights}" for weights in STORED_AS if weights != "float32")]
+    others = [f"{name}{_MEMORY}{share:.0%}" for share in SHARES for name in names if name != "resident"]
     return [f"resident{_MEMORY}100%", *others]
 
 
 def measure(cell: str) -> Iterator[Point | str]:
     text, _, percent = cell.partition(_MEMORY)
-    name = next(name for name in LAYOUTS if name == text)
+    layout, _, stored_as = text.partition(_IN)
+    name = next(name for name in LAYOUTS if name == layout)
+    weights: Weights = next((weights for weights in STORED_AS if weights == stored_as), "float32")
     share = int(percent.removesuffix("%")) / 100
     backend = open_gpu()
-    model = resnet(backend, 1)
+    model = resnet(backend, 1, replace(CUDA_DEFAULTS, weights=weights))
     memory = int(share * MODELS * model.graph(1).parameter_bytes)
     try:
-        yield from _measure(backend, model, name, share, memory)
+        for point in _measure(backend, model, name, share, memory):
+            yield replace(point, layout=text)
     except (InfeasibleBudget, MemoryExceeded) as error:
         yield f"{cell}: {error}"
 

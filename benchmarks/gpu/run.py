@@ -4,7 +4,8 @@ Each step takes less than nine minutes, so that a machine that is lent for ten m
 call. Results are written as they come, one file per step. Exit status: 0 when everything ran and held, 1 when something
 did not, 77 where torch sees no CUDA device.
 
-Beside torch, the steps need numpy, scipy, numba and msgspec; the tests also pytest, hypothesis, psutil and rich.
+Beside torch, the steps need numpy, scipy, numba and msgspec; the tests also pytest, hypothesis, psutil and rich, and
+`texts` all that a server needs, and transformers.
 Packages that are missing can lie in `.wheels`, which `make gpu-check` adds to the path. Where numba refuses its
 numpy, `COHABIT_INTERPRET=1` plans without it, slowly.
 """
@@ -39,7 +40,7 @@ GPU_TESTS = tuple(
     )
 )
 """The files with tests marked `gpu`. Others import the server, whose packages the machine may lack."""
-STEPS = (TESTS, "table2", "copies", "figure8", "memory", "cold", "training")
+STEPS = (TESTS, "table2", "copies", "figure8", "memory", "cold", "texts", "training")
 """In the order of what is most wanted."""
 
 
