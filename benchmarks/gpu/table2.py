@@ -41,7 +41,7 @@ SETTINGS = (
     ("as served", CUDA_DEFAULTS, BATCHES),
     ("exact", DEFAULTS, BATCHES),
     ("TF32", replace(CUDA_DEFAULTS, tf32="all"), BATCHES),
-    ("as served in int8", replace(CUDA_DEFAULTS, weights="int8"), (1,)),
+    ("as served in int8", replace(CUDA_DEFAULTS, weights="int8"), BATCHES),
     ("float16", replace(CUDA_DEFAULTS, dtype="float16"), (1, 16)),
 )
 """What users run; the paper's, for its own numbers; and what a configuration may ask for."""
