@@ -5,6 +5,7 @@ no order but that of events. An event stands for the work that its stream had wh
 issued before that record waits for nothing.
 """
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ import torch
 from cohabit.runtime.options import Tf32
 
 Kernels = Callable[[], None]
-STAGING_BYTES = 8 << 20
-"""Of a stream's buffer for encoded bytes on their way: a copy of this size has the link's full speed."""
+STAGING_SLOTS, SLOT_BYTES = 4, 2 << 20
+"""Of a stream's buffer for encoded bytes on their way. A copy as large as a slot has nearly the link's full speed."""
 HostBytes = npt.NDArray[np.uint8]
 
 
@@ -72,6 +73,34 @@ class DeviceMemory:
     process_bytes: int | None
 
 
+@dataclass(slots=True)
+class Slot:
+    """A part of a staging buffer."""
+
+    memory: torch.Tensor
+    free: Event | None = None
+    """Reached when what was in it is decoded; None before the buffer is used."""
+
+
+class Staging:
+    """A stream's buffer for encoded bytes, in slots that are used in turn, and the stream whose copies fill them.
+
+    Copies run ahead of the decoding, which alone waits for the places that it fills.
+    """
+
+    def __init__(self, memory: torch.Tensor, link: Stream) -> None:
+        self.link = link
+        self.turn = threading.Lock()
+        """Held while something passes through a slot."""
+        self.slots = [Slot(part) for part in memory.chunk(STAGING_SLOTS)]
+        """The one that has been in use for longest is first."""
+
+    def take(self) -> Slot:
+        """Return the first slot, which is then the last."""
+        self.slots.append(self.slots.pop(0))
+        return self.slots[-1]
+
+
 class Driver(Protocol):
     """One device. Errors on it raise RuntimeError, perhaps from a later call than the failing one."""
 
@@ -108,11 +137,11 @@ class Driver(Protocol):
         """Issue a copy. A pinned buffer must stay unchanged until an event recorded after the copy has been reached."""
         ...
 
-    def staging(self) -> torch.Tensor:
-        """Return the buffer of `STAGING_BYTES` for what the current stream copies and decodes next.
+    def staging(self) -> "Staging":
+        """Return where the bytes arrive that the current stream decodes next.
 
-        What is captured has the buffer of the stream that it will be replayed on. A capture allocates nothing: such a
-        stream has asked for its buffer before.
+        Each capture begins with a buffer that is free when it is replayed: no two that may be replayed at once have
+        the same, and none that of what is issued directly. A capture allocates nothing: its streams have asked before.
         """
         ...
 

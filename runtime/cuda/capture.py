@@ -9,7 +9,6 @@ import logging
 
 from cohabit.runtime.cuda.api import CapturedGraph
 from cohabit.runtime.cuda.buffers import Shapes
-from cohabit.runtime.cuda.decoding import EncodedCopy
 from cohabit.runtime.cuda.issue import Streams, issue_inference
 from cohabit.runtime.cuda.program import CudaProgram, SizedGraph
 from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
@@ -77,8 +76,6 @@ def _captured(streams: Streams, program: CudaProgram) -> CapturedGraph:
     driver, frame = streams.driver, program.new_frame()
     perform = program.performing(driver, frame)
     with driver.on(streams.compute):
-        if any(isinstance(copy, EncodedCopy) for copy in program.copies):
-            driver.staging()
         return driver.capture(program.pool, lambda: issue_inference(streams, program, frame, perform))
 
 

@@ -1,8 +1,11 @@
-"""Copies of encoded segments: they cross the link as they are stored, and kernels of the same stream decode them.
+"""Copies of encoded segments: they cross the link as they are stored, and kernels decode them on the device.
 
-What is encoded arrives in a staging buffer of the stream, as many pieces at once as it holds. Decoding takes the
-device's memory a hundredth of the time that the link takes. Numbers are those that the host would decode: 16 bits are
-widened exactly, 8 bits are multiplied once by their scale.
+    link    | copy to slot 0 | copy to slot 1 | copy to slot 2 | ...
+    swap_in |                | decode slot 0  | decode slot 1  | ...      to where the plan has them
+
+A copy of its own for each segment, which kernels then wait for, would cost as much as the bytes that are saved: copies
+run ahead through the slots of a staging buffer. Numbers are those that the host would decode: 16 bits are widened
+exactly, 8 bits are multiplied once by their scale.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +14,7 @@ from functools import partial
 
 import torch
 
-from cohabit.runtime.cuda.api import STAGING_BYTES, Driver
+from cohabit.runtime.cuda.api import SLOT_BYTES, Driver, Staging
 from cohabit.runtime.lowering.encoding.codec import HALVES, PART, Codec, encoded_bytes, int8_blocks
 from cohabit.runtime.lowering.weights import Segment
 
@@ -40,12 +43,12 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A copy, and the kernels that decode what has arrived; without kernels it goes to its place."""
+class _Arrival:
+    """A copy to a slot, and the kernels that decode what has arrived."""
 
     source: torch.Tensor
-    destination: torch.Tensor
-    kernels: Sequence[Callable[[], object]] = ()
+    arrived: torch.Tensor
+    kernels: Sequence[Callable[[], object]]
 
     def decode(self) -> None:
         for kernel in self.kernels:
@@ -62,34 +65,52 @@ class EncodedCopy:
         self._driver = driver
         self._host = host
         self._groups = list(_grouped(list(_parts(segments, destination))))
-        self._prepared: dict[int, list[_Transfer]] = {}
-        """By the address of the staging buffer."""
+        self._prepared: dict[tuple[int, int], _Arrival] = {}
+        """By the group and the address of the slot."""
 
     def __call__(self) -> None:
-        driver = self._driver
-        for transfer in self._transfers(driver.staging()):
-            driver.copy(transfer.destination, transfer.source)
-            if transfer.kernels:
-                driver.decode(transfer.decode)
+        staging = self._driver.staging()
+        for number, group in enumerate(self._groups):
+            if group[0].is_direct:
+                self._driver.copy(group[0].destination, self._source(group))
+            else:
+                self._pass_through(staging, number)
 
-    def _transfers(self, staging: torch.Tensor) -> list[_Transfer]:
-        known = self._prepared.get(staging.data_ptr())
+    def _pass_through(self, staging: Staging, group: int) -> None:
+        driver = self._driver
+        with staging.turn:
+            slot = staging.take()
+            if slot.free is None:  # copies may run ahead from here on
+                start = driver.event()
+                driver.record(start)
+                for unused in staging.slots:
+                    unused.free = start
+            arrival, here = self._arrival(group, slot.memory), driver.event()
+            with driver.on(staging.link):
+                driver.wait(slot.free)
+                driver.copy(arrival.arrived, arrival.source)
+                driver.record(here)
+            driver.wait(here)
+            driver.decode(arrival.decode)
+            slot.free = driver.event()
+            driver.record(slot.free)
+
+    def _arrival(self, group: int, slot: torch.Tensor) -> _Arrival:
+        known = self._prepared.get((group, slot.data_ptr()))
         if known is None:
             with torch.inference_mode(False):  # issued by threads in either mode
-                known = [self._transfer(group, staging) for group in self._groups]
-            self._prepared[staging.data_ptr()] = known
+                source = self._source(self._groups[group])
+                arrived = slot[: source.nbytes]
+                known = _Arrival(source, arrived, _kernels(self._groups[group], arrived))
+            self._prepared[group, slot.data_ptr()] = known
         return known
 
-    def _transfer(self, group: Sequence[_Part], staging: torch.Tensor) -> _Transfer:
-        source = self._host[group[0].start : group[-1].end]
-        if group[0].is_direct:
-            return _Transfer(source, group[0].destination)
-        arrived = staging[: source.nbytes]
-        return _Transfer(source, arrived, _kernels(group, arrived))
+    def _source(self, group: Sequence[_Part]) -> torch.Tensor:
+        return self._host[group[0].start : group[-1].end]
 
 
 def _parts(segments: Sequence[Segment], destination: torch.Tensor) -> Iterator[_Part]:
-    """Yield what a copy consists of, each part small enough for the staging buffer."""
+    """Yield what a copy consists of, each part small enough for a slot."""
     begin = 0
     for segment in segments:
         if not segment.is_encoded:
@@ -102,18 +123,18 @@ def _parts(segments: Sequence[Segment], destination: torch.Tensor) -> Iterator[_
 
 
 def _divided(codec: Codec, start: int, destination: torch.Tensor) -> Iterator[_Part]:
-    """Divide a piece into whole parts of its codec, as many at once as the staging buffer holds."""
-    step = destination.nbytes if codec == "plain" else STAGING_BYTES // encoded_bytes(codec, 4 * PART) * 4 * PART
+    """Divide a piece into whole parts of its codec, as many at once as a slot holds."""
+    step = destination.nbytes if codec == "plain" else SLOT_BYTES // encoded_bytes(codec, 4 * PART) * 4 * PART
     for first in range(0, destination.nbytes, step or 1):
         own = destination[first : first + step]
         yield _Part(codec, start + encoded_bytes(codec, first), encoded_bytes(codec, own.nbytes), own)
 
 
 def _grouped(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Yield parts that cross the link in one copy."""
+    """Yield parts that cross the link in one copy: to a slot, or one plain part by itself."""
     group: list[_Part] = []
     for part in parts:
-        if group and (part.is_direct or group[0].is_direct or part.end - group[0].start > STAGING_BYTES):
+        if group and (part.is_direct or group[0].is_direct or part.end - group[0].start > SLOT_BYTES):
             yield group
             group = []
         group.append(part)

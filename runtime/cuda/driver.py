@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
@@ -14,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from cohabit.planner.errors import format_bytes
-from cohabit.runtime.cuda.api import STAGING_BYTES, DeviceMemory, HostBytes, Kernels
+from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, HostBytes, Kernels, Staging
 from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
 from cohabit.runtime.cuda.numa import local_cpus, running_on
 from cohabit.runtime.cuda.pools import CarvedPool, close_open_pools
@@ -24,7 +25,7 @@ from cohabit.runtime.options import Tf32
 _cuda: Any = torch.cuda  # in large part without types
 _backends: Any = torch.backends
 _STREAMS = 32
-"""Streams per device in torch's pool, which hands them out round-robin."""
+"""Streams per device and priority in torch's pools, which hand them out round-robin."""
 _CYCLES_PER_S = 2e9
 _NOT_CAPTURED = "kernels could not be captured"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -58,12 +59,13 @@ class CudaDriver:
         self.name = f"{torch.cuda.get_device_name(index)}, {libraries}"
         self._index = index
         self._libcuda = LibCuda()
-        self._streams = 0
+        self._streams = Counter[bool]()
         self._allocated: dict[int, int] = {}
         self._thread = threading.local()
         self._adopted: WeakKeyDictionary[threading.Thread, set[int]] = WeakKeyDictionary()
         """The compute streams that each thread issues to. Linux uses the numbers of threads again."""
-        self._staging: dict[int, torch.Tensor] = {}
+        self._staging: dict[int, _LaneStaging] = {}
+        """By the stream that decodes."""
         self._libraries: Any = _cuda.MemPool()
         """Handles and workspaces of the libraries. Torch 2.12 releases a stream's cuBLAS workspaces whenever a graph of
         that stream is released, although other graphs use them: in a pool of their own, nothing else gets their bytes,
@@ -102,9 +104,9 @@ class CudaDriver:
         compute.synchronize()
 
     def stream(self, *, urgent: bool = False) -> torch.cuda.Stream:
-        if self._streams == _STREAMS:
+        if self._streams[urgent] == _STREAMS:
             raise DeviceError(f"torch has {_STREAMS} streams per device, and all are in use; lower --compute-lanes")
-        self._streams += 1
+        self._streams[urgent] += 1
         stream: torch.cuda.Stream = _cuda.Stream(self.device, priority=-1 if urgent else 0)
         return stream
 
@@ -135,22 +137,27 @@ class CudaDriver:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source, non_blocking=True)
 
-    def staging(self) -> torch.Tensor:
-        stream = getattr(self._thread, "captured_on", None) or self._current
-        buffer = self._staging.get(stream.cuda_stream)
-        if buffer is None:
-            self._enter()
-            try:
-                address = self._libcuda.allocate(STAGING_BYTES)
-            except OutOfDeviceMemory as error:
-                free_bytes = self.memory().free_bytes
-                raise MemoryExceeded(
-                    f"the device has {format_bytes(free_bytes)} free, less than the {format_bytes(STAGING_BYTES)} in"
-                    " which encoded weights arrive; lower --memory"
-                ) from error
-            buffer = torch.as_tensor(_AtAddress(address, STAGING_BYTES), device=self.device)
-            self._staging[stream.cuda_stream] = buffer
-        return buffer
+    def staging(self) -> Staging:
+        stream, capture = self._current, getattr(self._thread, "capture", None)
+        lane = self._staging.get(stream.cuda_stream)
+        if lane is None:
+            lane = self._staging[stream.cuda_stream] = _LaneStaging(
+                self._staging_memory(), self.stream(urgent=True)
+            )
+        return lane.direct if capture is None else capture.staging(stream, lane)
+
+    def _staging_memory(self) -> torch.Tensor:
+        self._enter()
+        nbytes = len(_STAGED) * STAGING_SLOTS * SLOT_BYTES
+        try:
+            address = self._libcuda.allocate(nbytes)
+        except OutOfDeviceMemory as error:
+            free_bytes = self.memory().free_bytes
+            raise MemoryExceeded(
+                f"the device has {format_bytes(free_bytes)} free, less than the {format_bytes(nbytes)} in which encoded"
+                " weights arrive; lower --memory"
+            ) from error
+        return torch.as_tensor(_AtAddress(address, nbytes), device=self.device)
 
     def decode(self, kernels: Kernels) -> None:
         with torch.inference_mode():
@@ -283,14 +290,14 @@ class CudaDriver:
         torch.cuda.synchronize(self._index)
         error: Exception | None = None
         with _without_garbage_collection():
-            self._thread.captured_on = self._current
+            self._thread.capture = _Capture(self._current)
             try:
                 graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
                 issue()
             except Exception as raised:
                 error = raised
             finally:
-                self._thread.captured_on = None
+                self._thread.capture = None
             try:
                 graph.capture_end()
             except RuntimeError as raised:
@@ -362,6 +369,34 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+_STAGED = ("directly", "by graphs of this stream", "by graphs of another stream")
+"""Who uses a lane's staging memory, one part each. What one part has is in the order of one stream."""
+
+
+class _LaneStaging:
+    """The staging memory of a stream that decodes."""
+
+    def __init__(self, memory: torch.Tensor, link: torch.cuda.Stream) -> None:
+        self.link = link
+        self.parts = dict(zip(_STAGED, memory.chunk(len(_STAGED)), strict=True))
+        self.direct = Staging(self.parts["directly"], link)
+
+
+class _Capture:
+    """A capture in progress."""
+
+    def __init__(self, origin: torch.cuda.Stream) -> None:
+        self._origin = origin
+        self._staging: Staging | None = None
+
+    def staging(self, stream: torch.cuda.Stream, lane: _LaneStaging) -> Staging:
+        """Return the slots of the stream that decodes; a capture has one such stream."""
+        if self._staging is None:
+            own = "by graphs of this stream" if stream is self._origin else "by graphs of another stream"
+            self._staging = Staging(lane.parts[own], lane.link)
+        return self._staging
 
 
 class CudaGraph:

@@ -29,7 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohabit.runtime.cuda.api import STAGING_BYTES, DeviceMemory, HostBytes
+from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, HostBytes, Staging
 from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
 from cohabit.runtime.options import Tf32
 
@@ -93,6 +93,7 @@ class FakeStream:
 class Capture:
     origin: FakeStream
     items: dict[FakeStream, list[Item]]
+    staging: Staging | None = None
 
 
 @dataclass(eq=False)
@@ -219,6 +220,7 @@ class FakeDriver:
         self._default = self._new_stream()
         self._device_memory: list[torch.Tensor] = []
         self._staging: dict[FakeStream, torch.Tensor] = {}
+        self._direct: dict[FakeStream, Staging] = {}
         self._pools: list[FakePool] = []
         self._pinned: dict[int, int] = {}
         self._total_bytes = total_bytes
@@ -337,13 +339,20 @@ class FakeDriver:
         ends = (destination, source)
         self._put(Action(lambda: _fill(raw), ends), Action(lambda: _assign(destination, source), ends))
 
-    def staging(self) -> torch.Tensor:
-        stream = self._current if self._capture is None else self._capture.origin
+    def staging(self) -> Staging:
         with self._lock:
-            if stream not in self._staging:
+            if self._current not in self._staging:
                 self._refuse_in_capture("allocating")
-                self._staging[stream] = torch.empty(STAGING_BYTES, dtype=torch.uint8)
-            return self._staging[stream]
+                memory = torch.empty(3 * STAGING_SLOTS * SLOT_BYTES, dtype=torch.uint8)
+                self._staging[self._current] = memory
+                self._direct[self._current] = Staging(memory.chunk(3)[0], self.stream(urgent=True))
+            direct = self._direct[self._current]
+            if (capture := self._capture) is None:
+                return direct
+            if capture.staging is None:
+                part = 1 if capture.origin is self._current else 2
+                capture.staging = Staging(self._staging[self._current].chunk(3)[part], direct.link)
+            return capture.staging
 
     def decode(self, kernels: Callable[[], None]) -> None:
         self._call("decode")
@@ -636,14 +645,16 @@ class FakeGraph:
 
 
 def _refuse_unjoined(capture: Capture) -> None:
-    """A stream that joined must lead back: its last item is a record that the origin waits for, directly."""
-    for stream, items in capture.items.items():
-        if stream is capture.origin:
-            continue
-        last = items[-1]
-        assert isinstance(last, Mark), "a capture ends with work that nobody waits for"
-        waited = [i.of for i in capture.items[capture.origin] if isinstance(i, Gate)]
-        assert last.of in waited, "a capture ends with a stream that does not lead back"
+    """A stream that joined must lead back: its last item is a record that one that leads back awaits."""
+    leading = {capture.origin}
+    while True:
+        waited = [item.of for stream in leading for item in capture.items[stream] if isinstance(item, Gate)]
+        last = {stream: items[-1] for stream, items in capture.items.items() if stream not in leading}
+        back = {stream for stream, item in last.items() if isinstance(item, Mark) and item.of in waited}
+        if not back:
+            break
+        leading |= back
+    assert leading == capture.items.keys(), "a capture ends with a stream that does not lead back"
 
 
 def _fill(raw: torch.Tensor) -> None:

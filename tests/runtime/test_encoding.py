@@ -187,9 +187,9 @@ def returning_plan(graph: Graph) -> Plan:
 def test_a_device_decodes_as_the_host_does(
     weights: Weights, make: Callable[[], CudaBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that are divided, since they are larger than the staging buffer, beside plain ones. Two models take
+    """Layers that are divided, since they are larger than a slot, beside plain ones. Two models take
     turns: the copies that return the one's weights are in progress during the other's inference."""
-    monkeypatch.setattr(device_decoding, "STAGING_BYTES", 64 << 10)
+    monkeypatch.setattr(device_decoding, "SLOT_BYTES", 64 << 10)
     monkeypatch.setattr(Transfers, "submit", Transfers.issue)  # in progress whatever its thread does
     torch.manual_seed(0)
     lowered = models.lowered(
