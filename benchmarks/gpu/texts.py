@@ -102,7 +102,7 @@ def _row(way: str, count: int, tokens_per_s: float) -> Texts:
 async def _served(repository: Path, memory: str, expected: Sequence[list[int]]) -> list[Texts]:
     command = [sys.executable, "-m", "cohabit.server.cli", "serve", str(repository), "--device", "cuda:0"]
     command += ["--memory", memory, "--http-port", "0", "--grpc-port", "off", "--metrics-port", "0"]
-    command += ["--no-quick-start", "--cache", str(FOLDER / "cache")]
+    command += ["--no-quick-start", "--batch-sizes", "1,8", "--cache", str(FOLDER / "cache")]
     rows = []
     async with serving(command, show_log=True) as server, aiohttp.ClientSession() as session:
         for count in TEXTS:
