@@ -46,6 +46,7 @@ COMMANDS = {
     "gpu-copies": "gpu.copies",
     "gpu-table2": "gpu.table2",
     "gpu-figure8": "gpu.figure8",
+    "gpu-texts": "gpu.texts",
     "generated": "generated --programs 20000 --record",
     "precision": "precision --record",
     "weights": "weights --record",

@@ -74,7 +74,7 @@ class DeviceMemory:
 
 
 @dataclass(slots=True)
-class Slot:
+class StagingSlot:
     """A part of a staging buffer."""
 
     memory: torch.Tensor
@@ -92,10 +92,10 @@ class Staging:
         self.link = link
         self.turn = threading.Lock()
         """Held while something passes through a slot."""
-        self.slots = [Slot(part) for part in memory.chunk(STAGING_SLOTS)]
+        self.slots = [StagingSlot(part) for part in memory.chunk(STAGING_SLOTS)]
         """The one that has been in use for longest is first."""
 
-    def take(self) -> Slot:
+    def take(self) -> StagingSlot:
         """Return the first slot, which is then the last."""
         self.slots.append(self.slots.pop(0))
         return self.slots[-1]

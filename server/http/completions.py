@@ -1,15 +1,15 @@
-"""OpenAI's endpoints for generated text: completions, and chats, at once or as server-sent events."""
+"""Generated text, at once or as server-sent events: OpenAI's completions and chats, and Triton's generate."""
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from cohabit.server.errors import InvalidRequest, RequestError
 from cohabit.server.frontend.dataplane import DataPlane
@@ -19,11 +19,13 @@ from cohabit.server.frontend.generation import (
     Text,
     TextPiece,
     generate,
+    generates,
 )
 from cohabit.server.frontend.templates import rendered
 from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
-from cohabit.server.http.answers import json_response
+from cohabit.server.http.answers import json_response, model_of
+from cohabit.server.http.api import InferenceApi
 from cohabit.server.http.body import read_body
 from cohabit.server.http.errors import error_of
 from cohabit.server.http.events import EventStream
@@ -130,31 +132,78 @@ class ChatBody(_Asked, kw_only=True):
     response_format: dict[str, Any] | None = None
 
 
+class GenerateBody(_Asked, kw_only=True):
+    """What Triton's backends for language models take, at the top or among `parameters`."""
+
+    model: str = ""
+    """The path names it."""
+    text_input: str
+    id: str = ""
+    stop_words: Stops = None
+
+    @property
+    def stops(self) -> list[str]:
+        return (
+            structs.replace(self, stop=self.stop_words, stop_words=None).stops if self.stop_words else super().stops
+        )
+
+
 class _Form(Protocol):
     """How an endpoint writes what has been generated."""
+
+    @property
+    def path(self) -> str:
+        """Where requests come that errors are written for."""
+        ...
 
     def start(self) -> dict[str, Any] | None:
         """What is sent before the first piece, of a stream."""
         ...
 
-    def chunk(self, piece: TextPiece) -> dict[str, Any]: ...
+    def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
+        """A piece's event; None if it is empty: half a character, and no token ids are asked for."""
+        ...
 
-    def last(self, reason: str) -> dict[str, Any]: ...
+    def end(self, usage: dict[str, int] | None) -> Iterator[bytes]:
+        """Yield what is sent after the last piece, with the usage if it is asked for."""
+        ...
 
-    def whole(self, pieces: Sequence[TextPiece], reason: str) -> dict[str, Any]: ...
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]: ...
 
 
 class CompletionsApi:
     """Every public method handles one endpoint, on the event loop's thread."""
 
-    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
+    def __init__(self, plane: DataPlane, tensors: InferenceApi, max_body_bytes: int) -> None:
+        """`tensors` answers for models that generate no text."""
         self._plane = plane
+        self._tensors = tensors
         self._documents = LanguageDocuments(plane.repository)
         self._most_body_bytes = min(max_body_bytes, _MOST_BODY_BYTES)
 
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Go on from a text, by Triton's generate extension; models of tensors answer with tensors."""
+        return await self._generated(request, streams=False)
+
+    async def generate_stream(self, request: web.Request) -> web.StreamResponse:
+        """Send what `generate` answers, of a text token by token."""
+        return await self._generated(request, streams=True)
+
+    async def _generated(self, request: web.Request, *, streams: bool) -> web.StreamResponse:
+        name, version = model_of(request)
+        info = self._plane.require_ready(name, version)
+        if not generates(info):
+            return await (self._tensors.generate_stream if streams else self._tensors.generate)(request)
+        async with self._read(request, parsed_generate, "send a shorter text", info) as (asked, _, document):
+            tokenizer = await self._plane.tokenizers.of(info.name)
+            prompt = await self._tokens(asked.text_input, info, tokenizer, adds_special=True)
+            most = asked.max_tokens or _USUAL_TOKENS
+            text = self._text(asked, info, tokenizer, prompt, document, most, None)
+        return await self._answer(asked, text, _Generated(text, asked.id), streams=streams)
+
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Go on from a prompt."""
-        async with self._read(request, CompletionBody, "send a shorter prompt") as (asked, info, document):
+        async with self._read(request, _parser(CompletionBody), "send a shorter prompt") as (asked, info, document):
             for name in ("echo", "suffix"):
                 if getattr(asked, name):
                     raise InvalidRequest(f"{name} is not supported; leave it out")
@@ -164,11 +213,11 @@ class CompletionsApi:
             prompt = await self._prompt(asked.prompt, info, tokenizer)
             most = asked.max_tokens or _USUAL_TOKENS
             text = self._text(asked, info, tokenizer, prompt, document, most, asked.logprobs)
-        return await self._answer(asked, text, _Completion(text, _named(asked, text)))
+        return await self._answer(asked, text, _Completion(text, _named(asked, text)), streams=bool(asked.stream))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
-        async with self._read(request, ChatBody, "send a shorter conversation") as (asked, info, document):
+        async with self._read(request, _parser(ChatBody), "send a shorter conversation") as (asked, info, document):
             _refuse_of_chats(asked)
             tokenizer = await self._plane.tokenizers.of(info.name)
             conversation = [_plain(message) for message in asked.messages]
@@ -177,20 +226,23 @@ class CompletionsApi:
             most = asked.max_completion_tokens or asked.max_tokens or info.context
             likely = (asked.top_logprobs or 0) if asked.logprobs else None
             text = self._text(asked, info, tokenizer, prompt, document, most, likely)
-        return await self._answer(asked, text, _Chat(text, _named(asked, text)))
+        return await self._answer(asked, text, _Chat(text, _named(asked, text)), streams=bool(asked.stream))
 
     @asynccontextmanager
     async def _read(
-        self, request: web.Request, of_type: type[_A], way_out: str
+        self, request: web.Request, parse: Callable[[memoryview], _A], way_out: str, info: ModelInfo | None = None
     ) -> AsyncIterator[tuple[_A, ModelInfo, LanguageDocument]]:
-        """Read a body, whose memory is leased in this block, and find its model. Counts what does not fit it."""
+        """Read a body, whose memory is leased in this block, and find its model unless that is given.
+
+        Counts what does not fit it.
+        """
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, way_out)
-            asked = await plane.decode(len(body) > _QUICK_BODY_BYTES, parse_json, body, of_type)
-            info = plane.require_ready(asked.model)
-            with plane.fitting(info.key):
-                yield asked, info, await self._documents.of(info)
+            asked = await plane.decode(len(body) > _QUICK_BODY_BYTES, parse, body)
+            found = info or plane.require_ready(asked.model)
+            with plane.fitting(found.key):
+                yield asked, found, await self._documents.of(found)
 
     async def _prompt(self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None) -> list[int]:
         slow = len(memoryview(given)) > _QUICK_BODY_BYTES
@@ -241,12 +293,12 @@ class CompletionsApi:
         most = min(most, info.context - len(prompt) + 1)
         return Text(info, tokenizer, prompt, asked.sampling, stops, document.stop_ids, most, likely)
 
-    async def _answer(self, asked: _Asked, text: Text, form: _Form) -> web.StreamResponse:
+    async def _answer(self, asked: _Asked, text: Text, form: _Form, *, streams: bool) -> web.StreamResponse:
         pieces = generate(self._plane, text)
-        if not asked.stream:
+        if not streams:
             async with aclosing(pieces):
                 found = [piece async for piece in pieces]
-            return json_response(form.whole(found, text.finish_reason or "stop"))
+            return json_response(form.whole(found))
         includes_usage = asked.stream_options is not None and asked.stream_options.include_usage
         events = _events(pieces, text, form, includes_usage=includes_usage)
         return EventStream(events, await anext(events), _WRITE_S)
@@ -261,26 +313,16 @@ async def _events(
         if (start := form.start()) is not None:
             yield msgspec.json.encode(start)
         try:
-            if first is not None:
-                for event in _written(form, first):
-                    yield event
+            if first is not None and (event := form.chunk(first)) is not None:
+                yield msgspec.json.encode(event)
             async for piece in pieces:
-                for event in _written(form, piece):
-                    yield event
+                if (event := form.chunk(piece)) is not None:
+                    yield msgspec.json.encode(event)
         except RequestError as error:
-            yield msgspec.json.encode({"error": error_of(error, "/v1/")})
+            yield msgspec.json.encode({"error": error_of(error, form.path)})
             return
-    yield msgspec.json.encode(form.last(text.finish_reason or "stop"))
-    if includes_usage:
-        yield msgspec.json.encode({**form.last(""), "choices": [], "usage": text.usage})
-    yield b"[DONE]"
-
-
-def _written(form: _Form, piece: TextPiece) -> Iterator[bytes]:
-    """Yield a piece's event, unless it is empty: half a character, and no token ids are asked for."""
-    chunk = form.chunk(piece)
-    if piece.text or piece.log_probabilities is not None or "token_ids" in chunk["choices"][0]:
-        yield msgspec.json.encode(chunk)
+    for last in form.end(text.usage if includes_usage else None):
+        yield last
 
 
 @dataclass(slots=True)
@@ -301,6 +343,15 @@ class _Named:
             "model": self.model,
             "choices": [{"index": 0, **choice}],
         }
+
+    def is_empty(self, piece: TextPiece) -> bool:
+        return not (piece.text or piece.log_probabilities is not None or self.with_ids)
+
+    def end(self, last: dict[str, Any], usage: dict[str, int] | None) -> Iterator[bytes]:
+        yield msgspec.json.encode(last)
+        if usage is not None:
+            yield msgspec.json.encode({**last, "choices": [], "usage": usage})
+        yield b"[DONE]"
 
     def ids(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         return {"token_ids": [piece.token for piece in pieces]} if self.with_ids else {}
@@ -326,18 +377,20 @@ class _Completion:
 
     text: Text
     named: _Named
+    path: str = "/v1/"
 
     def start(self) -> None:
         return None
 
-    def chunk(self, piece: TextPiece) -> dict[str, Any]:
-        return self._of([piece], None)
+    def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
+        return None if self.named.is_empty(piece) else self._of([piece], None)
 
-    def last(self, reason: str) -> dict[str, Any]:
-        return self.named.answer("text_completion", {"text": "", "logprobs": None, "finish_reason": reason})
+    def end(self, usage: dict[str, int] | None) -> Iterator[bytes]:
+        last = {"text": "", "logprobs": None, "finish_reason": self.text.finish_reason}
+        return self.named.end(self.named.answer("text_completion", last), usage)
 
-    def whole(self, pieces: Sequence[TextPiece], reason: str) -> dict[str, Any]:
-        return {**self._of(pieces, reason), "usage": self.text.usage}
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        return {**self._of(pieces, self.text.finish_reason), "usage": self.text.usage}
 
     def _of(self, pieces: Sequence[TextPiece], reason: str | None) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
@@ -360,24 +413,28 @@ class _Chat:
 
     text: Text
     named: _Named
+    path: str = "/v1/"
 
     def start(self) -> dict[str, Any]:
         return self._chunk({"role": "assistant", "content": ""}, None)
 
-    def chunk(self, piece: TextPiece) -> dict[str, Any]:
+    def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
+        if self.named.is_empty(piece):
+            return None
         answer = self._chunk({"content": piece.text}, None)
         answer["choices"][0] |= self.named.ids([piece])
         if self.text.likely is not None:
             answer["choices"][0]["logprobs"] = self._likely([piece])
         return answer
 
-    def last(self, reason: str) -> dict[str, Any]:
-        return self._chunk({}, reason)
+    def end(self, usage: dict[str, int] | None) -> Iterator[bytes]:
+        return self.named.end(self._chunk({}, self.text.finish_reason), usage)
 
-    def whole(self, pieces: Sequence[TextPiece], reason: str) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
         likely = None if self.text.likely is None else self._likely(pieces)
-        choice = {"message": message, "logprobs": likely, "finish_reason": reason, **self.named.ids(pieces)}
+        own = {"message": message, "logprobs": likely, "finish_reason": self.text.finish_reason}
+        choice = {**own, **self.named.ids(pieces)}
         return {**self.named.answer("chat.completion", choice), "usage": self.text.usage}
 
     def _chunk(self, delta: Mapping[str, str], reason: str | None) -> dict[str, Any]:
@@ -398,6 +455,46 @@ class _Chat:
                 for own, likely in [piece.log_probabilities]
             ]
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Generated:
+    """The form of Triton's generate extension. The last event of a stream says why the text ends."""
+
+    text: Text
+    id: str
+    path: str = "/v2/"
+
+    def start(self) -> None:
+        return None
+
+    def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
+        is_last = self.text.finish_reason is not None
+        return self.whole([piece]) if piece.text or is_last else None
+
+    def end(self, usage: dict[str, int] | None) -> Iterator[bytes]:
+        return iter(())
+
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        info, reason = self.text.info, self.text.finish_reason
+        return {
+            **({"id": self.id} if self.id else {}),
+            "model_name": info.name,
+            "model_version": str(info.version),
+            "text_output": "".join(piece.text for piece in pieces),
+            **({"finish_reason": reason} if reason else {}),
+        }
+
+
+def _parser(of_type: type[_A]) -> Callable[[memoryview], _A]:
+    return lambda body: parse_json(body, of_type)
+
+
+def parsed_generate(body: memoryview) -> GenerateBody:
+    """Read a request of the generate extension, whose `parameters` count as if they were at the top."""
+    sent = parse_json(body, dict[str, msgspec.Raw])
+    parameters = parse_json(memoryview(sent.pop("parameters", msgspec.Raw(b"{}"))), dict[str, msgspec.Raw])
+    return parse_json(memoryview(msgspec.json.encode({**parameters, **sent})), GenerateBody)
 
 
 def _parsed_prompt(given: msgspec.Raw) -> str | list[int]:

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from server_http import ask
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transport_fakes import FakeModel, Gate, Ports, running, tensors
 
 from cohabit.planner.shapes import Dimension, DynamicShape
@@ -142,3 +145,90 @@ def test_a_client_that_leaves_ends_its_text(ports: Ports, steps: Steps, stream: 
     eventually(lambda: len(ports.engine.ended) == 1)
     assert ports.plane._texts == 0
     assert steps.sent == WHOLE
+
+
+WORDS = [f"w{n}" for n in range(VOCABULARY)]
+
+
+@pytest.fixture
+def worded(steps: Steps, tmp_path: Path) -> Iterator[Ports]:
+    """The same model with a tokenizer, by which token n is the word "wn"."""
+    (tmp_path / "lm").mkdir()
+    (tmp_path / "lm" / "generation.json").write_text('{"stop_ids": [0]}')
+    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "lm" / "tokenizer.json"))
+    numbers = FakeModel(
+        ModelInfo("numbers", 1, tensors(("x", "FP32", (1,))), tensors(("y", "FP32", (1,))), 8), lambda x: {"y": x}
+    )
+    with running(steps.model, numbers, repository=tmp_path) as served:
+        yield served
+
+
+def generated(ports: Ports, body: dict[str, Any], *, stream: bool = False, model: str = "lm") -> Any:
+    path = f"/v2/models/{model}/versions/1/generate{'_stream' if stream else ''}"
+    return ask(ports, "POST", path, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"max_tokens": 3, "temperature": 0},
+        {"parameters": {"max_tokens": 3, "temperature": 0}},
+        {"parameters": {"max_tokens": 9, "temperature": 0}, "max_tokens": 3},
+        {"max_tokens": 9, "temperature": 0, "stop_words": ["w9"]},
+        {"max_tokens": 9, "temperature": 0, "stop": "w9", "bad_words": "", "unknown": {"deep": [1]}},
+    ],
+)
+def test_triton_s_generate_goes_on_from_a_text(worded: Ports, sent: dict[str, Any]) -> None:
+    answer = generated(worded, {"text_input": "w4 w5", "id": "seven", **sent})
+    is_cut = "stop" in sent or "stop_words" in sent
+    assert answer.json == {
+        "id": "seven",
+        "model_name": "lm",
+        "model_version": "1",
+        "text_output": " w6 w7 w8" + (" " if is_cut else ""),
+        "finish_reason": "stop" if is_cut else "length",
+    }
+
+
+def test_triton_s_stream_has_an_event_for_each_token_and_says_why_it_ends(worded: Ports) -> None:
+    answer = generated(worded, {"text_input": "w46 w47", "temperature": 0, "max_tokens": 9}, stream=True)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.body.endswith(b"\n\n")
+    events = [json.loads(line[6:]) for line in answer.body.split(b"\n\n") if line]
+    assert [event["text_output"] for event in events] == [" w48", " w49", ""]
+    assert [event.get("finish_reason") for event in events] == [None, None, "stop"]
+    assert {event["model_name"] for event in events} == {"lm"}
+
+
+def test_a_model_of_tensors_still_answers_generate_with_tensors(worded: Ports) -> None:
+    assert generated(worded, {"x": 2.5}, model="numbers").json["y"] == 2.5
+    assert b'"y":2.5' in generated(worded, {"x": 2.5}, stream=True, model="numbers").body
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"max_tokens": 3}, "text_input"),
+        ({"text_input": 5}, "text_input"),
+        ({"text_input": "w4", "parameters": 3}, "parse"),
+        ({"text_input": "w4", "parameters": {"temperature": "hot"}}, "temperature"),
+        ({"text_input": ""}, "no tokens"),
+        ({"text_input": "w4 " * 40}, "40 tokens"),
+    ],
+)
+def test_what_generate_cannot_go_on_from_is_refused_in_triton_s_form(
+    worded: Ports, steps: Steps, body: dict[str, Any], said: str
+) -> None:
+    for stream in (False, True):
+        answer = generated(worded, body, stream=stream)
+        assert answer.status == 400
+        assert said in answer.json["error"]
+    assert steps.sent == []
+
+
+def test_generate_without_a_tokenizer_says_so(ports: Ports) -> None:
+    answer = generated(ports, {"text_input": "w4"})
+    assert answer.status == 400
+    assert "tokenizer" in answer.json["error"]
