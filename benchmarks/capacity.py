@@ -23,9 +23,9 @@ from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import by_model, serving
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.run import run_load
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.server.capacity.simulation import Overheads
 
 LAYOUTS = {"resident": "150%", "partitioned": "25%", "time_shared": "25%"}

@@ -29,9 +29,9 @@ from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.run import SentLoad, send_load
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from examples.sentences import SENTENCES, embed, table
 
 LAYOUTS = (("resident", "100%"), ("time_shared", "25%"), ("partitioned", "25%"))

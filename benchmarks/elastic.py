@@ -21,9 +21,9 @@ from benchmarks.scrape import serving
 from cohabit.loadgen.arrivals import draw_arrivals, zipf_weights
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.run import run_load
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 LAYOUTS = ("partitioned", "elastic", "lru")
 MEMORY = "25%"

@@ -30,8 +30,8 @@ from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import get, serving
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODELS, ENTRIES, MEMORY = 4, ("ranker", "minilm"), "74MiB"
 HANGING = "hanging"

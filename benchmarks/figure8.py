@@ -32,9 +32,9 @@ from benchmarks.scrape import serving
 from cohabit.loadgen.errors import ServerFailed
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.run import run_load
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.sizing.deployment import ONE_REGION, LayoutName
 
 GENETIC = "partitioned, genetic planner"

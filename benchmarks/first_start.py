@@ -23,8 +23,8 @@ from rich.console import Console
 from benchmarks.record import markdown_table, parser_of, record
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 CASES: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
     # title, number of models, what they are built from, memory

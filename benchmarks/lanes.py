@@ -15,8 +15,8 @@ from rich.console import Console
 from benchmarks.record import markdown_table, parser_of, record, work_of_two
 from benchmarks.scrape import serving
 from benchmarks.traffic import Client, client_of
-from cohabit.loadgen.repository import PreparedModel, prepare_visibly, recipes
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import PreparedModel, prepare_visibly, recipes
 
 MODELS, ENTRIES = 8, ("ranker", "bert_small")
 LANES = (1, 2)

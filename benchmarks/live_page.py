@@ -18,8 +18,8 @@ from benchmarks.ratio import LIKELY, Ratio
 from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import serving
 from benchmarks.traffic import Client, client_of
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODELS, MEMORY = 16, "25%"
 RATES_PER_S = (0.0, 300.0)

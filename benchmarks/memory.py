@@ -24,8 +24,8 @@ from rich.console import Console
 from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import by_model
 from cohabit.loadgen.inputs import random_inputs
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODEL = "resnet152"
 RUNS = (("resident", "120%"), ("partitioned", "25%"))

@@ -25,8 +25,8 @@ from rich.console import Console
 from benchmarks.record import markdown_table, parser_of, record, work_of_two
 from benchmarks.scrape import Running, serving
 from benchmarks.traffic import OK, Client, Traffic, client_of
-from cohabit.loadgen.repository import PreparedModel, prepare_visibly, recipes
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import PreparedModel, prepare_visibly, recipes
 
 MODELS, ENTRY = 4, "bert_small"
 MEMORY_MIB = 20

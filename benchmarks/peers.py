@@ -29,9 +29,9 @@ from rich.console import Console
 
 from benchmarks.record import RESULTS, markdown_table, record
 from benchmarks.unseen_models import UNSEEN
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.zoo import ZOO, Inputs
 from cohabit.loadgen.zoo.exporting import export_model, save_model
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.record import markdown_table, parser_of, record
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.zoo import ZOO, Inputs
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.arena import CpuArena

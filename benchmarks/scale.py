@@ -24,11 +24,11 @@ from rich.console import Console
 from benchmarks.faults import ANSWERED, Outcome, Question, ask, load, questions
 from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import free_port
-from cohabit.loadgen.arrivals import draw_arrivals
+from cohabit.loadgen.arrivals import RequestArrival, draw_arrivals
 from cohabit.loadgen.openloop import Outcome as Arrived
 from cohabit.loadgen.openloop import RequestFailed, Send, run_open_loop
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.server_process import running_server, server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 PATIENCE_S = 900.0
 
@@ -63,9 +63,9 @@ def asked_at(url: str, asked: Sequence[Question]) -> list[Question]:
 def sender(session: aiohttp.ClientSession, asked: Sequence[Question]) -> Send:
     by_model = {question.path.split("/")[-2]: question for question in asked}
 
-    async def send(model: str) -> None:
+    async def send(arrival: RequestArrival) -> None:
         found = Outcome()
-        await ask(session, by_model[model], found)
+        await ask(session, by_model[arrival.model], found)
         if not found.outcomes[ANSWERED]:
             raise RequestFailed(next(iter(found.outcomes)), "")
 
@@ -199,9 +199,9 @@ def multiplexed_sender(session: aiohttp.ClientSession, url: str, asked: Sequence
     for question in asked:
         bodies[question.path.split("/")[-2]] = _as_arrays(question)
 
-    async def send(model: str) -> None:
-        headers = {"serve_multiplexed_model_id": model}
-        async with session.post(url, data=bodies[model], headers=headers) as response:
+    async def send(arrival: RequestArrival) -> None:
+        headers = {"serve_multiplexed_model_id": arrival.model}
+        async with session.post(url, data=bodies[arrival.model], headers=headers) as response:
             await response.read()
             if response.status != 200:
                 raise RequestFailed(f"HTTP {response.status}", (await response.text())[:200])

@@ -19,8 +19,8 @@ from rich.console import Console
 from benchmarks.language_model import ABOUT, NO_END, PROMPT, imported
 from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import serving
-from cohabit.loadgen.repository import Recipe, prepare_visibly
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import Recipe, prepare_visibly
 
 OTHERS = (
     Recipe("embedder", "minilm_short", 0),

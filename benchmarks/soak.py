@@ -25,8 +25,8 @@ from benchmarks.faults import Question, engine_of, questions, sample
 from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.scrape import free_port, serving
 from cohabit.loadgen.client import address_of
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.server_process import server_command
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODELS, MEMORY = 4, "50%"
 TURN_S, WARM_UP_S = 15.0, 2.0

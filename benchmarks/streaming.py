@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.chrome_trace import chrome_trace
 from benchmarks.record import markdown_table, record
-from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.graph import aligned
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem

@@ -12,7 +12,7 @@ import tritonclient.http
 from tritonclient.http import InferenceServerClient
 
 from benchmarks.wire import Connections, post
-from cohabit.loadgen.arrivals import draw_arrivals
+from cohabit.loadgen.arrivals import RequestArrival, draw_arrivals
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
 from cohabit.loadgen.openloop import RequestFailed, run_open_loop
@@ -86,8 +86,8 @@ class Client:
     ) -> Traffic:
         """Send at times drawn beforehand, whatever the server does."""
 
-        async def send(model: str) -> None:
-            status = await self.send(model)
+        async def send(arrival: RequestArrival) -> None:
+            status = await self.send(arrival.model)
             if status != OK:
                 raise RequestFailed(str(status), "refused")
 

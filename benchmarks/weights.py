@@ -19,8 +19,8 @@ from rich.progress import track
 
 from benchmarks.precision import compared
 from benchmarks.record import markdown_table, parser_of, record
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.zoo import ZOO
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.loadgen.zoo.tokens import tokenize
 from cohabit.planner.graph import aligned
 from cohabit.planner.problem import Problem

@@ -11,10 +11,20 @@ from cohabit.loadgen.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
+class TextSize:
+    """How long a text is that is asked for."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestArrival:
     at_s: float
     """Intended send time, from the start of the run."""
     model: str
+    text: TextSize | None = None
+    """Of a text, if the trace says it."""
 
 
 def draw_arrivals(
@@ -56,7 +66,8 @@ def choose_models(weights: Mapping[str, float], seed: int | np.random.SeedSequen
 def read_trace(path: Path) -> tuple[RequestArrival, ...]:
     """Read arrivals from a CSV file with the columns `time` (seconds) and `model`; the first is at 0.
 
-    Raises UsageError, naming the line, for a file that is no such trace.
+    For texts it may have the columns `prompt_tokens` and `output_tokens`, empty in rows of other models. Raises
+    UsageError, naming the line, for a file that is no such trace.
     """
     arrivals: list[RequestArrival] = []
     try:
@@ -68,16 +79,29 @@ def read_trace(path: Path) -> tuple[RequestArrival, ...]:
                 at_s = float(row["time"])
                 if not np.isfinite(at_s) or not row["model"]:
                     raise ValueError
-                arrivals.append(RequestArrival(at_s, row["model"]))
+                arrivals.append(RequestArrival(at_s, row["model"], _text_size(row)))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--trace {path}: {error}") from error
     except (TypeError, ValueError) as error:
-        raise UsageError(f"--trace {path}: line {rows.line_num} has no time in seconds, or no model") from error
+        raise UsageError(
+            f"--trace {path}: line {rows.line_num} has no time in seconds, no model, or no numbers of tokens"
+        ) from error
     if not arrivals:
         raise UsageError(f"--trace {path}: it has no requests")
     arrivals.sort(key=lambda arrival: arrival.at_s)
     first_s = arrivals[0].at_s
-    return tuple(RequestArrival(a.at_s - first_s, a.model) for a in arrivals)
+    return tuple(RequestArrival(a.at_s - first_s, a.model, a.text) for a in arrivals)
+
+
+def _text_size(row: Mapping[str, str | None]) -> TextSize | None:
+    """Raises ValueError for what is no number of tokens, and for one without the other."""
+    given = [row.get(column) or "" for column in ("prompt_tokens", "output_tokens")]
+    if given == ["", ""]:
+        return None
+    prompt, output = map(int, given)
+    if min(prompt, output) < 1:
+        raise ValueError
+    return TextSize(prompt, output)
 
 
 def zipf_weights(models: Sequence[str], exponent: float) -> dict[str, float]:

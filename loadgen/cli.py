@@ -198,7 +198,7 @@ def _repository(options: argparse.Namespace, console: Console) -> Path:
         if not any(options.repository.glob("*/*/model.pt2")):
             raise UsageError(f"--repository {options.repository}: no NAME/VERSION/model.pt2 in it")
         return Path(options.repository)
-    from cohabit.loadgen.repository import prepare_visibly, recipes
+    from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
     count = options.model_count or DEFAULT_MODELS
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -208,7 +208,7 @@ def _repository(options: argparse.Namespace, console: Console) -> Path:
 
 
 def _prepare(argv: Sequence[str]) -> int:
-    from cohabit.loadgen.repository import prepare_visibly, print_repository, print_zoo, recipes
+    from cohabit.loadgen.zoo.repository import prepare_visibly, print_repository, print_zoo, recipes
 
     parser = prepare_parser()
     options = parser.parse_args(argv)

@@ -19,10 +19,12 @@ import tritonclient.http.aio
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, shared_memory
 
+from cohabit.loadgen.arrivals import RequestArrival, TextSize
 from cohabit.loadgen.errors import ServerFailed, UsageError
-from cohabit.loadgen.inputs import InputTensor, RequestInputs, file_of, random_tensors, read_requests
+from cohabit.loadgen.inputs import InputTensor, RequestInputs, file_of, id_bound, random_tensors, read_requests
 from cohabit.loadgen.load import Load
-from cohabit.loadgen.openloop import RequestFailed, Send
+from cohabit.loadgen.openloop import RequestFailed, Send, TokenTimes
+from cohabit.loadgen.texts import TextModel, TextSender
 
 _UNREACHABLE = (aiohttp.ClientError, OSError)
 _SCHEMES = ("http", "https", "grpc", "grpcs")
@@ -85,6 +87,9 @@ class Client:
                 ssl_context=self._context,
             )  # fmt: skip
             self._as_json, self._timeout = {}, {}
+        self._sessions: list[aiohttp.ClientSession] = []
+        """Of texts; open until `close`."""
+        self._max_in_flight, self._timeout_s = max_in_flight, timeout_s
         self._with_sequences: set[str] = set()
         """Models whose requests belong to sequences: each request is a sequence of its own."""
         self._regions: list[shared_memory.SharedMemoryRegion] = []
@@ -101,6 +106,8 @@ class Client:
                 await self._client.unregister_system_shared_memory(name, headers=self._credentials.headers)
             shared_memory.destroy_shared_memory_region(region)
         self._regions.clear()
+        for session in self._sessions:
+            await session.close()
         await self._client.close()
 
     async def ready_models(self) -> list[str]:
@@ -124,6 +131,24 @@ class Client:
             return  # KServe has no such endpoint, nor sequences
         if "sequence_batching" in (config["config"] if self.is_grpc else config):
             self._with_sequences.add(model)
+
+    def generates(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether a model's requests are steps of texts, by its metadata and what `learn_sequences` has found."""
+        names = [[tensor["name"] for tensor in metadata[side]] for side in ("inputs", "outputs")]
+        return names == [["input_ids"], ["logits"]] and metadata["name"] in self._with_sequences
+
+    def texts(self, seed: int) -> TextSender:
+        """Return what sends texts, until `close`. Raises UsageError for a client of gRPC, which has no texts."""
+        if self.is_grpc:
+            raise UsageError(f"--texts are sent over HTTP, and --url is {self.url}")
+        self._sessions.append(
+            aiohttp.ClientSession(
+                headers=self._credentials.headers,
+                timeout=aiohttp.ClientTimeout(self._timeout_s),
+                connector=aiohttp.TCPConnector(limit=self._max_in_flight, ssl=self._context or True),
+            )
+        )
+        return TextSender(self._sessions[-1], self._plain_url, seed)
 
     async def statistics(self) -> list[dict[str, Any]]:
         """Return Triton's statistics of all models; empty if the server keeps none."""
@@ -261,15 +286,24 @@ async def connected(
         await client.close()
 
 
-async def prepare_requests(client: Client, models: Sequence[str], load: Load) -> dict[str, list[PreparedRequest]]:
+Requests = Mapping[str, "list[PreparedRequest] | TextModel"]
+"""Those of each model, which are sent in turn; texts are drawn one by one."""
+
+
+async def prepare_requests(client: Client, models: Sequence[str], load: Load) -> Requests:
     """Make each model's requests before the run."""
     rng = np.random.default_rng(load.seed)
     return {model: await _requests_of(client, model, load, rng) for model in models}
 
 
-async def _requests_of(client: Client, model: str, load: Load, rng: np.random.Generator) -> list[PreparedRequest]:
+async def _requests_of(
+    client: Client, model: str, load: Load, rng: np.random.Generator
+) -> list[PreparedRequest] | TextModel:
     metadata = await client.metadata(model)
     await client.learn_sequences(model)
+    if load.texts is not None and client.generates(metadata):
+        (ids,) = metadata["inputs"]
+        return TextModel(model, TextSize(*load.texts), id_bound(ids.get("parameters") or {}))
     path = None if load.inputs is None else file_of(Path(load.inputs), model)
     if isinstance(load.batch, int):
         batches = [load.batch] * (1 if path is None else DISTINCT_REQUESTS)
@@ -287,15 +321,25 @@ async def _requests_of(client: Client, model: str, load: Load, rng: np.random.Ge
     return [client.request(given) for given in requests]
 
 
-def sender(client: Client, requests: Mapping[str, Sequence[PreparedRequest]], verify: str | None = None) -> Send:
-    """Return the function that sends a model's next request; it raises RequestFailed."""
-    turns = {model: itertools.cycle(of_model) for model, of_model in requests.items()}
+def sender(client: Client, requests: Requests, load: Load) -> Send:
+    """Return the function that sends an arrival's request; it raises RequestFailed."""
+    turns = {
+        model: itertools.cycle(of_model)
+        for model, of_model in requests.items()
+        if not isinstance(of_model, TextModel)
+    }
+    text_models = {model: own for model, own in requests.items() if isinstance(own, TextModel)}
+    texts = client.texts(load.seed) if text_models else None
 
-    async def send(model: str) -> None:
+    async def send(arrival: RequestArrival) -> TokenTimes | None:
+        model = arrival.model
+        if texts is not None and model in text_models:
+            return await texts.send(text_models[model], arrival.text)
         request = next(turns[model])
         result = await client.infer(model, request.inputs)
-        if verify is not None:
-            request.check(model, result, in_bits=verify == "bits")
+        if load.verify is not None:
+            request.check(model, result, in_bits=load.verify == "bits")
+        return None
 
     return send
 

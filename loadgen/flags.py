@@ -22,6 +22,7 @@ examples:
   loadgen --url 127.0.0.1:8000 --rate 300 --output run.json
   loadgen --url grpc://127.0.0.1:8001 --model minilm=3,ranker_00=1
   loadgen --url 127.0.0.1:8000 --find-rate --slo-ms 50
+  loadgen --url 127.0.0.1:8000 --model chat --rate 0.5 --texts 64,128
 
 exit status: 0 every request was answered and the SLO met, if one was given; 1 not so; 2 the command line is wrong;
 3 the run is invalid, since requests were sent late; 130 the run was interrupted
@@ -123,11 +124,14 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add(load, "--seed", "seed", int, "N", "seed of arrival times, choice of models and inputs")
     add(load, "--cv", "cv", _not_negative, "CV", "variation of the gaps: 1 Poisson, 0 constant, else gamma")
     add(load, "--bursts", "bursts_s", _bursts, "ON_S,OFF_S", "requests only in the first of two spans, in turn")
-    add(load, "--trace", "trace", str, "FILE.csv", "replay requests: columns time (s) and model")
+    text = "replay requests: columns time (s), model; for texts prompt_tokens, output_tokens"
+    add(load, "--trace", "trace", str, "FILE.csv", text)
     add(load, "--concurrency", "concurrency", _count, "N", "closed loop of N clients in the place of a rate")
     add(load, "--processes", "processes", _count, "N", "sender processes")
     text = "requests: .npz, .jsonl, or a folder with one per model, such as a repository with sample.json"
     add(load, "--inputs", "inputs", str, "PATH", text)
+    text = "ask models that generate texts for such ones: tokens of a prompt, tokens to generate"
+    add(load, "--texts", "texts", _text_size, "PROMPT,OUTPUT", text)
     load.add_argument(
         "--shared-memory",
         choices=("system",),
@@ -238,6 +242,13 @@ def _bursts(text: str) -> tuple[float, float]:
     if len(spans) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not two spans of seconds, ON_S,OFF_S")
     return spans[0], spans[1]
+
+
+def _text_size(text: str) -> tuple[int, int]:
+    sizes = [_count(size) for size in text.split(",")]
+    if len(sizes) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers of tokens, PROMPT,OUTPUT")
+    return sizes[0], sizes[1]
 
 
 def _percentage(text: str) -> float:

@@ -52,7 +52,7 @@ def random_tensors(metadata: Mapping[str, Any], batch: int, rng: np.random.Gener
 
 def _random_tensor(model: str, spec: Mapping[str, Any], batch: int, rng: np.random.Generator) -> InputTensor:
     shape = concrete_shape(model, [int(extent) for extent in spec["shape"]], batch)
-    values = random_values(spec["name"], spec["datatype"], shape, rng, _bound(spec.get("parameters") or {}))
+    values = random_values(spec["name"], spec["datatype"], shape, rng, id_bound(spec.get("parameters") or {}))
     if values is None:
         raise ModelRefused(
             f"{model}: input {spec['name']} has the datatype {spec['datatype']}, which loadgen does not know"
@@ -69,7 +69,7 @@ def concrete_shape(model: str, shape: Sequence[int], batch: int) -> tuple[int, .
     )
 
 
-def _bound(parameters: Mapping[str, Any]) -> int:
+def id_bound(parameters: Mapping[str, Any]) -> int:
     """Return what integers are drawn below, given the `parameters` of a Cohabit server's metadata."""
     return min(MAX_ID, int(parameters.get("maximum", MAX_ID)) + 1)
 

@@ -32,6 +32,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Number of clients of a closed loop, each with one request at a time. None for an open loop."""
     inputs: str | None = None
     """File or folder with requests; None to draw their values from the models' metadata."""
+    texts: tuple[int, int] | None = None
+    """Tokens of the prompt, and tokens to generate: models that generate texts are asked for such ones, streamed. None
+    to send single steps."""
     verify: Literal["bits", "close"] | None = None
     """Compare answers: those of one request with each other, in every bit or but for rounding; and the first one, but
     for rounding, with the outputs that `inputs` gives."""

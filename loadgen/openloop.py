@@ -15,8 +15,19 @@ NOT_SENT = "not sent"
 INTERRUPTED = "interrupted"
 """Kind of failure of requests that were unanswered when the run was cancelled."""
 
-Send = Callable[[str], Awaitable[None]]
-"""Send one request to the named model; return when it is answered, raise RequestFailed if it is not."""
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """When the tokens of a text came."""
+
+    first_s: float
+    """From when the request was sent."""
+    gaps_s: tuple[float, ...]
+    """Between each two tokens."""
+
+
+Send = Callable[[RequestArrival], Awaitable[TokenTimes | None]]
+"""Send an arrival's request; return when it is answered, for a text with its tokens' times. Raises RequestFailed."""
 
 
 class RequestFailed(Exception):
@@ -40,6 +51,7 @@ class Outcome:
     """Delay of the generator itself."""
     latency_s: float
     failure: RequestFailed | None = None
+    tokens: TokenTimes | None = None
 
 
 @dataclass(slots=True)
@@ -148,8 +160,9 @@ class _Requests:
 
     async def send_one(self, arrival: RequestArrival, lag_s: float) -> None:
         failure: RequestFailed | None = RequestFailed(INTERRUPTED, "the run was interrupted before the answer")
+        tokens: TokenTimes | None = None
         try:
-            await self.send(arrival.model)
+            tokens = await self.send(arrival)
             failure = None
         except RequestFailed as failed:
             failure = failed
@@ -157,7 +170,7 @@ class _Requests:
             failure = RequestFailed(type(error).__name__, str(error))
         finally:
             self.tally.in_flight -= 1
-            self._record(Outcome(arrival, lag_s, self.elapsed_s() - arrival.at_s, failure))
+            self._record(Outcome(arrival, lag_s, self.elapsed_s() - arrival.at_s, failure, tokens))
 
     def _record(self, outcome: Outcome) -> None:
         self.tally.outcomes.append(outcome)

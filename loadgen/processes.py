@@ -94,7 +94,7 @@ def _work(
         tally = Tally()
         most = max(1, load.max_in_flight // load.processes)
         async with connected(url, most, load.timeout_s, credentials) as client:
-            send = sender(client, await prepare_requests(client, models, load), load.verify)
+            send = sender(client, await prepare_requests(client, models, load), load)
             pipe.send([])
             start_s = pipe.recv()
             run = asyncio.create_task(run_open_loop(share, send, most, tally, start_s))

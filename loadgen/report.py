@@ -44,6 +44,19 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_s: float
 
 
+class TextReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The texts that were completed."""
+
+    texts: int
+    tokens: int
+    tokens_per_s: float
+    """Until the last answer if that is later than the end of the run."""
+    first_token: Spread
+    """From the intended send time."""
+    between_tokens: Spread | None
+    """None if no text has two."""
+
+
 class ModelReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     sent: int
@@ -97,6 +110,8 @@ class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Requests that were not answered, by kind: "HTTP 503", "timeout", "connection", "not sent"."""
     error_examples: dict[str, str]
     models: tuple[ModelReport, ...]
+    generated: TextReport | None = None
+    """None if no text was."""
     intervals: tuple[Interval, ...] = ()
     """In order, of one second each, or a twentieth of a shorter run."""
     format_version: int = FORMAT_VERSION
@@ -150,8 +165,19 @@ def make_report(
         errors=_errors(measured),
         error_examples={f.kind: f.detail for f in reversed(failures)},
         models=reports,
+        generated=_text_report(completed, max(run.duration_s, end_s)),
         intervals=_intervals(measured, run),
     )
+
+
+def _text_report(completed: Sequence[Outcome], seconds: float) -> TextReport | None:
+    texts = [(o.lag_s, o.tokens) for o in completed if o.tokens is not None]
+    first = spread([lag_s + tokens.first_s for lag_s, tokens in texts])
+    if first is None:
+        return None
+    gaps_s = [gap_s for _, tokens in texts for gap_s in tokens.gaps_s]
+    count = len(texts) + len(gaps_s)
+    return TextReport(len(texts), count, count / seconds, first, spread(gaps_s))
 
 
 def _intervals(measured: Sequence[Outcome], run: RunDescription) -> tuple[Interval, ...]:
@@ -210,7 +236,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print("Latency from the intended send time (ms)", style="italic", soft_wrap=True)
     console.print(table)
     if any(row.server is not None for row in report.models):
-        title = "Means as the server counts them (ms); rest: network, front end and client"
+        title = "Means as the server counts them (ms), of texts by step; rest: network, front end and client"
         console.print(title, style="italic", soft_wrap=True)
         console.print(_server_table(report))
     offered = f"offered {report.rate_per_s:g}/s"
@@ -220,6 +246,12 @@ def print_report(report: Report, console: Console) -> None:
         f"{offered}, sent {report.sent}, answered {report.completed} ({report.achieved_per_s:.1f}/s);"
         f" within {report.slo_s * 1e3:g} ms: {report.within_slo:.2%} of those that were due"
     )
+    if (texts := report.generated) is not None:
+        times = [("first token", texts.first_token), ("between tokens", texts.between_tokens)]
+        told = [f"{what} p50 {_ms(s.p50_s)} ms, p99 {_ms(s.p99_s)} ms" for what, s in times if s is not None]
+        console.print(
+            f"{texts.texts} texts of {texts.tokens} tokens ({texts.tokens_per_s:.1f}/s); {'; '.join(told)}"
+        )
     for words in findings(report):
         console.print(f"[yellow]{words}[/yellow]", highlight=False)
     if report.send_lag is not None:

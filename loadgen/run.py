@@ -73,13 +73,13 @@ async def send_load(
             async with _progress_line(tally, len(arrivals), total_s), _counters_at(load.warmup_s, client) as before:
                 try:
                     if load.concurrency is not None:
-                        send, chosen = sender(client, requests, load.verify), choose_models(load.weights, load.seed)
+                        send, chosen = sender(client, requests, load), choose_models(load.weights, load.seed)
                         await run_closed_loop(chosen, send, load.concurrency, total_s, tally)
                     elif load.processes > 1:
                         models = list(load.weights)
                         start_s = await run_in_processes(url, load, models, credentials, arrivals, tally)
                     else:
-                        send = sender(client, requests, load.verify)
+                        send = sender(client, requests, load)
                         await run_open_loop(arrivals, send, load.max_in_flight, tally)
                 except asyncio.CancelledError:
                     measured_s = time.perf_counter() - start_s - load.warmup_s
@@ -116,7 +116,9 @@ async def _settled(client: Client, load: Load, trace: Sequence[RequestArrival] |
             )
         counts = {model: float(count) for model, count in sorted(Counter(a.model for a in trace).items())}
         rate_per_s = len(trace) / end_s if end_s else 1.0
-        return replace(load, weights=counts, rate_per_s=rate_per_s, duration_s=end_s - load.warmup_s)
+        sizes = [(a.text.prompt_tokens, a.text.output_tokens) for a in trace if a.text is not None]
+        texts = load.texts or next(iter(sizes), None)
+        return replace(load, weights=counts, rate_per_s=rate_per_s, duration_s=end_s - load.warmup_s, texts=texts)
     if load.weights:
         return load
     models = _chosen(await client.ready_models(), load.model_count, client.url)

@@ -16,7 +16,7 @@ from benchmarks.edge import cgroup
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, PATIENCE_S, Outcome
 from benchmarks.edge.peer import IMAGE, network
 from benchmarks.record import markdown_table, parser_of, record
-from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODEL = "resnet152"
 CASES: tuple[tuple[int, str], ...] = ((72, "36MiB"), (48, "12MiB"))

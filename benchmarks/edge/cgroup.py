@@ -30,7 +30,7 @@ from rich.console import Console
 
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
-from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 PATIENCE_S = 120.0
 EXIT_UNAVAILABLE = 77

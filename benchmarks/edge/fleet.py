@@ -17,9 +17,9 @@ from benchmarks.edge.cgroup import MIB, bundle_of, cohabit
 from benchmarks.record import markdown_table, parser_of, record
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report, Spread
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.run import run_load
 from cohabit.loadgen.server_process import running_server
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODELS, MEMORY = 24, "64MiB"
 ENTRIES = ("ranker", "ranker", "ranker", "ranker", "mobilenet_v2", "bert_small")

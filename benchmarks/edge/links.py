@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.record import markdown_table, record
-from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.bounds.bound import latency_bound
 from cohabit.planner.graph import aligned
 from cohabit.planner.layout.feasible import Footprint, page_aligned

@@ -21,8 +21,8 @@ from rich.console import Console
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, bundle_of, cohabit
 from benchmarks.faults import ANSWERED, PATIENCE_S, Outcome, Question, load, questions
 from benchmarks.record import markdown_table, parser_of, record
-from cohabit.loadgen.repository import prepare_visibly, recipes
 from cohabit.loadgen.server_process import running_server
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.server.config.bundle import read_bundle
 
 MODELS, MEMORY = ("mobilenet_v2_00", "mobilenet_v2_01"), "16MiB"

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.edge import cgroup
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, Outcome
 from benchmarks.record import markdown_table, parser_of, record
-from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 CASES: tuple[tuple[str, int, str], ...] = (
     # model, limit of the cgroup in MiB above the base, memory of the model in it

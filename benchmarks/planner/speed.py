@@ -13,7 +13,7 @@ from benchmarks.planner.cache import DEFAULT_CACHE
 from benchmarks.planner.models import NETWORKS
 from benchmarks.planner.searchers import DEVICES, Case
 from benchmarks.record import markdown_table, record
-from cohabit.loadgen.repository import prepare_visibly, recipes
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.layout.feasible import page_aligned

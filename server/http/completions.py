@@ -70,6 +70,8 @@ class _Asked(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     n: int | None = None
+    ignore_eos: bool | None = None
+    """Not OpenAI's: generates `max_tokens` tokens whatever they are, as measurements want it."""
     return_token_ids: bool | None = None
     """Not OpenAI's: names the tokens of each piece of text."""
 
@@ -291,7 +293,8 @@ class CompletionsApi:
             raise InvalidRequest(f"model '{info.name}' has no tokenizer, so that no text can have a stop string")
         # The token that is generated last is no input of a further step.
         most = min(most, info.context - len(prompt) + 1)
-        return Text(info, tokenizer, prompt, asked.sampling, stops, document.stop_ids, most, likely)
+        stop_ids = () if asked.ignore_eos else document.stop_ids
+        return Text(info, tokenizer, prompt, asked.sampling, stops, stop_ids, most, likely)
 
     async def _answer(self, asked: _Asked, text: Text, form: _Form, *, streams: bool) -> web.StreamResponse:
         pieces = generate(self._plane, text)

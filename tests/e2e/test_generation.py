@@ -1,6 +1,7 @@
 """Texts, token by token: the tokens of transformers' own `generate`, whatever else happens."""
 
 import argparse
+import asyncio
 import http.client
 import json
 import shutil
@@ -17,6 +18,8 @@ import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from cohabit.loadgen.load import Load
+from cohabit.loadgen.run import run_load
 from cohabit.server.cli import main
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import parse_memory
@@ -354,3 +357,15 @@ def test_models_that_generate_are_listed_and_measured(server: Running) -> None:
     connection.close()
     assert 'cohabit_first_token_seconds_count{model="llama"' in text
     assert 'cohabit_later_token_seconds_count{model="llama"' in text
+
+
+def test_loadgen_measures_texts_beside_whole_requests(server: Running, tmp_path: Path) -> None:
+    rows = [f"{0.1 * n},llama,{5 + n},{3 + n}" for n in range(4)]
+    (tmp_path / "trace.csv").write_text(
+        "time,model,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n0.2,opt,,\n"
+    )
+    load = Load(trace=str(tmp_path / "trace.csv"), warmup_s=0.0)
+    report = asyncio.run(run_load(server.address, load))
+    assert report.all_answered, report.errors
+    assert report.generated is not None
+    assert (report.generated.texts, report.generated.tokens) == (5, 3 + 4 + 5 + 6 + 3)

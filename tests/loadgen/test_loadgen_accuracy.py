@@ -45,8 +45,8 @@ async def test_a_stall_of_a_second_is_in_the_latency_of_every_request_that_was_d
 
 
 async def test_requests_due_while_the_generator_is_stopped_count_from_their_schedule() -> None:
-    async def send(model: str) -> None:
-        if model == "stall":
+    async def send(arrival: RequestArrival) -> None:
+        if arrival.model == "stall":
             time.sleep(1.0)  # noqa: ASYNC251
 
     arrivals = [RequestArrival(0.0, "stall"), *(RequestArrival(0.01 * k, "m") for k in range(1, 51))]

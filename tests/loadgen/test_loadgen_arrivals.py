@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cohabit.loadgen.arrivals import RequestArrival, draw_arrivals, read_trace, zipf_weights
+from cohabit.loadgen.arrivals import RequestArrival, TextSize, draw_arrivals, read_trace, zipf_weights
 from cohabit.loadgen.errors import UsageError
 
 UNIFORM = {"a": 1.0, "b": 1.0}
@@ -71,9 +71,17 @@ def test_a_trace_is_replayed_from_its_first_request(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t.csv") == (RequestArrival(0.0, "a"), RequestArrival(1.5, "b"))
 
 
+def test_a_trace_may_say_how_long_texts_are(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("time,model,prompt_tokens,output_tokens\n0,a,,\n1,b,7,20\n")
+    assert [arrival.text for arrival in read_trace(tmp_path / "t.csv")] == [None, TextSize(7, 20)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("time,model,prompt_tokens,output_tokens\n1,a,7,0\n", "line 2"),
+        ("time,model,prompt_tokens,output_tokens\n1,a,7,\n", "line 2"),
+        ("time,model,prompt_tokens\n1,a,many\n", "line 2"),
         ("when,model\n1,a\n", "columns time and model"),
         ("time,model\n1,a\nx,b\n", "line 3"),
         ("time,model\n", "no req"),

@@ -25,7 +25,7 @@ async def test_nothing_waits_for_an_answer() -> None:
     started = 0
     all_there = asyncio.Event()
 
-    async def send(model: str) -> None:
+    async def send(arrival: RequestArrival) -> None:
         nonlocal started
         started += 1
         if started == 50:
@@ -41,8 +41,8 @@ async def test_nothing_waits_for_an_answer() -> None:
 async def test_latency_counts_from_the_intended_time() -> None:
     """The first request stalls the generator; requests that were due meanwhile count the delay."""
 
-    async def send(model: str) -> None:
-        if model == "stall":
+    async def send(arrival: RequestArrival) -> None:
+        if arrival.model == "stall":
             time.sleep(0.3)  # noqa: ASYNC251
 
     arrivals = [RequestArrival(0.0, "stall"), *(RequestArrival(0.01 * k, "m") for k in range(1, 11))]
@@ -54,7 +54,7 @@ async def test_latency_counts_from_the_intended_time() -> None:
 
 
 async def test_no_request_is_sent_before_its_time() -> None:
-    async def send(model: str) -> None:
+    async def send(arrival: RequestArrival) -> None:
         pass
 
     outcomes = await run_open_loop(every(0.003, 30), send, max_in_flight=100)
@@ -65,7 +65,7 @@ async def test_requests_beyond_the_bound_are_counted_as_not_sent() -> None:
     release = asyncio.Event()
     tally = Tally()
 
-    async def send(model: str) -> None:
+    async def send(arrival: RequestArrival) -> None:
         await release.wait()
 
     run = asyncio.create_task(run_open_loop(every(0.001, 10), send, max_in_flight=3, tally=tally))
@@ -76,8 +76,8 @@ async def test_requests_beyond_the_bound_are_counted_as_not_sent() -> None:
 
 
 async def test_a_failure_is_recorded_and_the_run_goes_on() -> None:
-    async def send(model: str) -> None:
-        if model == "bad":
+    async def send(arrival: RequestArrival) -> None:
+        if arrival.model == "bad":
             raise RequestFailed("HTTP 503", "queue full")
 
     outcomes = await run_open_loop([RequestArrival(0, "bad"), RequestArrival(0, "good")], send, max_in_flight=9)
@@ -87,7 +87,7 @@ async def test_a_failure_is_recorded_and_the_run_goes_on() -> None:
 async def test_cancelling_ends_the_requests_and_the_pacer() -> None:
     ended = 0
 
-    async def send(model: str) -> None:
+    async def send(arrival: RequestArrival) -> None:
         nonlocal ended
         try:
             await asyncio.Event().wait()

@@ -5,8 +5,8 @@ import torch
 
 from cohabit.loadgen.cli import main
 from cohabit.loadgen.errors import UsageError
-from cohabit.loadgen.repository import Recipe, is_intact, prepare, recipes
 from cohabit.loadgen.zoo import ZOO
+from cohabit.loadgen.zoo.repository import Recipe, is_intact, prepare, recipes
 
 
 def test_sixteen_models_are_fifteen_rankers_and_minilm() -> None:
