@@ -102,6 +102,7 @@ class Server:
         if config.ui == "on":
             self._feed = LiveFeed(config, self.client, tracer, self.plane.is_draining)
             self.plane.on_answer = self._feed.answered
+            self.plane.on_token = self._feed.generated
 
     async def start(self) -> None:
         """Listen on every port. Raises ConfigError if a port or a file cannot be opened."""

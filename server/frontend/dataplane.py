@@ -91,6 +91,8 @@ class DataPlane:
         """Seconds from one token of a text to the next."""
         self.on_answer: Callable[[ModelKey, float], None] = lambda model, latency_s: None
         """Receives the latency of every request that was answered."""
+        self.on_token: Callable[[float, bool], None] = lambda waited_s, first: None
+        """Receives how long a text has waited for each token, and whether it is the text's first one."""
         self._metrics = b""
         self._metrics_s = -math.inf
         """When `_metrics` was written."""
@@ -231,6 +233,7 @@ class DataPlane:
         """Measure how long a text has waited for a token: for its first one, or since the one before."""
         measured = self._first_tokens if first else self._later_tokens
         measured.setdefault(model, Histogram.of(REQUEST_SECONDS)).add(seconds)
+        self.on_token(seconds, first)
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.view.document import LiveDocument
-from cohabit.server.view.live_document import WINDOW_S, Reading, latencies_of, live_document
+from cohabit.server.view.live_document import WINDOW_S, Reading, Token, latencies_of, live_document
 from cohabit.server.view.live_lanes import LiveLanes
 
 _PERIOD_S = 1.0
@@ -21,6 +21,8 @@ _MOST_WATCHERS = 16
 """Each keeps a connection with a request under way."""
 _MOST_LATENCIES = 2048
 """Of each model, newest first, from which its p50 and p99 are taken."""
+_MOST_TOKENS = 1 << 16
+"""Of all texts within the window."""
 
 
 class LiveFeed:
@@ -49,6 +51,7 @@ class LiveFeed:
         self._readings: deque[Reading] = deque()
         self._latencies: dict[ModelKey, deque[tuple[float, float]]] = {}
         """When requests were answered, and their latencies in seconds."""
+        self._tokens: deque[Token] = deque(maxlen=_MOST_TOKENS)
         self._lanes = LiveLanes(config.compute_lanes)
 
     def answered(self, model: ModelKey, latency_s: float) -> None:
@@ -56,6 +59,11 @@ class LiveFeed:
         if self._watchers:
             latest = self._latencies.setdefault(model, deque(maxlen=_MOST_LATENCIES))
             latest.append((self._clock(), latency_s))
+
+    def generated(self, waited_s: float, first: bool) -> None:
+        """Note a token that was generated, if anyone watches."""
+        if self._watchers:
+            self._tokens.append(Token(self._clock(), waited_s, first))
 
     async def documents(self) -> AsyncGenerator[bytes, None]:
         """Yield a `LiveDocument` in JSON each second, until the server drains; a slow reader misses some.
@@ -104,6 +112,7 @@ class LiveFeed:
         self._tracer.watch(None)
         self._readings.clear()
         self._latencies.clear()
+        self._tokens.clear()
         self._lanes.clear()
 
     async def _document(self) -> LiveDocument:
@@ -113,6 +122,8 @@ class LiveFeed:
         while len(self._readings) > 1 and self._readings[1].at_s <= now_s - WINDOW_S:
             self._readings.popleft()
         latencies = {key: latencies_of(latest, now_s) for key, latest in self._latencies.items()}
+        while self._tokens and self._tokens[0].at_s < now_s - WINDOW_S:
+            self._tokens.popleft()
         chart = self._lanes.chart(now_s) if self._tracer.traces_all else None
         return live_document(
             self._config,
@@ -121,6 +132,7 @@ class LiveFeed:
             report,
             self._readings,
             latencies,
+            self._tokens,
             chart,
             now_s - self._began_s,
         )

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -52,6 +52,16 @@ class ModelTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a text."""
+
+    at_s: float
+    waited_s: float
+    """For it, since its text was asked for or the token before."""
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """The counters at one moment."""
 
@@ -89,10 +99,11 @@ def live_document(
     report: EngineReport,
     readings: Sequence[Reading],
     latencies: Mapping[ModelKey, Sequence[float]],
+    tokens: Collection[Token],
     chart: LaneChart | None,
     uptime_s: float,
 ) -> LiveDocument:
-    """Describe a server now. `readings` are of the window, the newest last; `latencies` ascend."""
+    """Describe a server now. `readings` and `tokens` are of the window, the newest last; `latencies` ascend."""
     first, last = readings[0], readings[-1]
     span_s = last.at_s - first.at_s
     entries = sorted(client.catalog, key=lambda entry: (entry.name, entry.version or 0))
@@ -111,7 +122,10 @@ def live_document(
         layout=config.layout,
         uptime=seconds(uptime_s),
         window_s=WINDOW_S,
-        figures=list(_figures(rows, first, last, ascending, _waiting(rows, client), _memory(config, report))),
+        figures=[
+            *_figures(rows, first, last, ascending, _waiting(rows, client), _memory(config, report)),
+            *_figures_of_texts(tokens, min(span_s, WINDOW_S)),
+        ],
         arena=list(_arena(report.device.extents, entries)),
         models=rows,
         control=config.model_control == "explicit",
@@ -251,6 +265,27 @@ def _figures(
             within,
             "Share of the time in which the lane has something to do: a compute lane that is always busy is saturated.",
         )
+
+
+def _figures_of_texts(tokens: Collection[Token], span_s: float) -> Iterator[Figure]:
+    """Yield what is told of texts, if any were generated."""
+    if not tokens or span_s <= 0:
+        return
+    yield Figure(
+        "tokens",
+        quantity(len(tokens) / span_s, "1/s"),
+        (f"of all texts, mean of {WINDOW_S:g} s",),
+        "Tokens that were generated for all texts together.",
+        is_followed=True,
+    )
+    first, later = (sorted(t.waited_s for t in tokens if t.first is which) for which in (True, False))
+    yield Figure(
+        "first token p99",
+        seconds(_percentile(first, 0.99)),
+        ("then one in ", seconds(_percentile(later, 0.50))),
+        "From a text's request to its first token, which 99 % of them do not exceed; then the median between tokens.",
+        is_followed=True,
+    )
 
 
 def _arena(extents: Sequence[ArenaExtent], entries: Sequence[ModelEntry]) -> Iterator[ArenaPart]:

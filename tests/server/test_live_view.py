@@ -136,6 +136,24 @@ def figure(document: dict[str, Any], name: str) -> Any:
     return found["value"]
 
 
+async def test_tokens_are_those_of_the_last_seconds_and_told_only_if_texts_are_generated() -> None:
+    feed = Feed(Reporting(ready(A)))
+    without = await feed.after(4.0, lambda: None)
+    assert not any("token" in one["name"] for one in without["figures"])
+
+    def generate() -> None:
+        feed.feed.generated(9.0, True)  # too long ago when the document is made
+        feed.now_s += 8.0
+        for waited_s, first in [(0.5, True), (0.01, False), (0.02, False), (0.03, False)]:
+            feed.feed.generated(waited_s, first)
+
+    document = await feed.after(4.0, generate)
+    assert figure(document, "tokens") == [pytest.approx(4 / 10), "1/s"]
+    assert figure(document, "first token p99") == [0.5, "s"]
+    (told,) = (one["note"] for one in document["figures"] if one["name"] == "first token p99")
+    assert told[1] == [0.02, "s"]
+
+
 async def test_what_has_not_run_has_no_measured_time_and_what_waits_for_a_restart_is_counted() -> None:
     client = Reporting(ready(A, predicted_s={Bucket(1): 0.5}))
     client.now = EngineReport({A: counted(0)})
