@@ -17,7 +17,8 @@ from cohabit.server.format import gap, make_table, milliseconds, percent, tensor
 if TYPE_CHECKING:
     from cohabit.server.deploy.servability import MemoryReport, ServabilityReport
 
-
+_FORMS = {"plain": "with weights as exported", "transposed": "transposed", "packed": "packed for oneDNN"}
+"""Of linear layers, in words."""
 _EXAMPLES = """examples:
   cohabit check models/resnet50
   cohabit check models/resnet50 --memory 64MiB,25%
@@ -77,6 +78,9 @@ def _show(found: "ServabilityReport", out: Console) -> None:
     )
     if found.stored is not None:
         out.print(f"stored        {found.stored}", soft_wrap=True)
+    if found.linear_forms:
+        forms = ", ".join(f"{count} {_FORMS[form]}" for form, count in sorted(found.linear_forms.items()))
+        out.print(f"linear layers {forms}", soft_wrap=True)
     out.print(f"batch sizes   {', '.join(map(str, found.batch_sizes))}")
     if found.interaction is not None:
         out.print(

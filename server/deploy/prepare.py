@@ -21,6 +21,7 @@ from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.allowed_ops import draws
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint, noted_fingerprint, notes_of
 from cohabit.runtime.lowering.lower import Entry, Lowered, NotCached, cached, lower
+from cohabit.runtime.lowering.rewrites.linear_forms import Form, forms_of
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import cached_profiles, forget
 from cohabit.server.config.config import ServeConfig, cache_of
@@ -100,6 +101,11 @@ def random_ops(lowered: Lowered) -> list[str]:
     """Return the names of the operators with which a model draws random numbers."""
     calls = [i for trace in lowered.traces.values() for i in trace.instructions]
     return sorted({str(i.target) for i in calls if draws(i.target, i.args, i.kwargs)})
+
+
+def linear_forms(lowered: Lowered) -> dict[Form, int]:
+    """Return how many linear layers of the largest bucket have each form."""
+    return forms_of(call.target for call in lowered.traces[max(lowered.buckets)].instructions)
 
 
 FORGOTTEN_EVAL = (

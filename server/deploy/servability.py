@@ -15,7 +15,7 @@ from cohabit.server.activations import Activations, workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
 from cohabit.server.deploy.model import Model
-from cohabit.server.deploy.prepare import lowered_and_measured, open_backend, random_ops, stored_words
+from cohabit.server.deploy.prepare import linear_forms, lowered_and_measured, open_backend, random_ops, stored_words
 from cohabit.server.engine.servable import describe
 from cohabit.server.errors import load_reason
 from cohabit.server.ipc.model import ModelInfo
@@ -82,6 +82,8 @@ class ServabilityReport(msgspec.Struct, frozen=True):
     stored: str | None = None
     """In how many bytes weights are stored, and at what cost in accuracy, in words; None where as they are."""
     encoding: Encoding | None = None
+    linear_forms: dict[str, int] = {}
+    """How many linear layers are computed in each form, of the largest bucket."""
 
 
 def report(
@@ -122,6 +124,7 @@ def report(
         lowered.changed_inputs,
         stored_words(lowered),
         lowered.encoding,
+        {str(form): count for form, count in linear_forms(lowered).items()},
     )
 
 

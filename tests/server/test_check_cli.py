@@ -48,6 +48,7 @@ def test_a_model_that_can_be_served(folder: Path, capsys: pytest.CaptureFixture[
     for text in (
         "[-1, 132]",
         "batch sizes   1, 2, 4",
+        "linear layers ",
         "rows          independent",
         "least memory",
         "can be served",
@@ -62,6 +63,7 @@ def test_a_model_that_can_be_served(folder: Path, capsys: pytest.CaptureFixture[
     assert "batch sizes   1\n" in capsys.readouterr().out
     status, report = reported(folder, capsys)
     assert (status, report["servable"], report["batch_sizes"]) == (0, True, [1, 2, 4])
+    assert sum(report["linear_forms"].values()) == 4
     memory = report["memory"]
     assert memory["weight_bytes"] == memory["swappable_bytes"] + memory["table_bytes"]
     budgets = {budget["memory_bytes"]: budget for budget in memory["budgets"]}

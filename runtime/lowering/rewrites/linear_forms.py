@@ -8,7 +8,8 @@ so each form is timed over several weights in turns.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Final, Literal
 
@@ -118,3 +119,14 @@ def cold_seconds(calls: Sequence[Callable[[], object]], seconds: float = _SECOND
             call()
             times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 4]
+
+
+def forms_of(targets: Iterable[Callable[..., object]]) -> dict[Form, int]:
+    """Return how many calls of linear layers have each form, of those that there are."""
+    forms: dict[object, Form] = {
+        packing.LINEAR: "packed",
+        packing.LINEAR_SUM: "packed",
+        linear_transposed: "transposed",
+        torch.ops.aten.linear.default: "plain",
+    }
+    return dict(Counter(forms[target] for target in targets if target in forms))
