@@ -35,7 +35,7 @@ class TextModel:
 
     name: str
     size: TextSize
-    """Of texts of which the trace does not say it."""
+    """Of texts whose length the trace does not say."""
     bound: int
     """What token ids are drawn below."""
 

@@ -140,13 +140,14 @@ class Driver(Protocol):
     def staging(self) -> "Staging":
         """Return where the bytes arrive that the current stream decodes next.
 
-        Each capture begins with a buffer that is free when it is replayed: no two that may be replayed at once have
-        the same, and none that of what is issued directly. A capture allocates nothing: its streams have asked before.
+        Work that may run at once never shares a buffer: what is issued directly, graphs that are replayed on this
+        stream, and graphs that are replayed on another have one each. A capture allocates nothing, so the stream must
+        have asked before.
         """
         ...
 
     def decode(self, kernels: Kernels) -> None:
-        """Issue kernels that allocate nothing and belong to no library, from any thread."""
+        """Issue kernels of torch's own that allocate nothing; any thread."""
         ...
 
     def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 
 from cohabit.runtime.cuda import driver as driver_module
 from cohabit.runtime.cuda import pools
-from cohabit.runtime.cuda.api import DeviceMemory
+from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, Staging
 from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
@@ -288,6 +289,39 @@ def captured(driver: CudaDriver, stream: Any) -> Any:
     pool: Any = SimpleNamespace(id=(0, 1), use_count=1)
     with driver.on(stream):
         return driver.capture(pool, lambda: None)
+
+
+def test_what_may_be_in_flight_at_once_has_staging_memory_of_its_own(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one stream decodes directly, in graphs replayed on it, and in graphs replayed on the compute stream."""
+    monkeypatch.setattr(torch, "as_tensor", at_address)
+    swap_in, other, compute = Stream(1), Stream(2), Stream(3)
+    pool: Any = SimpleNamespace(id=(0, 1), use_count=1)
+    found: dict[str, Staging] = {}
+
+    def stage(name: str, on: Stream = swap_in) -> None:
+        with driver.on(on):  # type: ignore[arg-type]
+            found[name] = driver.staging()
+            assert driver.staging() is found[name]
+
+    stage("directly")
+    stage("by another lane", other)
+    for name, origin in (("residents", swap_in), ("an inference", compute), ("the next inference", compute)):
+        with driver.on(origin):  # type: ignore[arg-type]
+            driver.capture(pool, lambda name=name: stage(name))
+    begins = {name: staging.slots[0].memory.data_ptr() for name, staging in found.items()}
+    assert begins.pop("the next inference") == begins["an inference"], "the compute stream replays one at a time"
+    assert found["the next inference"] is not found["an inference"], "each waits for events of its own capture"
+    nbytes = sum(slot.memory.nbytes for slot in found["directly"].slots)
+    assert nbytes == STAGING_SLOTS * SLOT_BYTES
+    ordered = sorted(begins.values())
+    assert all(later - earlier >= nbytes for earlier, later in itertools.pairwise(ordered))
+    assert len(library.held) == 2, "of each lane that decodes"
+    assert driver.allocated_bytes == 0, "arenas are counted"
+    library.status = 2
+    with pytest.raises(MemoryExceeded, match="encoded weights arrive; lower --memory"):
+        stage("no memory", Stream(9))
 
 
 def test_workspaces_are_made_again_once_per_stream_when_graphs_are_released(driver: CudaDriver) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import UNSET
 
 from cohabit.planner.check import check
 from cohabit.planner.lifetimes import peak_activation_bytes
@@ -20,7 +21,9 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.executor import CudaExecutor
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES
+from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.options import Options, Weights
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver
@@ -68,6 +71,26 @@ def test_a_profile_has_every_batch_and_positive_figures(lowered: Lowered) -> Non
         assert min(profile.op_seconds) > 0
         assert min(profile.swap_in.bandwidth_bytes_per_s, profile.swap_out.bandwidth_bytes_per_s) > 0
         assert profile.compute_slowdown >= 1 <= profile.swap_slowdown
+
+
+@pytest.mark.parametrize(("weights", "fewer"), [("bfloat16", 2.0), ("int8", 256 / 68)])
+def test_encoded_weights_have_a_link_of_their_own_where_the_device_decodes(
+    weights: Weights, fewer: float, tmp_path: Path
+) -> None:
+    options = Options(weights=weights)
+    lowered = models.lowered(
+        models.Wide(2, 264), {"x": torch.zeros(3, 264)}, tmp_path, "wide", [1], options=options
+    )
+    profile = measured(CudaBackend(FakeDriver()), lowered)[1][Bucket(1)]
+    ((codec, own),) = dict(profile.encoded or ()).items()
+    assert codec == weights
+    # Biases stay as they are, and a segment ends with a page.
+    assert own.bandwidth_bytes_per_s == pytest.approx(fewer * profile.swap_in.bandwidth_bytes_per_s, rel=0.1)
+    assert own.latency_s >= profile.swap_in.latency_s
+    backend = CudaBackend(FakeDriver())
+    store = backend.staged(open_store("ram", lowered.weights_path, lowered.manifest), lowered.manifest)
+    _, by_host = backend.measure(lowered, store, None, lambda text: None)
+    assert by_host[Bucket(1)].encoded is UNSET, "the host decodes what passes through the ring"
 
 
 def test_scratch_is_what_kernels_take_beyond_their_results_and_what_pools_waste(lowered: Lowered) -> None:
