@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.language_model import ABOUT, NO_END, PROMPT, imported
 from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import serving
+from benchmarks.scrape import Running, by_model, serving
 from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import Recipe, prepare_visibly
 
@@ -28,27 +28,35 @@ OTHERS = (
     Recipe("ranker", "ranker", 0),
 )
 MOST_TOKENS, MAX_BATCH, TOKENS = 256, 2, 24
-LAYOUTS = (("resident", None), ("partitioned", "50%"), ("partitioned", "60%"), ("lru", "60%"))
+LAYOUTS = {
+    "resident": ("resident", None),
+    "partitioned, 50%": ("partitioned", "50%"),
+    "partitioned, 60%": ("partitioned", "60%"),
+    "lru, 60%": ("lru", "60%"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("benchmarks.sessions", __doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="of each layout (default: %(default)s)")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="(default: all)")
     options = parser.parse_args(argv)
     console = Console(stderr=True)
     repository = options.folder / "sessions"
     prepare_visibly(repository, OTHERS, force=False, console=console)
     imported(options.folder, repository, MAX_BATCH, MOST_TOKENS)
     rows = []
-    for layout, memory in LAYOUTS:
-        console.print(layout)
+    for name in options.layouts:
+        console.print(name)
+        layout, memory = LAYOUTS[name]
         rows.append([f"`{layout}`", memory or "all", *asyncio.run(_measured(options, layout, memory))])
     header = ["layout", "memory", "texts", "first token p50 ms", "p99 ms", "between tokens p50 ms", "p99 ms"]
-    header += ["embedding p50 ms", "p99 ms", "copied MiB per text"]
+    header += ["embedding p50 ms", "p99 ms", "copied MiB per text", "steps per text"]
     about = (
         f"{ABOUT}; MiniLM, a BERT of 4 layers and a ranker beside it. A text is a prompt of {PROMPT} tokens and"
         f" {TOKENS} more; while it is generated, and after it, the other models are asked in turn, one request at a"
-        " time. In 50 % `lru` cannot hold the language model, which it needs whole."
+        f" time. A text that is computed once takes {TOKENS} steps. In 50 % `lru` cannot hold the language model, which"
+        " it needs whole."
         f" Client, front end and engine share the CPUs; {options.seconds:g} s of each layout.\n"
     )
     sections = [about, markdown_table(header, rows)]
@@ -66,18 +74,25 @@ async def _measured(options: argparse.Namespace, layout: str, memory: str | None
         await _text(session, server.url, 0)
         ended, waits = asyncio.Event(), list[float]()
         others = asyncio.create_task(_ask(session, server.url, requests, ended, waits))
-        before, texts = server.total("cohabit_swapped_bytes_total"), list[tuple[float, list[float]]]()
+        before = [server.total("cohabit_swapped_bytes_total"), _steps(server)]
+        texts = list[tuple[float, list[float]]]()
         end_s = time.perf_counter() + options.seconds
         while time.perf_counter() < end_s:
             texts.append(await _text(session, server.url, len(texts) + 1))
             await asyncio.sleep(0.2)
         ended.set()
         await others
-        copied = (server.total("cohabit_swapped_bytes_total") - before) / len(texts)
+        after = [server.total("cohabit_swapped_bytes_total"), _steps(server)]
+        copied, steps = ((now - then) / len(texts) for now, then in zip(after, before, strict=True))
     first = np.array([times[0] - start_s for start_s, times in texts]) * 1e3
     gaps = np.concatenate([np.diff(times) for _, times in texts]) * 1e3
     cells = [*np.percentile(first, [50, 99]), *np.percentile(gaps, [50, 99]), *np.percentile(waits, [50, 99])]
-    return [str(len(texts)), *(f"{cell:.1f}" for cell in cells), f"{copied / (1 << 20):.0f}"]
+    return [str(len(texts)), *(f"{cell:.1f}" for cell in cells), f"{copied / (1 << 20):.0f}", f"{steps:.2f}"]
+
+
+def _steps(server: Running) -> float:
+    """How many requests the language model has answered."""
+    return by_model(server.metrics_url, "nv_inference_request_success")["chat"]
 
 
 async def _ask(

@@ -1,17 +1,19 @@
 """HTTP's endpoints for inference, health and descriptions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from aiohttp import hdrs, web
 
 from cohabit.server.errors import SEND_LESS_JSON, too_large
 from cohabit.server.frontend.dataplane import DataPlane
+from cohabit.server.frontend.generation import generates
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.frontend.threads import call
 from cohabit.server.http import generate
 from cohabit.server.http.answers import JSON, LeasedResponse, json_response, model_of
 from cohabit.server.http.body import read_body
 from cohabit.server.http.codec import decode_request, encode_response, parse_header_length
+from cohabit.server.http.completions import CompletionsApi, parsed_generate
 from cohabit.server.http.compression import chosen_encoding, compress
 from cohabit.server.http.errors import error_response
 from cohabit.server.ipc.model import ModelInfo
@@ -35,8 +37,9 @@ _QUICK_COMPRESSION_BYTES = 8 << 10
 class InferenceApi:
     """Every public method handles one endpoint, on the event loop's thread."""
 
-    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
+    def __init__(self, plane: DataPlane, texts: CompletionsApi, max_body_bytes: int) -> None:
         self._plane = plane
+        self._texts = texts
         self._max_body_bytes = max_body_bytes
 
     @property
@@ -92,28 +95,34 @@ class InferenceApi:
             return await _infer_response(parts, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Infer with plain JSON values."""
-        return await self._generate(request, {hdrs.CONTENT_TYPE: JSON})
+        """Infer with plain JSON values, or go on from a text."""
+        return await self._generate(request, streams=False)
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
-        """Send the answer of `generate` as a stream of one event, because models here answer once."""
-        return await self._generate(request, {hdrs.CONTENT_TYPE: _EVENTS}, b"data: ", b"\n\n")
+        """Send the answer of `generate` as a stream: of one event, or an event for each token of a text."""
+        return await self._generate(request, streams=True)
 
-    async def _generate(
-        self, request: web.Request, headers: Mapping[str, str], before: bytes = b"", after: bytes = b""
-    ) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, *, streams: bool) -> web.StreamResponse:
         name, version = model_of(request)
         info = self._plane.require_ready(name, version)
         with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
             body = await read_body(request, lease, *self._json_limit)
             slow = len(body) > _QUICK_JSON_BYTES
-            with self._plane.answering(info.key):
+            asked = None
+            if generates(info):
                 with self._plane.fitting(info.key):
-                    decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
-                answer = await self._plane.infer(decoded, info, lease, version)
-                slow = _JSON_BYTES * sum(a.size for a in answer.outputs.values()) > _QUICK_JSON_BYTES
-                written = await call(slow, generate.encode_response, decoded, answer, info)
-            return LeasedResponse(lease, (before, written, after), headers)
+                    asked = await self._plane.decode(slow, parsed_generate, body)
+            if asked is None:
+                with self._plane.answering(info.key):
+                    with self._plane.fitting(info.key):
+                        decoded = await self._plane.decode(slow, generate.decode_request, body, info, regions)
+                    answer = await self._plane.infer(decoded, info, lease, version)
+                    slow = _JSON_BYTES * sum(a.size for a in answer.outputs.values()) > _QUICK_JSON_BYTES
+                    written = await call(slow, generate.encode_response, decoded, answer, info)
+                before, after = (b"data: ", b"\n\n") if streams else (b"", b"")
+                headers: dict[str, str] = {hdrs.CONTENT_TYPE: _EVENTS if streams else JSON}
+                return LeasedResponse(lease, (before, written, after), headers)
+        return await self._texts.generate(asked, info, streams=streams)
 
 
 async def _encode(

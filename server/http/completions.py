@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
@@ -19,13 +19,11 @@ from cohabit.server.frontend.generation import (
     Text,
     TextPiece,
     generate,
-    generates,
 )
 from cohabit.server.frontend.templates import rendered
 from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
-from cohabit.server.http.answers import json_response, model_of
-from cohabit.server.http.api import InferenceApi
+from cohabit.server.http.answers import json_response
 from cohabit.server.http.body import read_body
 from cohabit.server.http.errors import error_of
 from cohabit.server.http.events import EventStream
@@ -176,27 +174,15 @@ class _Form(Protocol):
 class CompletionsApi:
     """Every public method handles one endpoint, on the event loop's thread."""
 
-    def __init__(self, plane: DataPlane, tensors: InferenceApi, max_body_bytes: int) -> None:
-        """`tensors` answers for models that generate no text."""
+    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
         self._plane = plane
-        self._tensors = tensors
         self._documents = LanguageDocuments(plane.repository)
         self._most_body_bytes = min(max_body_bytes, _MOST_BODY_BYTES)
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Go on from a text, by Triton's generate extension; models of tensors answer with tensors."""
-        return await self._generated(request, streams=False)
-
-    async def generate_stream(self, request: web.Request) -> web.StreamResponse:
-        """Send what `generate` answers, of a text token by token."""
-        return await self._generated(request, streams=True)
-
-    async def _generated(self, request: web.Request, *, streams: bool) -> web.StreamResponse:
-        name, version = model_of(request)
-        info = self._plane.require_ready(name, version)
-        if not generates(info):
-            return await (self._tensors.generate_stream if streams else self._tensors.generate)(request)
-        async with self._read(request, parsed_generate, "send a shorter text", info) as (asked, _, document):
+    async def generate(self, asked: GenerateBody, info: ModelInfo, *, streams: bool) -> web.StreamResponse:
+        """Go on from a text, by Triton's generate extension."""
+        with self._plane.fitting(info.key):
+            document = await self._documents.of(info)
             tokenizer = await self._plane.tokenizers.of(info.name)
             prompt = await self._tokens(asked.text_input, info, tokenizer, adds_special=True)
             most = asked.max_tokens or _USUAL_TOKENS
@@ -205,7 +191,7 @@ class CompletionsApi:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Go on from a prompt."""
-        async with self._read(request, _parser(CompletionBody), "send a shorter prompt") as (asked, info, document):
+        async with self._read(request, CompletionBody, "send a shorter prompt") as (asked, info, document):
             for name in ("echo", "suffix"):
                 if getattr(asked, name):
                     raise InvalidRequest(f"{name} is not supported; leave it out")
@@ -219,7 +205,7 @@ class CompletionsApi:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
-        async with self._read(request, _parser(ChatBody), "send a shorter conversation") as (asked, info, document):
+        async with self._read(request, ChatBody, "send a shorter conversation") as (asked, info, document):
             _refuse_of_chats(asked)
             tokenizer = await self._plane.tokenizers.of(info.name)
             conversation = [_plain(message) for message in asked.messages]
@@ -232,19 +218,16 @@ class CompletionsApi:
 
     @asynccontextmanager
     async def _read(
-        self, request: web.Request, parse: Callable[[memoryview], _A], way_out: str, info: ModelInfo | None = None
+        self, request: web.Request, of_type: type[_A], way_out: str
     ) -> AsyncIterator[tuple[_A, ModelInfo, LanguageDocument]]:
-        """Read a body, whose memory is leased in this block, and find its model unless that is given.
-
-        Counts what does not fit it.
-        """
+        """Read a body, whose memory is leased in this block, and find its model. Counts what does not fit it."""
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, way_out)
-            asked = await plane.decode(len(body) > _QUICK_BODY_BYTES, parse, body)
-            found = info or plane.require_ready(asked.model)
-            with plane.fitting(found.key):
-                yield asked, found, await self._documents.of(found)
+            asked = await plane.decode(len(body) > _QUICK_BODY_BYTES, parse_json, body, of_type)
+            info = plane.require_ready(asked.model)
+            with plane.fitting(info.key):
+                yield asked, info, await self._documents.of(info)
 
     async def _prompt(self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None) -> list[int]:
         slow = len(memoryview(given)) > _QUICK_BODY_BYTES
@@ -489,13 +472,14 @@ class _Generated:
         }
 
 
-def _parser(of_type: type[_A]) -> Callable[[memoryview], _A]:
-    return lambda body: parse_json(body, of_type)
+def parsed_generate(body: memoryview) -> GenerateBody | None:
+    """Read a request of the generate extension; None for one without a text.
 
-
-def parsed_generate(body: memoryview) -> GenerateBody:
-    """Read a request of the generate extension, whose `parameters` count as if they were at the top."""
+    Its `parameters` count as if they were at the top.
+    """
     sent = parse_json(body, dict[str, msgspec.Raw])
+    if "text_input" not in sent:
+        return None
     parameters = parse_json(memoryview(sent.pop("parameters", msgspec.Raw(b"{}"))), dict[str, msgspec.Raw])
     return parse_json(memoryview(msgspec.json.encode({**parameters, **sent})), GenerateBody)
 

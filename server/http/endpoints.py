@@ -32,15 +32,15 @@ class Endpoint:
 
 def endpoints(plane: DataPlane, max_body_bytes: int) -> Iterator[Endpoint]:
     """Yield all endpoints, inference first: aiohttp tries the routes of a prefix in this order."""
-    api, control = InferenceApi(plane, max_body_bytes), ControlApi(plane)
+    texts = CompletionsApi(plane, max_body_bytes)
+    api, control = InferenceApi(plane, texts, max_body_bytes), ControlApi(plane)
     yield Endpoint("POST", _of_models("/infer"), api.infer)
+    yield Endpoint("POST", _of_models("/generate"), api.generate)
+    yield Endpoint("POST", _of_models("/generate_stream"), api.generate_stream)
     openai = OpenAiApi(plane, max_body_bytes)
     yield Endpoint("POST", ("/v1/embeddings",), openai.embeddings)
-    texts = CompletionsApi(plane, api, max_body_bytes)
     yield Endpoint("POST", ("/v1/completions",), texts.completions)
     yield Endpoint("POST", ("/v1/chat/completions",), texts.chat)
-    yield Endpoint("POST", _of_models("/generate"), texts.generate)
-    yield Endpoint("POST", _of_models("/generate_stream"), texts.generate_stream)
     yield Endpoint("GET", ("/v1/models", "/v1/models/{model}"), openai.models)
     yield from _described(api)
     yield from _model_control(control)

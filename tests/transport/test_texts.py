@@ -202,6 +202,13 @@ def test_triton_s_stream_has_an_event_for_each_token_and_says_why_it_ends(worded
     assert {event["model_name"] for event in events} == {"lm"}
 
 
+def test_a_step_is_still_an_inference_with_plain_values(worded: Ports, steps: Steps) -> None:
+    step = {"input_ids": [[4, 5]], "parameters": {"sequence_id": 7, "sequence_start": True}}
+    answer = generated(worded, step)
+    assert int(np.argmax(answer.json["logits"])) == 6
+    assert steps.sent == [(True, [4, 5])]
+
+
 def test_a_model_of_tensors_still_answers_generate_with_tensors(worded: Ports) -> None:
     assert generated(worded, {"x": 2.5}, model="numbers").json["y"] == 2.5
     assert b'"y":2.5' in generated(worded, {"x": 2.5}, stream=True, model="numbers").body
@@ -210,7 +217,7 @@ def test_a_model_of_tensors_still_answers_generate_with_tensors(worded: Ports) -
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"max_tokens": 3}, "text_input"),
+        ({"max_tokens": 3}, "expected 1 inputs"),
         ({"text_input": 5}, "text_input"),
         ({"text_input": "w4", "parameters": 3}, "parse"),
         ({"text_input": "w4", "parameters": {"temperature": "hot"}}, "temperature"),
