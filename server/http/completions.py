@@ -140,12 +140,12 @@ class GenerateBody(_Asked, kw_only=True):
     text_input: str
     id: str = ""
     stop_words: Stops = None
+    bad_words: Stops = None
 
     @property
     def stops(self) -> list[str]:
-        return (
-            structs.replace(self, stop=self.stop_words, stop_words=None).stops if self.stop_words else super().stops
-        )
+        given = structs.replace(self, stop=self.stop_words) if self.stop_words else self
+        return super(GenerateBody, given).stops
 
 
 class _Form(Protocol):
@@ -182,6 +182,8 @@ class CompletionsApi:
     async def generate(self, asked: GenerateBody, info: ModelInfo, *, streams: bool) -> web.StreamResponse:
         """Go on from a text, by Triton's generate extension."""
         with self._plane.fitting(info.key):
+            if asked.bad_words:
+                raise InvalidRequest("bad_words is not supported; leave it out, or lower tokens by logit_bias")
             document = await self._documents.of(info)
             tokenizer = await self._plane.tokenizers.of(info.name)
             prompt = await self._tokens(asked.text_input, info, tokenizer, adds_special=True)

@@ -222,6 +222,8 @@ def test_a_model_of_tensors_still_answers_generate_with_tensors(worded: Ports) -
         ({"text_input": "w4", "parameters": 3}, "parse"),
         ({"text_input": "w4", "parameters": {"temperature": "hot"}}, "temperature"),
         ({"text_input": ""}, "no tokens"),
+        ({"text_input": "w4", "bad_words": ["w9"]}, "bad_words is not supported"),
+        ({"text_input": "w4", "stop_words": ["w"] * 5}, "4 strings"),
         ({"text_input": "w4 " * 40}, "40 tokens"),
     ],
 )
