@@ -88,17 +88,13 @@ class Staging:
     Copies run ahead of the decoding, which alone waits for the places that it fills.
     """
 
-    def __init__(self, memory: torch.Tensor, link: Stream) -> None:
+    def __init__(self, memory: torch.Tensor, link: Stream, *, captured: bool) -> None:
         self.link = link
+        self.captured = captured
+        """Whether it is used once, for a capture."""
         self.turn = threading.Lock()
         """Held while something passes through a slot."""
         self.slots = [StagingSlot(part) for part in memory.chunk(STAGING_SLOTS)]
-        """The one that has been in use for longest is first."""
-
-    def take(self) -> StagingSlot:
-        """Return the first slot, which is then the last."""
-        self.slots.append(self.slots.pop(0))
-        return self.slots[-1]
 
 
 class Driver(Protocol):

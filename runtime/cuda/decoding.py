@@ -59,14 +59,18 @@ class EncodedCopy:
     """Copies and decodes segments that follow one another in pinned memory, each time that it is called."""
 
     def __init__(
-        self, driver: Driver, host: torch.Tensor, segments: Sequence[Segment], destination: torch.Tensor
+        self, driver: Driver, host: torch.Tensor, segments: Sequence[Segment], destination: torch.Tensor, turn: int
     ) -> None:
-        """`host`: the weights file's bytes, pinned. `destination`: the segments' memory, one after the other."""
+        """`host`: the weights file's bytes, pinned. `destination`: the segments' memory, one after the other.
+
+        Copies whose turns follow one another use different slots.
+        """
         self._driver = driver
         self._host = host
+        self._turn = turn
         self._groups = list(_grouped(list(_parts(segments, destination))))
-        self._prepared: dict[tuple[int, int], _Arrival] = {}
-        """By the group and the address of the slot."""
+        self._prepared: dict[int, _Arrival] = {}
+        """By group, for the slot that is its turn where copies are issued directly."""
 
     def __call__(self) -> None:
         staging = self._driver.staging()
@@ -79,13 +83,13 @@ class EncodedCopy:
     def _pass_through(self, staging: Staging, group: int) -> None:
         driver = self._driver
         with staging.turn:
-            slot = staging.take()
+            slot = staging.slots[(self._turn + group) % len(staging.slots)]
             if slot.free is None:  # copies may run ahead from here on
                 start = driver.event()
                 driver.record(start)
                 for unused in staging.slots:
                     unused.free = start
-            arrival, here = self._arrival(group, slot.memory), driver.event()
+            arrival, here = self._arrival(group, slot.memory, staging.captured), driver.event()
             with driver.on(staging.link):
                 driver.wait(slot.free)
                 driver.copy(arrival.arrived, arrival.source)
@@ -95,14 +99,15 @@ class EncodedCopy:
             slot.free = driver.event()
             driver.record(slot.free)
 
-    def _arrival(self, group: int, slot: torch.Tensor) -> _Arrival:
-        known = self._prepared.get((group, slot.data_ptr()))
-        if known is None:
+    def _arrival(self, group: int, slot: torch.Tensor, captured: bool) -> _Arrival:
+        known = self._prepared.get(group)
+        if known is None or known.arrived.data_ptr() != slot.data_ptr():
             with torch.inference_mode(False):  # issued by threads in either mode
                 source = self._source(self._groups[group])
                 arrived = slot[: source.nbytes]
                 known = _Arrival(source, arrived, _kernels(self._groups[group], arrived))
-            self._prepared[group, slot.data_ptr()] = known
+            if not captured:
+                self._prepared[group] = known
         return known
 
     def _source(self, group: Sequence[_Part]) -> torch.Tensor:

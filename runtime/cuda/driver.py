@@ -381,7 +381,7 @@ class _LaneStaging:
     def __init__(self, memory: torch.Tensor, link: torch.cuda.Stream) -> None:
         self.link = link
         self.parts = dict(zip(_STAGED, memory.chunk(len(_STAGED)), strict=True))
-        self.direct = Staging(self.parts["directly"], link)
+        self.direct = Staging(self.parts["directly"], link, captured=False)
 
 
 class _Capture:
@@ -395,7 +395,7 @@ class _Capture:
         """Return the slots of the stream that decodes; a capture has one such stream."""
         if self._staging is None:
             own = "by graphs of this stream" if stream is self._origin else "by graphs of another stream"
-            self._staging = Staging(lane.parts[own], lane.link)
+            self._staging = Staging(lane.parts[own], lane.link, captured=True)
         return self._staging
 
 

@@ -102,7 +102,7 @@ class PinnedStore:
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
         copied = self._from(segment, destination.nbytes)
         if any(s.is_encoded for s in copied):
-            return EncodedCopy(self._driver, self._region, copied, destination)
+            return EncodedCopy(self._driver, self._region, copied, destination, segment)
         offset = copied[0].offset
         source = self._region[offset : offset + destination.nbytes]
         return lambda: self._driver.copy(destination, source)

@@ -345,13 +345,14 @@ class FakeDriver:
                 self._refuse_in_capture("allocating")
                 memory = torch.empty(3 * STAGING_SLOTS * SLOT_BYTES, dtype=torch.uint8)
                 self._staging[self._current] = memory
-                self._direct[self._current] = Staging(memory.chunk(3)[0], self.stream(urgent=True))
+                self._direct[self._current] = Staging(memory.chunk(3)[0], self.stream(urgent=True), captured=False)
             direct = self._direct[self._current]
             if (capture := self._capture) is None:
                 return direct
             if capture.staging is None:
                 part = 1 if capture.origin is self._current else 2
-                capture.staging = Staging(self._staging[self._current].chunk(3)[part], direct.link)
+                memory = self._staging[self._current].chunk(3)[part]
+                capture.staging = Staging(memory, direct.link, captured=True)
             return capture.staging
 
     def decode(self, kernels: Callable[[], None]) -> None:
