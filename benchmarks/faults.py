@@ -181,7 +181,7 @@ async def until_ok(session: aiohttp.ClientSession, method: str, url: str) -> Non
 
 def engine_of(front_end: int) -> int | None:
     for child in psutil.Process(front_end).children():
-        if "cohabit.server.engine_process" in child.cmdline():
+        if "cohabit.server.process.engine_process" in child.cmdline():
             return child.pid
     return None
 

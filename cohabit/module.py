@@ -30,13 +30,8 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, parse_memory
 from cohabit.server.config.sources import config_of
 from cohabit.server.deploy.model import Model
-from cohabit.server.deploy.prepare import (
-    lowered_and_measured,
-    open_backend,
-    set_up_torch,
-    warn_of_changed_inputs,
-    warn_of_validation,
-)
+from cohabit.server.deploy.notices import warn_of_changed_inputs, warn_of_validation
+from cohabit.server.deploy.prepare import lowered_and_measured, open_backend, set_up_torch
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.view.analysis import PlanAnalysis, analyze
 from cohabit.server.view.page import plan_page

@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING
 
 from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig, encode_config
+from cohabit.server.config.machine import resident_bytes
 from cohabit.server.frontend.access import Access, TokenFiles, open_access
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.engine_client import EngineClient
-from cohabit.server.frontend.engine_connection import EngineConnection
 from cohabit.server.frontend.listening import TlsFiles
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.frontend.sites import Sites
-from cohabit.server.frontend.supervisor import COMMAND, Supervisor
 from cohabit.server.http.app import make_app, make_metrics_app
 from cohabit.server.http.server import HttpServer
-from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.otlp import OtlpExporter
 from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.trace_file import TraceFile
 from cohabit.server.observe.tracing import Tracer
+from cohabit.server.process.engine_connection import EngineConnection
+from cohabit.server.process.in_process import InProcessEngine
+from cohabit.server.process.supervisor import COMMAND, Supervisor
 from cohabit.server.protocol.shared_memory import Regions, no_system, open_region
-from cohabit.server.resources import resident_bytes
 from cohabit.server.view.live import LiveFeed
 
 if TYPE_CHECKING:
     from cohabit.server.deploy.lifecycle import OpenPlacement
-    from cohabit.server.engine_host import Engine, OnProgress
     from cohabit.server.grpc.server import GrpcServer
+    from cohabit.server.process.engine import Engine, OnProgress
 
 _log = logging.getLogger("cohabit.serve")
 _ANSWERS_WRITTEN_S = 2.0
@@ -78,7 +78,7 @@ class Server:
         if config.engine == "process" and open_placement is None:
             return EngineConnection(self._memory, config.strict_readiness)
         from cohabit.server.deploy import lifecycle
-        from cohabit.server.engine_host import Engine
+        from cohabit.server.process.engine import Engine
 
         catalog = Catalog(config.strict_readiness)
         opened = open_placement or lifecycle.open_placement

@@ -44,7 +44,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runtime.training": ({"runtime"} | WORDS, {"numpy", "safetensors", "torch"}),
     "runtime.tiling": ({"runtime", "planner.tiling", "planner.errors"}, {"numpy", "torch"}),
     "server": ({"server", "planner.errors"}, {"msgspec", "rich", "uvloop"}),
-    "server.engine_process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),
+    "server.process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),
     "server.config": ({"server", "planner.errors", "planner.memory", "planner.shapes"}, {"msgspec"}),
     "server.ipc": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
     "server.protocol": ({"server", "planner.errors", "planner.shapes"}, {"msgspec", "numpy"}),
@@ -102,6 +102,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "repository": {"ipc", "scheduling", "triton"},
         "deploy": {"config", "engine", "ipc", "repository", "scheduling", "triton"},
         "frontend": {"config", "ipc", "observe", "protocol", "triton"},
+        "process": {"config", "deploy", "engine", "frontend", "ipc", "observe", "repository", "triton"},
         "view": {"config", "frontend", "ipc", "observe", "protocol"},
         "http": {"frontend", "ipc", "observe", "protocol", "triton", "view"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
@@ -141,7 +142,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
     },
 }
 PUT_TOGETHER = {
-    "server": {"cli", "engine_host", "engine_process", "in_process", "serve"},
+    "server": {"cli", "serve"},
     "planner": {"library", "warm"},
     "runtime": {"devices"},
 }
@@ -242,6 +243,25 @@ def test_every_test_that_a_document_names_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", documents))
     assert len(named) > 30
     assert {name for name in named if f"def {name}(" not in tests} == set()
+
+
+def anchors_of(document: Path) -> set[str]:
+    """The names by which links reach a document's headings."""
+    headings = re.findall(r"(?m)^#+ (.*)$", document.read_text())
+    return {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_of_a_document_leads_somewhere() -> None:
+    documents = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    checked = 0
+    for document in documents:
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([\w-]+))?\)", document.read_text()):
+            path = document.parent / target if target else document
+            assert path.exists(), f"{document} names {target}"
+            if anchor and path.suffix == ".md":
+                assert anchor in anchors_of(path), f"{document}: {path.name} has no heading #{anchor}"
+            checked += 1
+    assert checked > 200
 
 
 def test_every_result_has_one_command_and_the_index_names_it() -> None:

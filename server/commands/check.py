@@ -89,12 +89,12 @@ def _show(found: "ServabilityReport", out: Console) -> None:
     else:
         out.print("rows          independent, so requests are padded and batched")
     if found.random_ops:
-        from cohabit.server.deploy.prepare import FORGOTTEN_EVAL, is_training
+        from cohabit.server.deploy.notices import FORGOTTEN_EVAL, is_training
 
         hint = f"; {FORGOTTEN_EVAL}" if is_training(found.random_ops) else ""
         out.print(f"random        numbers are drawn by {', '.join(found.random_ops)}{hint}", soft_wrap=True)
     if found.changed_inputs:
-        from cohabit.server.deploy.prepare import CHANGES_ARE_LOST
+        from cohabit.server.deploy.notices import CHANGES_ARE_LOST
 
         out.print(f"changed       {', '.join(found.changed_inputs)}: {CHANGES_ARE_LOST}", soft_wrap=True)
     _show_validation(found, out)

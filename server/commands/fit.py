@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -13,7 +13,7 @@ from cohabit.planner.errors import format_bytes
 from cohabit.server.capacity.page import fit_page, missed, sentence
 from cohabit.server.commands.planning.files import write_file
 from cohabit.server.commands.planning.subject import MEASURING, add_measuring, budget
-from cohabit.server.config.sources import config_of, given, typed
+from cohabit.server.config.sources import config_of, given, read_rates, typed
 from cohabit.server.config.values import rate, seconds_or_zero
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import gap, make_table, milliseconds, percent
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from cohabit.server.capacity.fit import Candidate, Fit, HighestRate
     from cohabit.server.config.config import ServeConfig
 
-_rates_decoder = msgspec.json.Decoder(dict[str, Annotated[float, msgspec.Meta(gt=0)]])
-"""Of requests per second by model."""
-
 EXIT_MISSED = 1
 REQUEST_MS, IDLE_MS, EXECUTION_MS = 0.7, 1.5, 0.15
 """Assumed, in milliseconds: `benchmarks.capacity` measures them on a machine."""
@@ -32,10 +29,9 @@ REQUEST_MS, IDLE_MS, EXECUTION_MS = 0.7, 1.5, 0.15
 _EXAMPLES = """examples:
   cohabit fit models --rate 300 --slo-ms 50                      # the least memory, and p99 over memory
   cohabit fit models --rate 300 --slo-ms 50 --memory 12GiB       # p50 and p99 of every model, and the highest rate
-  cohabit fit models --rates rates.json --memory 25% --html fit.html
-  cohabit fit models --rate 20 --memory 64MiB --profile pi5-nvme
+  cohabit fit models --rates rates.txt --memory 25% --html fit.html
 
---rates FILE has requests per second by model, {"bert": 120, "ranker": 40}; models that it lacks share what is left of
+--rates FILE has a line per model, such as bert=120, in requests per second; models that it lacks share what is left of
 --rate, which may be left out if it lacks none. Models are lowered and measured as `cohabit serve` does it, then served
 by the server's own scheduler with a simulated clock, in the times of first plans, or of those that a server has left in
 the cache. Exit status: 1 if the SLO is missed.
@@ -49,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument("repository", type=Path, metavar="REPOSITORY", help="a model repository")
     parser.add_argument("--rate", type=typed(rate), metavar="R", help="requests per second, of all models together")
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="requests per second by model, as JSON")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="lines NAME=RATE, in requests per second")
     parser.add_argument("--slo-ms", type=typed(rate), metavar="MS", help="the p99 that is wanted")
     parser.add_argument(
         "--memory", type=typed(budget), metavar="SIZE", help="device memory: 12GiB, or 25%% of all weights"
@@ -86,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Fit a repository. Returns 1 if the SLO is missed. Raises ConfigError, RepositoryError and InfeasibleBudget."""
-    given_rates = _rates(options)
+    given_rates = {} if options.rates is None else read_rates(options.rates)
     if options.rate is None and not given_rates:
         raise ConfigError("fit: give --rate R, the requests per second of all models, or --rates FILE")
     with errors.status(Text(f"{options.repository}: starting torch")) as status:
@@ -140,17 +136,6 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             out.print(f"{name} is left out: {reason}", soft_wrap=True)
         _show(out, fit, curve, slo_s, highest)
     return EXIT_MISSED if slo_s is not None and (fit is None or not fit.meets(slo_s)) else 0
-
-
-def _rates(options: argparse.Namespace) -> dict[str, float]:
-    if options.rates is None:
-        return {}
-    try:
-        return _rates_decoder.decode(options.rates.read_bytes())
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(
-            f"--rates {options.rates}: {error}; it has requests per second by model, as JSON"
-        ) from error
 
 
 def candidates(config: "ServeConfig", progress: Callable[[str], None]) -> "tuple[list[Candidate], dict[str, str]]":

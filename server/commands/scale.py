@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from cohabit.server.config.config import BY_KEY
-from cohabit.server.config.sources import add_flag, given, typed
+from cohabit.server.config.sources import add_flag, given, read_rates, typed
 from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError, StartFailed
 from cohabit.server.format import make_table
-from cohabit.server.scale.settings import ENGINE_SETTINGS, ScalePlan, count, plan_engines, read_rates
+from cohabit.server.scale.settings import ENGINE_SETTINGS, ScalePlan, count, plan_engines
 
 NAME = "cohabit"
 _EXAMPLES = """examples:

@@ -18,7 +18,7 @@ from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.server.commands import EXIT_FAILED, exit_status
 from cohabit.server.config import sources
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.process_rights import allow_connections, no_new_privileges
+from cohabit.server.rights import allow_connections, no_new_privileges
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Serve until SIGTERM or SIGINT. Raises CohabitError if the server cannot start; as JSON, that is logged."""
-    from cohabit.server.resources import memory_left, refuse_impossible
+    from cohabit.server.config.machine import memory_left, refuse_impossible
 
     effective = sources.read_settings(options, os.environ, memory_left)
     if options.print_config:

@@ -6,16 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.shares import Curve, Point, latency_weights, share_out, weighted_latency_s
-from cohabit.server.deploy.model import Model, Plans
+from cohabit.server.deploy.model import Model, Plans, PlansFound
+from cohabit.server.deploy.place import ModelPlacement
+from cohabit.server.deploy.replan import Replanner
 from cohabit.server.deploy.worker import in_thread
-
-if TYPE_CHECKING:
-    from cohabit.server.deploy.place import ModelPlacement
 
 _log = logging.getLogger("cohabit.elastic")
 
@@ -37,8 +35,8 @@ class _Sizes:
     workspace_bytes: int
     profiles: Mapping[Bucket, Profile]
     """What it was planned for: a model that is measured again is planned again."""
-    plans: dict[int, tuple[Plans, bool]]
-    """By bytes of partition, and whether a full search found them."""
+    plans: dict[int, PlansFound]
+    """By bytes of partition."""
 
     def curve(self, model: Model) -> Curve:
         """Return the predicted latency over the size; the model's present plans count too, and replace quick ones."""
@@ -53,11 +51,16 @@ class Elastic:
     """
 
     def __init__(
-        self, placement: "ModelPlacement", requests: Requests, clock: Callable[[], float] = time.monotonic
+        self,
+        placement: ModelPlacement,
+        replanner: Replanner,
+        requests: Requests,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.divisions = 0
         """Times that memory was divided again."""
         self._placement = placement
+        self._replanner = replanner
         self._requests = requests
         self._clock = clock
         self._sizes: dict[str, _Sizes] = {}
@@ -103,13 +106,19 @@ class Elastic:
         chosen, gain = await in_thread(_share_out, models, sizes, rates_per_s, memory_bytes)
         if gain < LEAST_GAIN:
             return
-        async with placement.changing:
+        changed: dict[str, PlansFound] = {}
+
+        def choose() -> dict[str, PlansFound] | None:
             if placement.memory.models != models or workspace_bytes != partitions.workspace_bytes:
-                return  # a model came or left meanwhile
-            held = {owner: partitions.held[owner].nbytes for owner in models}
-            changed = {owner: chosen[owner] for owner in models if chosen[owner] != held[owner]}
-            start_s = self._clock()
-            await placement.redivide({owner: sizes[owner].plans[size] for owner, size in changed.items()})
+                return None  # a model came or left meanwhile
+            for owner, size in chosen.items():
+                if size != partitions.held[owner].nbytes:
+                    changed[owner] = sizes[owner].plans[size]
+            return changed
+
+        start_s = self._clock()
+        if not await placement.redivide(choose):
+            return
         scale = sum(model.rate_per_s for model in models.values()) / sum(rates_per_s.values())
         for owner, model in models.items():  # models that are loaded later are compared with these rates
             model.rate_per_s = rates_per_s[owner] * scale
@@ -121,7 +130,7 @@ class Elastic:
             "seconds": round(self._clock() - start_s, 2),
         }
         _log.info("memory was divided again by measured request rates", extra={"fields": fields})
-        placement.replanner.begin([models[owner] for owner in changed if owner in placement.memory.models])
+        self._replanner.begin([models[owner] for owner in changed if owner in placement.memory.models])
 
     def _rates_per_s(self) -> dict[str, float] | None:
         """Return each model's requests per second in the shortest window that tells enough; None if none does yet."""
@@ -165,7 +174,7 @@ class Elastic:
         """Plan models for several sizes, while none of them may be measured again: profiles are not final then."""
         workspace_bytes = self._placement.memory.partitions.workspace_bytes
         for owner, model in models.items():
-            if self._placement.replanner.is_busy:
+            if self._replanner.is_busy:
                 return
             found = await in_thread(self._placement.planner.plans_by_size, model.demand, workspace_bytes)
             plans = {_bytes_of(made): (made, False) for made in found}

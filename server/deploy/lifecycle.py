@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -10,7 +11,6 @@ from msgspec.structs import replace
 
 from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.deploy.warmup import warm_up
 from cohabit.server.deploy.worker import (
     MOST_AT_START,
     PLANNING,
@@ -21,6 +21,8 @@ from cohabit.server.deploy.worker import (
     worker_processes,
 )
 from cohabit.server.engine.compute_lane import ComputeLane
+from cohabit.server.engine.execution import Servable
+from cohabit.server.engine.sequences import first_inputs
 from cohabit.server.errors import (
     LoadFailed,
     Refused,
@@ -33,14 +35,20 @@ from cohabit.server.ipc.model import DeviceUse, ModelKey
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import is_in_repository, versions_of
 from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable
+from cohabit.server.scheduling.sequences import SequenceRules
 from cohabit.server.triton.model_config import parse_config
+from cohabit.server.triton.warmup import warmup_request
 
 if TYPE_CHECKING:
     from cohabit.server.deploy.elastic import Elastic
     from cohabit.server.deploy.model import Model
     from cohabit.server.deploy.place import ModelPlacement
+    from cohabit.server.deploy.replan import Replanner
 
 _log = logging.getLogger("cohabit.lifecycle")
+
+_MOST_WARMUPS = 1000
+"""Executions of one model, so that a mistyped count does not keep it from being served."""
 
 OpenPlacement = Callable[[Sequence[ModelSource], ServeConfig, Sequence[ComputeLane]], "ModelPlacement"]
 """Opens the device for models. Any thread."""
@@ -75,6 +83,8 @@ class Lifecycle:
         self._lanes = lanes
         self._open_placement = open_placement
         self._placement: ModelPlacement | None = None
+        self.replanner: Replanner | None = None
+        """Finds better plans; None until the device is open."""
         self._elastic: Elastic | None = None
         self._background = Background()
         self._opened = asyncio.Event()
@@ -91,16 +101,19 @@ class Lifecycle:
         Raises ConfigError, DeviceError, or InfeasibleBudget, which names the least sufficient memory.
         """
         self._placement = await in_thread(self._open_placement, sources, self._config, self._lanes)
-        self._placement.on_change = self._changed
+        self._placement.migrator.on_change = self._changed
+        from cohabit.server.deploy.replan import Replanner
+
+        self.replanner = Replanner(self._config, self._placement, self._lanes)
         failures = await self._deploy(sources, on_progress=on_progress)
         self._placement.workers.inline = False  # from now on, there are requests to answer in this process
         self._opened.set()
-        if self._placement.replanner.measures_again:
-            self._background.keep("checking profiles", self._placement.replanner.watch)
+        if self.replanner.measures_again:
+            self._background.keep("checking profiles", self.replanner.watch)
         if self._config.layout == "elastic":
             from cohabit.server.deploy.elastic import Elastic
 
-            self._elastic = Elastic(self._placement, self._requests)
+            self._elastic = Elastic(self._placement, self.replanner, self._requests)
             self._background.keep("dividing memory by request rates", self._elastic.watch)
         return failures
 
@@ -120,12 +133,13 @@ class Lifecycle:
         `old` is a load that one of them replaces, whose memory may be needed; its requests then wait. Returns why some
         are not served. Raises CohabitError if memory is too small.
         """
-        placement = self._placement
+        placement, replanner = self._placement, self.replanner
         assert placement is not None
+        assert replanner is not None
         models, failures = await placement.prepare(sources, on_progress)
         failures |= await placement.place(models, old, self._accept, on_progress)
         served = [model for model in models if model.key not in failures]
-        placement.replanner.begin(served, plan_next_start=not self._opened.is_set())
+        replanner.begin(served, plan_next_start=not self._opened.is_set())
         return failures
 
     async def _accept(self, model: "Model") -> None:
@@ -145,7 +159,8 @@ class Lifecycle:
         pending = list(self._operations)
         if self._placement is not None:
             self._placement.workers.close()
-            await self._placement.replanner.close()
+        if self.replanner is not None:
+            await self.replanner.close()
         await self._background.close()
         for task in pending:
             task.cancel()
@@ -309,3 +324,29 @@ class Lifecycle:
 def _not_in_repository(model: str, reason: str) -> Refused:
     text = f"failed to load '{model}', failed to poll from model repository: {reason}"
     return Refused("NotInRepository", text)
+
+
+async def warm_up(
+    lane: ComputeLane, servable: Servable, source: ModelSource, rules: SequenceRules | None = None
+) -> None:
+    """Execute a model's warm-up samples, between the executions of others. They are not counted.
+
+    Of a model with sequences, each is a sequence of one request.
+
+    Raises RepositoryError for a sample that does not fit the model, or that it cannot take.
+    """
+    samples = [] if source.config is None else [s for s in source.config.model_warmup if s.batch_size]
+    executions = sum(max(sample.count, 1) for sample in samples)
+    if executions > _MOST_WARMUPS:
+        raise RepositoryError(
+            f"config.pbtxt: model_warmup asks for {executions} executions, the limit is {_MOST_WARMUPS}; lower count"
+        )
+    files = {name: path for name, (path, _) in source.warmup_files.items()}
+    for sample in samples:
+        try:
+            request = await asyncio.to_thread(warmup_request, sample, servable.info, files)
+            inputs = request.inputs if rules is None else first_inputs(rules, request.inputs)
+            for _ in range(max(sample.count, 1)):
+                await lane.call_on_lane(partial(servable.execute, [inputs], request.batch))
+        except Exception as error:
+            raise RepositoryError(f"config.pbtxt: model_warmup '{sample.name}': {error}") from error

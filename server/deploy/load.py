@@ -9,19 +9,19 @@ from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.memory import DeviceArena
 from cohabit.runtime.shared_region.sharing import SharedRegion, Sharing
+from cohabit.server.config.machine import resident_bytes
 from cohabit.server.deploy.model import Model, Plans, Programs
-from cohabit.server.deploy.partitions import Extent, Partitions
-from cohabit.server.deploy.prepare import (
+from cohabit.server.deploy.notices import (
     log_stored,
     warn_of_changed_inputs,
     warn_of_interaction,
     warn_of_random_ops,
     warn_of_validation,
 )
+from cohabit.server.deploy.partitions import Extent, Partitions
 from cohabit.server.engine.device_thread import BackgroundWork
 from cohabit.server.engine.servable import ProgramServable, describe
 from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelKey, lane_name
-from cohabit.server.resources import resident_bytes
 from cohabit.server.triton.model_config import with_defaults
 from cohabit.server.triton.sequences import with_sequences
 

@@ -17,6 +17,8 @@ from cohabit.server.repository.sources import ModelSource
 from cohabit.server.scheduling.sequences import SequenceRules
 
 Plans = Mapping[Bucket, Plan]
+PlansFound = tuple[Plans, bool]
+"""Plans, and whether a full search has found them."""
 Programs = Mapping[Bucket, Program]
 
 
@@ -87,6 +89,10 @@ class Model:
     def is_provisional(self) -> bool:
         """Whether it still has to be measured."""
         return any(profile.provisional for profile in self.profiles.values())
+
+    def plan_batches_to(self, most: int) -> None:
+        """Have larger batches run as several of this one, if the program has larger ones."""
+        self.most_batch = most if most < max(self.lowered.graphs).batch else None
 
     def latency_s(self, plans: Plans) -> float:
         """Return the predicted latency of the smallest bucket."""

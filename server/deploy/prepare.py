@@ -4,34 +4,33 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from cohabit.planner.errors import format_bytes
-from cohabit.planner.profile import NOISY, Profile
+from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import DEFAULT_BUCKETS, Bucket, ShapeBuckets
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.devices import open_device
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.allowed_ops import draws
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint, noted_fingerprint, notes_of
 from cohabit.runtime.lowering.lower import Entry, Lowered, NotCached, cached, lower
-from cohabit.runtime.lowering.rewrites.linear_forms import Form, forms_of
+from cohabit.runtime.memory import HostStore
 from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import cached_profiles, forget
 from cohabit.server.config.config import ServeConfig, cache_of
+from cohabit.server.config.machine import available_cpus, available_memory
 from cohabit.server.config.values import shape_buckets as parse_sizes
 from cohabit.server.deploy.model import Model
 from cohabit.server.deploy.options import options_of
 from cohabit.server.deploy.worker import EXPECTED, WorkerProcesses, stage
 from cohabit.server.engine.servable import describe
 from cohabit.server.repository.sources import ModelSource
-from cohabit.server.resources import available_cpus, available_memory
 from cohabit.server.scheduling.sequences import SequenceRules
 from cohabit.server.triton.config_fields import parameter_of
 from cohabit.server.triton.model_config import ModelConfig, config_mismatch, config_names
@@ -47,101 +46,6 @@ _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
 small models in a loop uses at most a third of the interpreter's time."""
 BUNDLED = "bundled"
 """The device of a bundle's profiles, in their files' names."""
-
-
-def warn_of_interaction(lowered: Lowered) -> None:
-    """Log why a model's requests are neither padded nor batched, if they are not."""
-    if lowered.interaction is not None:
-        fields = {"model": lowered.name, "reason": lowered.interaction, "batch_sizes": list(lowered.batches)}
-        _log.warning(
-            "rows of a batch influence one another; requests run alone, at planned batch sizes only",
-            extra={"fields": fields},
-        )
-
-
-def warn_of_validation(lowered: Lowered) -> None:
-    """Log which rewrites a model is served without, because its outputs differed from its archive's with them."""
-    for left_out in () if lowered.validation is None else lowered.validation.left_out:
-        text = f"served without a rewrite that changes the model's outputs: {left_out}"
-        _log.warning(text, extra={"fields": {"model": lowered.name, "rewrite": left_out.rewrite}})
-
-
-def stored_words(lowered: Lowered) -> str | None:
-    """Say in how many bytes weights are stored, and at what cost; None where they are stored as they are."""
-    encoding, nbytes = lowered.encoding, lowered.manifest.file_bytes
-    if encoding is None and nbytes >= lowered.weight_bytes:
-        return None
-    stored = f"{format_bytes(nbytes)} of {format_bytes(lowered.weight_bytes)} are stored and copied"
-    if encoding is None:
-        return f"{stored}, in 16 bits where that is exact"
-    costs = "; ".join(map(str, encoding.outputs))
-    if encoding.unchecked is not None:
-        costs = f"outputs were not compared: {encoding.unchecked}"
-    kept = f"; {', '.join(encoding.kept)} stay exact, which change outputs too much" if encoding.kept else ""
-    return f"{stored}, in {encoding.codec}; beside exact weights, {costs}{kept}"
-
-
-def log_stored(lowered: Lowered) -> None:
-    """Log in how many bytes a model's weights are stored, if that is fewer than they have."""
-    if (words := stored_words(lowered)) is not None:
-        _log.info("weights take fewer bytes", extra={"fields": {"model": lowered.name, "weights": words}})
-
-
-CHANGES_ARE_LOST = "the program changes them in place, which callers do not see; return them as outputs instead"
-
-
-def warn_of_changed_inputs(lowered: Lowered) -> None:
-    """Log which of its inputs a model's program changes."""
-    if lowered.changed_inputs:
-        names = ", ".join(lowered.changed_inputs)
-        _log.warning(f"inputs {names}: {CHANGES_ARE_LOST}", extra={"fields": {"model": lowered.name}})
-
-
-def random_ops(lowered: Lowered) -> list[str]:
-    """Return the names of the operators with which a model draws random numbers."""
-    calls = [i for trace in lowered.traces.values() for i in trace.instructions]
-    return sorted({str(i.target) for i in calls if draws(i.target, i.args, i.kwargs)})
-
-
-def linear_forms(lowered: Lowered) -> dict[Form, int]:
-    """Return how many linear layers of the largest bucket have each form."""
-    return forms_of(call.target for call in lowered.traces[max(lowered.buckets)].instructions)
-
-
-FORGOTTEN_EVAL = (
-    "its dropout is in training mode; if that is not meant, call .eval() of the module before torch.export.export"
-)
-
-
-def is_training(random: Sequence[str]) -> bool:
-    """Whether there is a dropout among operators that draw random numbers: in evaluation it draws none."""
-    return any("dropout" in name for name in random)
-
-
-def warn_of_random_ops(lowered: Lowered) -> None:
-    """Log which of a model's operators draw random numbers: the same request has another answer each time."""
-    if random := random_ops(lowered):
-        fields = {"model": lowered.name, "operators": random}
-        hint = f"; {FORGOTTEN_EVAL}" if is_training(random) else ""
-        _log.warning(
-            f"the model draws random numbers; equal requests have different answers{hint}", extra={"fields": fields}
-        )
-
-
-def warn_of_noise(models: Sequence[Model], *, measured_again: bool) -> None:
-    """Log in one line which models' measurements other work disturbed, and when they are measured again."""
-    noise = {m.key.name: max(profile.noise for profile in m.profiles.values()) for m in models}
-    if noisy := {name: share for name, share in noise.items() if share > NOISY}:
-        when = "once it is quiet" if measured_again else "at the next start after `cohabit cache remeasure MODEL`"
-        fields = {"models": sorted(noisy), "noise": round(max(noisy.values()), 2), "limit": NOISY}
-        _log.warning(f"a busy machine disturbed measurements; they are made again {when}", extra={"fields": fields})
-
-
-def warn_without_packing(config: ServeConfig) -> None:
-    """Log why the CPU computes with plain weights, if it does."""
-    if config.device == "cpu" and (reason := packing.unavailable()) is not None:
-        fields = {"torch": str(torch.__version__), "reason": reason}
-        _log.warning("weights are not packed, which makes kernels slower", extra={"fields": fields})
 
 
 def open_backend(config: ServeConfig) -> Backend:
@@ -233,23 +137,41 @@ def _opened(
     Without `known_only`, it is measured here if a full disk kept the profiles out of the cache. With `throttle`, it
     pauses after each step, for serving threads.
     """
-    name, cache = source.name, cache_of(config)
+    cache = cache_of(config)
+    profiles = cache / "profiles"
+
+    def lowered() -> Lowered:
+        options, buckets = model_options(source, config), wanted_buckets(source, config)
+        return cached(archive, source.name, wanted_batches(source, config), cache / "weights", options, buckets)
+
+    def measured(model: Lowered, store: HostStore[Any]) -> tuple[Lowered, dict[Bucket, Profile]]:
+        if config.bundle is not None:
+            return model, bundled_profiles(model, profiles)
+        return backend.measure(model, store, profiles, lambda text: None, quick=True, known_only=known_only)
+
+    return _made(source, config, backend, lowered, measured, throttle=throttle)
+
+
+def _made(
+    source: ModelSource,
+    config: ServeConfig,
+    backend: Backend,
+    lowered_by: Callable[[], Lowered],
+    measured_by: Callable[[Lowered, HostStore[Any]], tuple[Lowered, dict[Bucket, Profile]]],
+    *,
+    throttle: bool = False,
+) -> Model:
+    """Return a model that is lowered and measured in these ways. The caller closes its store."""
+    name = source.name
     model = Model(source, _rate(source, config))
     with stage(f"lowering model '{name}'"), _pausing(throttle):
-        options, buckets = model_options(source, config), wanted_buckets(source, config)
-        lowered = cached(archive, name, wanted_batches(source, config), cache / "weights", options, buckets)
-        lowered = _with_config_names(source, lowered)
+        lowered = _with_config_names(source, lowered_by())
         model.sequences = _checked_rules(source, lowered)
     with stage(f"opening the weights of model '{name}'"), _pausing(throttle):
         model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
     try:
         with stage(f"measuring model '{name}'"), _pausing(throttle):
-            if config.bundle is not None:
-                model.lowered, model.profiles = lowered, bundled_profiles(lowered, cache / "profiles")
-            else:
-                model.lowered, model.profiles = backend.measure(
-                    lowered, model.store, cache / "profiles", lambda text: None, quick=True, known_only=known_only
-                )
+            model.lowered, model.profiles = measured_by(lowered, model.store)
     except BaseException:
         model.store.close()
         raise
@@ -334,24 +256,23 @@ def lowered_and_measured(
 def _lowered_and_measured(
     source: ModelSource, config: ServeConfig, backend: Backend, on_progress: OnProgress, *, quick: bool
 ) -> Model:
+    cache = cache_of(config)
+
     def progress(text: str) -> None:
         on_progress(source.name, text.removeprefix(f"{source.name}: "))
 
-    name, cache = source.name, cache_of(config)
-    model = Model(source, _rate(source, config))
-    with stage(f"lowering model '{name}'"):
-        batches, options = wanted_batches(source, config), model_options(source, config)
-        buckets = wanted_buckets(source, config)
-        lowered = lower(source.path, name, batches, cache / "weights", progress, options, shape_buckets=buckets)
+    def lowered() -> Lowered:
+        options, buckets = model_options(source, config), wanted_buckets(source, config)
+        batches, weights = wanted_batches(source, config), cache / "weights"
+        made = lower(source.path, source.name, batches, weights, progress, options, shape_buckets=buckets)
         release_free_memory()  # lowering has packed the weights one by one
-        lowered = _with_config_names(source, lowered)
-        model.sequences = _checked_rules(source, lowered)
-    with stage(f"opening the weights of model '{name}'"):
-        model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
-    with closing(model.store), stage(f"measuring model '{name}'"):
-        model.lowered, model.profiles = backend.measure(
-            lowered, model.store, cache / "profiles", progress, quick=quick
-        )
+        return made
+
+    def measured(model: Lowered, store: HostStore[Any]) -> tuple[Lowered, dict[Bucket, Profile]]:
+        return backend.measure(model, store, cache / "profiles", progress, quick=quick)
+
+    model = _made(source, config, backend, lowered, measured)
+    model.store.close()
     return model
 
 

@@ -8,10 +8,10 @@ from cohabit.planner.graph import aligned
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.host.pages import release_code_pages
 from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.machine import resident_bytes
 from cohabit.server.config.sources import QUEUE_SHARE
 from cohabit.server.deploy.model import Model
 from cohabit.server.errors import ConfigError
-from cohabit.server.resources import resident_bytes
 
 SERVING_BYTES = 44 << 20
 """What the first requests add to a process: pages of the libraries' code, oneDNN's kernels, stacks of threads, heap.

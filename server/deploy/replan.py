@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from cohabit.planner.errors import CohabitError
 from cohabit.planner.memory import Memory
@@ -15,13 +14,12 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.shares import latency_weights
 from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.deploy.model import Model, Plans
-from cohabit.server.deploy.prepare import measured_profiles, warn_of_noise
+from cohabit.server.deploy.model import Model, Plans, PlansFound
+from cohabit.server.deploy.notices import warn_of_noise
+from cohabit.server.deploy.place import ModelPlacement
+from cohabit.server.deploy.prepare import measured_profiles
 from cohabit.server.deploy.worker import in_thread
 from cohabit.server.engine.compute_lane import ComputeLane
-
-if TYPE_CHECKING:
-    from cohabit.server.deploy.place import ModelPlacement
 
 _log = logging.getLogger("cohabit.profiles")
 
@@ -37,7 +35,7 @@ LEAST_GAIN = 0.1
 class Replanner:
     """Belongs to the event loop's thread. Each load of a model is measured again once at most."""
 
-    def __init__(self, config: ServeConfig, placement: "ModelPlacement", lanes: Sequence[ComputeLane]) -> None:
+    def __init__(self, config: ServeConfig, placement: ModelPlacement, lanes: Sequence[ComputeLane]) -> None:
         self._config = config
         self._placement = placement
         self._lanes = lanes
@@ -60,7 +58,7 @@ class Replanner:
         With `plan_next_start`, what the next start of these models begins with is planned after that.
         """
         quick = [model.key.name for model in models if not model.searched]
-        if quick or (plan_next_start and self._placement.is_divided_roughly):
+        if quick or (plan_next_start and self._placement.decider.is_divided_roughly):
             if quick and plan_next_start:
                 _log.info("quick plans are in use until better ones are found", extra={"fields": {"models": quick}})
             self._background.keep("searching better plans", partial(self._improve_all, models, plan_next_start))
@@ -131,7 +129,7 @@ class Replanner:
         These are used from now on, too, if that is predicted to save LEAST_GAIN of the latency.
         """
         planner, demands = self._placement.planner, [model.whole_demand for model in models]
-        memory_bytes = self._placement.memory_limit.of(sum(model.weight_bytes for model in models))
+        memory_bytes = self._placement.decider.memory_limit.of(sum(model.weight_bytes for model in models))
         division = await in_thread(planner.division, demands, memory_bytes, later=True)
         found: dict[str, Plans] = {}
         for model, demand, partition_bytes, most in zip(
@@ -143,18 +141,23 @@ class Replanner:
 
     async def _adopt(self, found: Mapping[str, Plans]) -> None:
         """Divide the memory as these plans, by owner, are for, if that pays and no model came or left meanwhile."""
-        placement = self._placement
-        async with placement.changing:
-            models, partitions = dict(placement.memory.models), placement.memory.partitions
+        memory = self._placement.memory
+        gain = 0.0
+
+        def chosen() -> dict[str, PlansFound] | None:
+            nonlocal gain
+            models, partitions = memory.models, memory.partitions
             if models.keys() != found.keys() or not models:
-                return
+                return None
             memories = [plans[min(plans)].memory for plans in found.values()]
             needed = partitions.lanes * memories[0].workspace_bytes + sum(m.partition_bytes for m in memories)
             gain = _gain(list(models.values()), [found[owner] for owner in models])
             if needed > partitions.arena_bytes or gain < LEAST_GAIN:
-                return
-            await placement.redivide({owner: (plans, True) for owner, plans in found.items()})
-        _log.info("memory is divided better", extra={"fields": {"predicted_gain": round(gain, 2)}})
+                return None
+            return {owner: (plans, True) for owner, plans in found.items()}
+
+        if await self._placement.redivide(chosen):
+            _log.info("memory is divided better", extra={"fields": {"predicted_gain": round(gain, 2)}})
 
     async def improve(self, model: Model, *, again: bool = False) -> None:
         """Measure and plan a model better, if it is not yet; `again` in any case. It is served meanwhile."""
@@ -176,15 +179,10 @@ class Replanner:
             return
         begun, demand = model.plans, replace(model.demand, profiles=profiles)
         plans = await in_thread(placement.planner.best_plans, demand, begun[min(begun)].memory)
-        async with placement.changing:
-            if model.plans is not begun or model.owner not in placement.memory.models:
-                return
-            if profiles is model.profiles and not _is_better(plans, begun):
-                model.searched = True
-                return
-            model.profiles = profiles
-            await placement.replan(model, plans)
-        _log.info("better plans are in use", extra={"fields": model.key.fields})
+        if profiles is model.profiles and not _is_better(plans, begun):
+            model.searched |= model.plans is begun
+        elif await placement.replan(model, begun, plans, profiles):
+            _log.info("better plans are in use", extra={"fields": model.key.fields})
 
 
 def _gain(models: Sequence[Model], plans: Sequence[Plans]) -> float:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from cohabit.planner.errors import CohabitError
 from cohabit.runtime.lowering.archive_file import noted_fingerprint, notes_of
 from cohabit.server.config.config import LogFormat, ServeConfig, cache_of
+from cohabit.server.config.machine import available_cpus
 from cohabit.server.errors import load_reason
 from cohabit.server.log import configure_logging, log_internal_error
-from cohabit.server.process_rights import no_new_privileges, yield_memory
 from cohabit.server.repository.sources import ModelSource
-from cohabit.server.resources import available_cpus
+from cohabit.server.rights import no_new_privileges, yield_memory
 
 _log = logging.getLogger("cohabit.models")
 

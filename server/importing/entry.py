@@ -18,8 +18,9 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.config.values import shape_buckets
 from cohabit.server.deploy.lifecycle import open_placement
+from cohabit.server.deploy.notices import random_ops, stored_words
 from cohabit.server.deploy.options import WEIGHTS
-from cohabit.server.deploy.prepare import SHAPE_BUCKETS, random_ops, stored_words
+from cohabit.server.deploy.prepare import SHAPE_BUCKETS
 from cohabit.server.engine.compute_lane import make_lanes
 from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed

@@ -23,13 +23,14 @@ from cohabit.planner.sizing.assignment import ModelTraffic
 from cohabit.server.background import Background
 from cohabit.server.config.config import decode_config, encode_config
 from cohabit.server.config.setting import parsed
+from cohabit.server.config.sources import read_rates
 from cohabit.server.errors import RequestError, too_large
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.http.body import BodyBuffer
 from cohabit.server.scale.assigner import Assigner
 from cohabit.server.scale.engine import EngineAddress, ServedEngine, engine_session
 from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, refusal
-from cohabit.server.scale.settings import MOST_REPLICAS, ScalePlan, count, plan_engines, read_rates
+from cohabit.server.scale.settings import MOST_REPLICAS, ScalePlan, count, plan_engines
 
 _MOST_UNDER_WAY = 8192
 """Queues are the engines' own, which shed by deadlines and limits."""

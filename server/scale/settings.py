@@ -7,10 +7,10 @@ from pathlib import Path
 from cohabit.planner.sizing.assignment import Assignment, ModelTraffic, assign
 from cohabit.server.config.bundle import is_bundle
 from cohabit.server.config.config import BY_KEY, ServeConfig, check_consistent
-from cohabit.server.config.setting import Value, parsed
+from cohabit.server.config.setting import Value
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.config.sources import config_of
-from cohabit.server.config.values import integer, model_rate
+from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import ModelSource, by_name
@@ -47,16 +47,6 @@ class ScalePlan:
         """Return the models of each engine, for this number of engines."""
         assert isinstance(self.config.memory, FixedSize)
         return assign(self.traffic, engines, self.config.memory.nbytes, self.copies)
-
-
-def read_rates(path: Path) -> Mapping[str, float]:
-    """Read a line NAME=RATE per model, in requests per second; `#` begins a comment. Raises ConfigError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--rates: {path} cannot be read: {error}") from error
-    stripped = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
-    return dict(parsed(f"--rates: {path}, line {number}", line, model_rate) for number, line in stripped if line)
 
 
 def plan_engines(

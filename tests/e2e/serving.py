@@ -29,9 +29,10 @@ from cohabit.server.config.sizes import parse_memory
 from cohabit.server.deploy import worker
 from cohabit.server.deploy.lifecycle import open_placement
 from cohabit.server.deploy.place import ModelPlacement
+from cohabit.server.deploy.replan import Replanner
 from cohabit.server.deploy.worker import WorkerProcesses, _WorkerProcess
 from cohabit.server.engine.compute_lane import ComputeLane
-from cohabit.server.engine_host import Engine
+from cohabit.server.process.engine import Engine
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
@@ -130,13 +131,18 @@ class Running:
     loop: asyncio.AbstractEventLoop
     grpc_address: str | None = None
 
+    @property
+    def replanner(self) -> Replanner:
+        assert self.engine.lifecycle.replanner is not None
+        return self.engine.lifecycle.replanner
+
     def on_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the server's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(600)
 
     def until_planned(self) -> None:
         """Wait until the searches for better plans have ended, and the plans that they found are in use."""
-        eventually(lambda: not self.placement.replanner.is_busy)
+        eventually(lambda: not self.replanner.is_busy)
 
 
 @contextmanager
@@ -212,7 +218,7 @@ class Process:
 
     def engine(self) -> psutil.Process:
         children = psutil.Process(self.popen.pid).children()
-        (engine,) = (child for child in children if "cohabit.server.engine_process" in child.cmdline())
+        (engine,) = (child for child in children if "cohabit.server.process.engine_process" in child.cmdline())
         return engine
 
     def is_anything_left(self) -> bool:

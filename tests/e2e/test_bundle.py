@@ -80,7 +80,7 @@ def test_a_bundle_gives_the_bits_of_resident_models(repository: Path, plans: Pat
     with serving(repository, "400%", plans, **changes) as resident:
         wanted = {name: answer(resident, name) for name in MODELS}
     with serving_bundle(bundle) as server:
-        assert not server.placement.replanner.is_busy
+        assert not server.replanner.is_busy
         assert not multiprocessing.active_children(), "nothing is searched for"
         residents = sum(placed.footprint.resident_bytes for placed in server.placement.models.values())
         assert residents < len(MODELS) * WEIGHTS_MIB << 20
@@ -98,9 +98,9 @@ def test_a_bundle_is_served_by_a_process_that_cannot_prepare(bundle: Path) -> No
     assert not list(bundle.rglob("*.pt2"))
     script = f"""
 import argparse, asyncio, multiprocessing, sys
-import cohabit.server.engine_process
+import cohabit.server.process.engine_process
 from cohabit.server.config.sources import add_flags, read_settings
-from cohabit.server.engine_host import Engine
+from cohabit.server.process.engine import Engine
 
 async def start():
     parser = argparse.ArgumentParser()
@@ -273,8 +273,8 @@ def test_models_get_what_the_process_leaves(repository: Path, plans: Path) -> No
     with serving(
         repository, "8MiB", plans, process_memory_bytes=limit_bytes, store="file", queue_bytes=1 << 20
     ) as server:
-        assert 0 < server.placement.memory_bytes < limit_bytes - (100 << 20)
-        assert server.placement.memory_bytes % (4 << 20) == 0
+        assert 0 < server.placement.decider.memory_bytes < limit_bytes - (100 << 20)
+        assert server.placement.decider.memory_bytes % (4 << 20) == 0
         assert is_answer_of(0, answer(server, "a"))
 
 

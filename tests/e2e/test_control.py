@@ -194,14 +194,14 @@ def test_200_moves_under_requests_lose_none_and_change_no_bit(
         monkeypatch.setattr(elastic, "_requests", lambda: requests)
         monkeypatch.setattr(elastic, "_clock", itertools.count(step=10.0).__next__)
         moved: list[str] = []
-        move = placement._move
+        move = placement.migrator._move
 
         async def noted(model: Model, *arguments: Any) -> None:
             moved.append(model.key.name)
             await move(model, *arguments)
 
-        monkeypatch.setattr(placement, "_move", noted)
-        monkeypatch.setattr(placement.replanner, "begin", lambda models: None)  # it would move them, too
+        monkeypatch.setattr(placement.migrator, "_move", noted)
+        monkeypatch.setattr(server.replanner, "begin", lambda models: None)  # it would move them, too
         stop, wrong = threading.Event(), list[str]()
 
         def ask_on(name: str) -> None:

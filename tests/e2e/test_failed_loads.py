@@ -157,7 +157,7 @@ def test_a_stage_that_fails_takes_nothing_from_what_is_served(
         stacks.put(tmp_path, name, seed)
     with controlled(tmp_path, memory, plans, load_models=tuple(served)) as (server, _):
         server.until_planned()
-        monkeypatch.setattr(server.placement.replanner, "begin", lambda *_, **__: None)
+        monkeypatch.setattr(server.replanner, "begin", lambda *_, **__: None)
         if loaded == "a":
             stacks.put(tmp_path, "a", 3, version=2)
         before, failed = state_of(server), set[str]()

@@ -137,8 +137,8 @@ def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
             np.testing.assert_allclose(then[name][output], array, rtol=1e-5, atol=1e-6)
     divisions.clear()
     with serving(folder, MEMORY, tmp_path / "cache", engine="process", batch_sizes=BATCHES) as server:
-        assert not server.placement.is_divided_roughly
-        assert not server.placement.replanner.is_busy, "the start before has planned this one"
+        assert not server.placement.decider.is_divided_roughly
+        assert not server.replanner.is_busy, "the start before has planned this one"
 
 
 REQUESTS = {HUNGRY: {"x": rows(8)}, "b": {"x": np.ones((1, 512), np.float32)}}

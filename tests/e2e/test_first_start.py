@@ -19,10 +19,10 @@ from cohabit.planner import profile as profile_format
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
+from cohabit.server.config.machine import available_cpus
 from cohabit.server.deploy import place, replan
 from cohabit.server.deploy.replan import Replanner
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.resources import available_cpus
 from tests.e2e.archives import Archives
 from tests.e2e.serving import Running, eventually, infer, process, refused_start, serving
 from tests.e2e.stacks import Stacks
@@ -120,7 +120,7 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
         }
         partition = placed.footprint.partition_bytes
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
-        assert not server.placement.replanner.is_busy, "a warm start has nothing to improve"
+        assert not server.replanner.is_busy, "a warm start has nothing to improve"
         assert not server.placement.models[MODEL, 1].is_provisional
         if server.placement.models[MODEL, 1].footprint.partition_bytes == partition:
             assert plans_of(server) == best
@@ -174,7 +174,7 @@ def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before
     for seed, name in enumerate(models):
         stacks.put(repository, name, seed)
     with serving(repository, "50%", cache, engine="process", batch_sizes=BATCHES, quick_start=False) as server:
-        assert not server.placement.replanner.is_busy
+        assert not server.replanner.is_busy
         assert all(not server.placement.models[m, 1].is_provisional for m in models)
         workers = server.placement.workers
         assert not workers._idle, "nothing is left to prepare or to plan"
@@ -199,7 +199,7 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         before, answer = placed.profiles, infer(server.address, MODEL, inputs)["score"]
         for _ in range(20):
             infer(server.address, MODEL, inputs)
-        replanner = server.placement.replanner
+        replanner = server.replanner
         server.on_loop(replanner.check())
         measured = placed.profiles
         assert all(measured[b].fingerprint != before[b].fingerprint for b in before)
@@ -253,10 +253,10 @@ def test_an_engine_imports_neither_compilers_nor_transports(archives: Archives, 
     script = f"""
 import asyncio, sys
 from pathlib import Path
-import cohabit.server.engine_process
+import cohabit.server.process.engine_process
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import parse_memory
-from cohabit.server.engine_host import Engine
+from cohabit.server.process.engine import Engine
 
 async def start():
     memory, cache = parse_memory("50%"), Path({str(tmp_path)!r})

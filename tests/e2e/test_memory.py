@@ -155,7 +155,7 @@ def test_parameters_in_use_lie_in_the_models_own_partition_or_the_workspace(
 ) -> None:
     names = ("bert_small", "ranker")
     with deployed(archives.repository(*names), "25%", archives.cache) as device:
-        assert device.arena.nbytes <= device.placement.memory_bytes
+        assert device.arena.nbytes <= device.placement.decider.memory_bytes
         used: dict[str, Counter[str]] = {name: Counter() for name in names}
         for name, bucket in [(n, b) for _ in range(3) for b in (Bucket(1), Bucket(4)) for n in names]:
             with Watch(device.arena) as watch:

@@ -89,7 +89,7 @@ def test_a_budget_below_the_activations_peak_gives_the_resident_run_s_bits(
     small: Deployed, resident: list[torch.Tensor]
 ) -> None:
     graph, plan = small.model("skips").lowered.graphs[BUCKET], small.model("skips").plans[BUCKET]
-    assert small.placement.memory_bytes < peak_activation_bytes(graph)
+    assert small.placement.decider.memory_bytes < peak_activation_bytes(graph)
     assert any(isinstance(step, SwapOut) for step in plan.steps)
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(small.run("skips", BUCKET), resident, strict=True))

@@ -17,15 +17,15 @@ from cohabit.server import log
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.engine.device_thread import _error_of
-from cohabit.server.engine_host import Engine
 from cohabit.server.errors import ConfigError, ExecutionFailed, InvalidRequest, Overloaded
 from cohabit.server.frontend.dataplane import DataPlane
-from cohabit.server.frontend.engine_connection import EngineConnection
 from cohabit.server.frontend.memory import RequestMemory
-from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.ipc.request import Request
+from cohabit.server.process.engine import Engine
+from cohabit.server.process.engine_connection import EngineConnection
+from cohabit.server.process.in_process import InProcessEngine
 from cohabit.server.protocol.shared_memory import Regions, SystemRequest, open_region
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import Unloadable

@@ -24,7 +24,7 @@ from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.profiling.link import leading, segment_copies
 from cohabit.runtime.profiling.profile import without_extra
 from cohabit.runtime.profiling.stopwatch import ColdCaches, StepTimes, measure_ops
-from cohabit.server.deploy.prepare import warn_of_noise, warn_of_random_ops
+from cohabit.server.deploy.notices import warn_of_noise, warn_of_random_ops
 from cohabit.server.ipc.model import ModelKey
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, opened

@@ -15,10 +15,10 @@ import numpy as np
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.engine.compute_lane import ComputeLane
-from cohabit.server.engine_host import Engine
-from cohabit.server.engine_process import main
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array
+from cohabit.server.process.engine import Engine
+from cohabit.server.process.engine_process import main
 from cohabit.server.repository.sources import ModelSource
 from tests.server.server_fakes import FakeLoaded, adder, identity, serving
 

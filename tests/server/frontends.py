@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 from cohabit.server.config.config import ServeConfig, encode_config
 from cohabit.server.frontend.engine_client import EngineClient
-from cohabit.server.frontend.engine_connection import EngineConnection
 from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
-from cohabit.server.frontend.supervisor import Supervisor
-from cohabit.server.in_process import InProcessEngine
 from cohabit.server.ipc.catalog import Catalog
 from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.ipc.request import Answer, Request, RequestedOutput
+from cohabit.server.process.engine_connection import EngineConnection
+from cohabit.server.process.in_process import InProcessEngine
+from cohabit.server.process.supervisor import Supervisor
 from tests.server import fake_engine
 from tests.server.server_fakes import adder, config, identity, serving, write_repository
 

@@ -19,7 +19,6 @@ from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.engine.execution import Servable
-from cohabit.server.engine_host import Engine
 from cohabit.server.errors import InvalidRequest, RefusalKind, Refused
 from cohabit.server.ipc.model import (
     Array,
@@ -32,6 +31,7 @@ from cohabit.server.ipc.model import (
     TensorSpec,
 )
 from cohabit.server.ipc.request import Answer, Timing
+from cohabit.server.process.engine import Engine
 from cohabit.server.repository.sources import ModelSource
 
 if TYPE_CHECKING:  # the fake engine's processes start without the front end, and without pytest

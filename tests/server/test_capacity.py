@@ -192,16 +192,16 @@ def test_an_slo_that_is_missed_is_a_status(repository: Path, capsys: pytest.Capt
         ([], "give --rate R"),
         (["--rates", "FILE"], "has no model 'nobody' that can be served"),
         (["--rate", "5", "--memory", "1KiB"], "raise the memory"),
-        (["--rates", "NEGATIVE"], "it has requests per second by model, as JSON"),
+        (["--rates", "NEGATIVE"], "'left=-3'"),
     ],
 )
 def test_what_cannot_be_fitted_is_said(
     flags: list[str], message: str, repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rates = tmp_path / "rates.json"
-    rates.write_text('{"nobody": 3}')
-    negative = tmp_path / "negative.json"
-    negative.write_text('{"left": -3}')
+    rates = tmp_path / "rates.txt"
+    rates.write_text("nobody=3\n")
+    negative = tmp_path / "negative.txt"
+    negative.write_text("left=-3\n")
     files = {"FILE": str(rates), "NEGATIVE": str(negative)}
     assert run(repository, *(files.get(flag, flag) for flag in flags)) != 0
     assert message in " ".join(capsys.readouterr().err.split())

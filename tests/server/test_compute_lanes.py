@@ -15,12 +15,12 @@ from test_compute_lane import entered, gated, request
 
 from cohabit.server.deploy.load import assign_lanes
 from cohabit.server.deploy.prepare import threads_of
-from cohabit.server.engine_host import Engine
 from cohabit.server.errors import ExecutionFailed, ModelNotFound
 from cohabit.server.ipc.model import Array, ModelFootprint, ModelKey
 from cohabit.server.ipc.request import Answer
 from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.observe.spans import header_events
+from cohabit.server.process.engine import Engine
 
 
 def meeting(*names: str) -> list[FakeServable]:
@@ -167,7 +167,7 @@ def test_a_single_lane_has_no_number() -> None:
 
 
 async def test_a_lane_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cohabit.server.engine_host._THREADS_END_S", 0.0)
+    monkeypatch.setattr("cohabit.server.process.engine._THREADS_END_S", 0.0)
     slow, gate = gated("slow")
     async with engine_with({1: (slow,)}) as engine:
         never = asked(engine, "slow")

@@ -1,7 +1,7 @@
 """Memory is divided again when measured request rates make it pay: with made-up models, and a clock that tests set."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +36,6 @@ class FakePlacement:
             workspace_bytes=5, workspaces=workspaces, arena_bytes=arena_bytes, held=held
         )
         self.memory = SimpleNamespace(models=self.models, partitions=self.partitions)
-        self.changing = asyncio.Lock()
         self.replanner = SimpleNamespace(is_busy=False, begin=lambda models: self.improved.extend(models))
         self.planner = SimpleNamespace(plans_by_size=lambda demand, workspace: [plans(size) for size in SIZES])
         self.improved: list[Any] = []
@@ -62,11 +61,15 @@ class FakePlacement:
         sizes = {name: model.plans[Bucket(1)].memory.partition_bytes for name, model in self.models.items()}
         self.partitions.held = {name: SimpleNamespace(nbytes=nbytes) for name, nbytes in sizes.items()}
 
-    async def redivide(self, changed: Mapping[str, Any]) -> None:
-        for name, (made, searched) in changed.items():
+    async def redivide(self, choose: Callable[[], Mapping[str, Any] | None]) -> bool:
+        chosen = choose()
+        if not chosen:
+            return False
+        for name, (made, searched) in chosen.items():
             self.models[name].plans, self.models[name].searched = made, searched
         self._hold()
         self.sizes.append({name: extent.nbytes for name, extent in self.partitions.held.items()})
+        return True
 
 
 class Rates:
@@ -76,7 +79,7 @@ class Rates:
         self.placement = FakePlacement()
         self.now_s = 0.0
         self.requests = dict.fromkeys(NAMES, 0)
-        self.elastic = Elastic(self.placement, lambda: self.requests, lambda: self.now_s)  # type: ignore[arg-type]
+        self.elastic = Elastic(self.placement, self.placement.replanner, lambda: self.requests, lambda: self.now_s)  # type: ignore[arg-type]
 
     def pass_second(self, requests: Mapping[str, int]) -> None:
         self.now_s += 1.0

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from server_fakes import refused
 
 from cohabit.server.errors import ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
-from cohabit.server.frontend.engine_connection import EngineConnection
 from cohabit.server.ipc.catalog import ModelState
 from cohabit.server.ipc.messages import AskReport, ToEngine
 from cohabit.server.ipc.model import ModelInfo, ModelKey
+from cohabit.server.process.engine_connection import EngineConnection
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
 

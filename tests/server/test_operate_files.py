@@ -20,6 +20,9 @@ from cohabit.server.ipc.model import DeviceUse
 from cohabit.server.observe.gpus import Gpu
 
 DOCS = Path(__file__).parents[2] / "docs"
+GUIDES = [
+    DOCS / name for name in ("operating.md", "models.md", "limits.md", "devices.md", "edge.md", "training.md")
+]
 DASHBOARD = json.loads((DOCS / "grafana" / "cohabit.json").read_text())
 METRIC = re.compile(r"\b(?:nv|cohabit)_\w+")
 SELECTOR = re.compile(r"\b((?:nv|cohabit)_\w+)\{([^}]*)\}")
@@ -171,12 +174,12 @@ def test_the_dev_container_is_a_stage_of_the_dockerfile() -> None:
     assert f" AS {build['target']}\n" in (folder / build["dockerfile"]).read_text()
 
 
-def test_every_command_of_the_operating_guide_parses() -> None:
+def test_every_command_of_the_guides_parses() -> None:
     from cohabit.server.cli import _parser
 
-    text = (DOCS / "operating.md").read_text()
-    commands = [line.strip() for line in text.splitlines() if re.match(r"\s{4}cohabit ", line)]
-    assert len(commands) > 5
+    lines = [line for guide in GUIDES for line in guide.read_text().splitlines()]
+    commands = [line.strip() for line in lines if re.match(r"\s{4}cohabit ", line)]
+    assert len(commands) > 20
     for command in commands:
         _parser().parse_args(shlex.split(command, comments=True)[1:])
 
@@ -202,5 +205,5 @@ def test_every_metric_of_the_guide_exists(server: Running) -> None:
     known = {name for name, _ in everything(server)}
     known |= {"cohabit_first_token_seconds", "cohabit_later_token_seconds"}  # of models that generate: e2e tests
     known |= {name.removesuffix(part) for name in known for part in ("_bucket", "_sum", "_count")}
-    for name in METRIC.findall((DOCS / "operating.md").read_text()):
+    for name in METRIC.findall("".join(guide.read_text() for guide in GUIDES)):
         assert name in known or (name.endswith("_") and any(k.startswith(name) for k in known)), name

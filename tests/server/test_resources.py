@@ -20,13 +20,19 @@ from cohabit.runtime.host.pages import release_code_pages
 from cohabit.server import resources
 from cohabit.server.cli import main
 from cohabit.server.config.config import ServeConfig, decode_config, encode_config
+from cohabit.server.config.machine import (
+    available_cpus,
+    available_memory,
+    memory_kills,
+    memory_left,
+    refuse_impossible,
+)
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy import prepare, process_memory
 from cohabit.server.deploy.prepare import TimeLeft, open_backend
 from cohabit.server.errors import ConfigError
 from cohabit.server.file_state import FileState
 from cohabit.server.repository.sources import ModelSource
-from cohabit.server.resources import available_cpus, available_memory, memory_kills, memory_left, refuse_impossible
 from tests.runtime.cuda_fake import FakeDriver
 
 MACHINE = 64
@@ -98,7 +104,7 @@ def test_half_of_the_cgroup_s_memory_is_pinned_at_most(monkeypatch: pytest.Monke
 def test_resident_memory_grows_with_what_is_written() -> None:
     """In a process of its own: what other tests left behind may be freed meanwhile."""
     program = (
-        "from cohabit.server.resources import resident_bytes\n"
+        "from cohabit.server.config.machine import resident_bytes\n"
         "before = resident_bytes()\n"
         "block = bytearray(b'1' * (64 << 20))\n"
         "print(resident_bytes() - before)\n"
@@ -112,7 +118,7 @@ def test_code_that_only_an_import_needs_is_released() -> None:
     program = (
         "import torch\n"
         "from cohabit.runtime.host.pages import release_code_pages\n"
-        "from cohabit.server.resources import resident_bytes\n"
+        "from cohabit.server.config.machine import resident_bytes\n"
         "before = resident_bytes()\n"
         "release_code_pages()\n"
         "released = before - resident_bytes()\n"

@@ -11,11 +11,12 @@ from cohabit.planner.sizing.assignment import ModelTraffic, assign
 from cohabit.server import cli
 from cohabit.server.commands.scale import require_resources
 from cohabit.server.config.config import decode_config, encode_config
+from cohabit.server.config.sources import read_rates
 from cohabit.server.errors import ConfigError, EngineUnavailable, RepositoryError
 from cohabit.server.scale import assigner
 from cohabit.server.scale.assigner import Assigner
 from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, Router
-from cohabit.server.scale.settings import plan_engines, read_rates
+from cohabit.server.scale.settings import plan_engines
 
 LIVE = "/v2/health/live"
 

@@ -12,8 +12,9 @@ from cohabit.runtime.lowering import packing
 from cohabit.runtime.options import CUDA_DEFAULTS, Options
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
+from cohabit.server.deploy.notices import warn_without_packing
 from cohabit.server.deploy.options import options_of
-from cohabit.server.deploy.prepare import SHAPE_BUCKETS, wanted_buckets, warn_without_packing
+from cohabit.server.deploy.prepare import SHAPE_BUCKETS, wanted_buckets
 from cohabit.server.errors import RepositoryError
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.triton.model_config import ModelConfig

@@ -20,13 +20,13 @@ from cohabit.server.commands.remote import tables
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy.prepare import _rate
-from cohabit.server.engine_host import Engine
 from cohabit.server.errors import InvalidRequest, ModelNotFound
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ModelFootprint, ModelInfo, ModelKey
 from cohabit.server.ipc.request import Request
+from cohabit.server.process.engine import Engine
 from cohabit.server.protocol.shared_memory import Regions
 from cohabit.server.repository.sources import ModelSource, Unloadable
 from cohabit.server.triton.model_config import ModelConfig

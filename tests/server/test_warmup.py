@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from server_fakes import FakeServable, tensors
 from test_compute_lane import lane_of
 
-from cohabit.server.deploy.warmup import warm_up
+from cohabit.server.deploy.lifecycle import warm_up
 from cohabit.server.errors import InvalidRequest, RepositoryError
 from cohabit.server.file_state import FileState
 from cohabit.server.ipc.model import Array, ModelInfo

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from cohabit.server.config.config import BY_KEY
+from cohabit.server.config.machine import available_cpus
 from cohabit.server.config.sizes import MemorySize, parse_memory
 from cohabit.server.config.sources import add_flag, typed
 from cohabit.server.config.values import integer, positive
-from cohabit.server.resources import available_cpus
 
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets", "weights")
 """Settings of `serve` that say how a model is measured."""

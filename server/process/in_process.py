@@ -12,7 +12,7 @@ from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
 
 if TYPE_CHECKING:
-    from cohabit.server.engine_host import Engine
+    from cohabit.server.process.engine import Engine
 
 
 class InProcessEngine:

@@ -1,6 +1,6 @@
 """The engine's process, which executes the front end's requests.
 
-Started by the supervisor as `python -m cohabit.server.engine_process CONNECTION`, with an inherited socket: the
+Started by the supervisor as `python -m cohabit.server.process.engine_process CONNECTION`, with an inherited socket: the
 connection to the front end, with which it ends.
 """
 
@@ -23,7 +23,6 @@ from cohabit.planner.errors import CohabitError
 from cohabit.server import log
 from cohabit.server.background import Background
 from cohabit.server.config.config import decode_config
-from cohabit.server.engine_host import Engine, LoadCancelled
 from cohabit.server.errors import ExecutionFailed, LoadFailed, StartFailed, to_wire
 from cohabit.server.ipc import messages
 from cohabit.server.ipc.catalog import ModelEntry
@@ -33,7 +32,8 @@ from cohabit.server.ipc.shared_memory import HEARTBEAT, SharedMemory
 from cohabit.server.ipc.spans import DeviceSpan, OnSpans
 from cohabit.server.ipc.statistics import EngineReport
 from cohabit.server.observe.settings import LogSettings
-from cohabit.server.process_rights import end_with_parent, no_new_privileges
+from cohabit.server.process.engine import Engine, LoadCancelled
+from cohabit.server.rights import end_with_parent, no_new_privileges
 
 EXIT_DEVICE_LOST = 70
 _HEARTBEAT_S = 0.25

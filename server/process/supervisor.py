@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.server.config.machine import available_memory, memory_kills
 from cohabit.server.errors import EngineUnavailable
-from cohabit.server.frontend.engine_connection import EngineConnection
-from cohabit.server.resources import available_memory, memory_kills
+from cohabit.server.process.engine_connection import EngineConnection
 
 _log = logging.getLogger("cohabit.supervisor")
 
@@ -26,7 +26,7 @@ _LONGEST_PAUSE_S = 30.0
 _GIVE_UP_AFTER = 3
 """After this many failed starts in a row, requests are refused instead of waiting, and a first start has failed."""
 
-COMMAND = (sys.executable, "-m", "cohabit.server.engine_process")
+COMMAND = (sys.executable, "-m", "cohabit.server.process.engine_process")
 
 
 class Supervisor:

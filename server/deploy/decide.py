@@ -1,0 +1,197 @@
+"""Decides which memory models get and with which plans they begin: free memory, a division, or a replaced model's."""
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cohabit.planner.errors import CohabitError, InfeasibleBudget, format_bytes
+from cohabit.planner.memory import Memory
+from cohabit.planner.sizing.deployment import Division
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.lowering.lower import NotCached
+from cohabit.server.config.bundle import Bundle
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.sizes import FixedSize
+from cohabit.server.deploy.bundle import division_of
+from cohabit.server.deploy.divide import Planner
+from cohabit.server.deploy.load import PartitionedMemory
+from cohabit.server.deploy.model import Model, PlansFound
+from cohabit.server.deploy.prepare import OnProgress
+from cohabit.server.deploy.process_memory import measure_process_memory
+from cohabit.server.deploy.worker import in_thread
+
+_log = logging.getLogger("cohabit.placement")
+
+
+@dataclass(frozen=True, slots=True)
+class Resizing:
+    """Partitions of other sizes for models that are loaded, all by owner, with new plans for some."""
+
+    models: Mapping[str, Model]
+    sizes: Mapping[str, int]
+    workspace_bytes: int
+    plans: Mapping[str, PlansFound]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The memory of models that come, and what gives way to them."""
+
+    memories: Sequence[Memory]
+    displaced: Model | None = None
+    """The model that is replaced, where there is no memory for both."""
+    resizing: Resizing | None = None
+
+
+class Decider:
+    """Belongs to the event loop's thread. Its caller keeps the memory map as it is during a decision."""
+
+    def __init__(
+        self, config: ServeConfig, bundle: Bundle | None, memory: PartitionedMemory, planner: Planner
+    ) -> None:
+        self.memory_limit = config.memory
+        """For all models. With --process-memory, it is replaced by what is measured at the start."""
+        self.memory_bytes = 0
+        """What all models may take. If none will be loaded later, the arena has only what they do take."""
+        self.is_divided_roughly = False
+        """Whether the start's division was made by a rule of thumb, because none was known."""
+        self._config = config
+        self._bundle = bundle
+        self._memory = memory
+        self._planner = planner
+
+    @property
+    def _at_start(self) -> bool:
+        return self._memory.arena is None
+
+    async def decide(self, models: Sequence[Model], old: Model | None, on_progress: OnProgress) -> Decision:
+        """Return memory for these models: all of the start's, or one more, which may replace `old`.
+
+        Raises CohabitError if memory is too small, with the least sufficient size.
+        """
+        if len(models) == 1 and self._memory.models:
+            (model,) = models
+            memory = await self._free_memory(model, None)
+            if memory is not None:
+                return Decision([memory])
+            memory = None if old is None else await self._free_memory(model, old)
+            if memory is not None:
+                return Decision([memory], displaced=old)
+        return await self._divided(models, old, on_progress)
+
+    async def plan(self, model: Model, memory: Memory, on_search: Callable[[], None]) -> None:
+        """Plan a model for this memory: as is known, or quickly if that is better than to wait for a search."""
+        known = await in_thread(self._planner.known_plans, model.demand, memory)
+        if known is None and self._bundle is not None:
+            raise NotCached(f"{model.key.name}: the bundle has no undamaged plans of it")
+        if known is None:
+            on_search()
+        if known is None and (self._config.plans_later or not self._at_start):
+            model.plans = await in_thread(self._planner.quick_plans, model.demand, memory)
+            return
+        model.plans = await in_thread(self._planner.best_plans, model.demand, memory) if known is None else known
+        model.searched = not model.is_provisional
+
+    async def _free_memory(self, model: Model, without: Model | None) -> Memory | None:
+        """Return the free memory in which a model is fastest, if `without` had none; None if it fits nowhere."""
+        partitions = copy.deepcopy(self._memory.partitions)
+        if without is not None:
+            partitions.release(without.owner)
+        memory = await in_thread(self._planner.memory_for, model.demand, partitions)
+        if memory is None or (self._all_resident and memory.partition_bytes < model.parameter_bytes):
+            return None
+        return memory
+
+    async def _divided(self, models: Sequence[Model], old: Model | None, on_progress: OnProgress) -> Decision:
+        """Divide memory among these models and those that are there; the latter move if they get less."""
+        partitions = self._memory.partitions
+        others = [model for model in self._memory.models.values() if model is not old]
+        if self._all_resident and others:
+            raise await in_thread(self._no_room_for_all, models[0], others)
+        if self._at_start:
+            self.memory_bytes = await in_thread(self._measured_memory, models)
+        division = await in_thread(
+            self._division, others, models, partial(on_progress, "planning", "dividing the memory")
+        )
+        _leave_out_batches(models, division.most_batches[len(others) :])
+
+        # Those that are there keep what they have, or shrink to their share.
+        workspace = division.workspace_bytes
+        held = {model.owner: partitions.held[model.owner] for model in others}
+        shares, own = division.partition_bytes[: len(others)], division.partition_bytes[len(others) :]
+        kept = {m.owner: min(nbytes, held[m.owner].nbytes) for m, nbytes in zip(others, shares, strict=True)}
+        plans = {
+            model.owner: await in_thread(self._first_plans, model, Memory(workspace, kept[model.owner]))
+            for model in others
+            if kept[model.owner] < held[model.owner].nbytes
+        }
+        resizing = Resizing({model.owner: model for model in others}, kept, workspace, plans)
+        return Decision([Memory(workspace, nbytes) for nbytes in own], old, resizing)
+
+    def _division(self, others: list[Model], models: Sequence[Model], on_divided: Callable[[], None]) -> Division:
+        """Return how the memory is divided among models, those that are there first. Raises InfeasibleBudget."""
+        if self._bundle is not None:
+            return division_of(self._bundle, [model.source for model in models])
+        partitions, at_start = self._memory.partitions, self._at_start
+
+        def dividing() -> None:
+            self.is_divided_roughly = at_start and self._config.plans_later
+            on_divided()
+
+        return self._planner.division(
+            [*(model.demand for model in others), *(model.whole_demand for model in models)],
+            self.memory_bytes if at_start else partitions.arena_bytes,
+            partitions.workspace_bytes if others else 0,
+            dividing,
+            rough=at_start and self._config.plans_later,
+        )
+
+    def _measured_memory(self, models: Sequence[Model]) -> int:
+        """Return the memory for all models of the start. Raises ConfigError if --process-memory leaves too little."""
+        config = self._config
+        if config.process_memory_bytes is None:
+            return self.memory_limit.of(sum(model.weight_bytes for model in models))
+        measured = measure_process_memory(config.process_memory_bytes, models, config)
+        if self._bundle is not None:
+            measured.require(self._bundle.memory_bytes)
+            return self._bundle.memory_bytes
+        measured.require(
+            self._planner.least_memory([model.whole_demand for model in models], measured.models_bytes)
+        )
+        self.memory_limit = FixedSize(measured.models_bytes)
+        return measured.models_bytes
+
+    @property
+    def _all_resident(self) -> bool:
+        return self._config.layout == "resident"
+
+    def _no_room_for_all(self, model: Model, others: list[Model]) -> CohabitError:
+        """Return the error for a model that does not fit where every parameter must be resident."""
+        partitions, name = self._memory.partitions, model.key.name
+        workspace = self._planner.least_workspace(model.demand, partitions.arena_bytes)
+        if partitions.lanes > 1 and workspace > partitions.workspace_bytes > 0:
+            return MemoryExceeded(
+                f"{name}: its activations need a workspace of {format_bytes(workspace)}, each of the"
+                f" {partitions.lanes} lanes has {format_bytes(partitions.workspace_bytes)}; load it at the start, or"
+                " before the others"
+            )
+        taken = sum(partitions.held[other.owner].nbytes for other in others) + partitions.workspaces.nbytes
+        return InfeasibleBudget(name, None, partitions.arena_bytes, taken + model.parameter_bytes)
+
+    def _first_plans(self, model: Model, memory: Memory) -> PlansFound:
+        """Return plans to begin with."""
+        known = self._planner.known_plans(model.demand, memory)
+        return known or self._planner.quick_plans(model.demand, memory), known is not None
+
+
+def _leave_out_batches(models: Sequence[Model], most_batches: Sequence[int]) -> None:
+    """Have models planned up to the batches of a division, and log of which it leaves larger ones out."""
+    for model, most in zip(models, most_batches, strict=bool(most_batches)):
+        model.plan_batches_to(most)
+    if fewer := {model.key.name: model.most_batch for model in models if model.most_batch is not None}:
+        _log.info(
+            "largest batches run as several smaller ones: their activations would take memory that parameters need",
+            extra={"fields": {"largest": fewer}},
+        )

@@ -1,0 +1,245 @@
+"""Loads models into the device's memory, moves them and takes them out, one at a time, while others are served.
+
+A change of the memory map is a transaction: what it replaces is kept until it has succeeded.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from cohabit.server.deploy.decide import Decision, Resizing
+from cohabit.server.deploy.load import PartitionedMemory
+from cohabit.server.deploy.model import Model, Plans, Programs
+from cohabit.server.deploy.partitions import Extent, Move, ReleaseForMove, moves, packed, vacate_all
+from cohabit.server.deploy.worker import in_thread
+from cohabit.server.engine.compute_lane import ComputeLane
+from cohabit.server.errors import RequestError
+
+Accept = Callable[[Model], Awaitable[None]]
+"""Warms a loaded model up, and serves it. Raises what keeps it from being served."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Deployed:
+    """How a model that is loaded runs."""
+
+    plans: Plans
+    searched: bool
+    programs: Programs
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryMap:
+    """Where models are, and how they run."""
+
+    workspace_bytes: int
+    held: Mapping[str, Extent]
+    models: Mapping[str, Model]
+    deployed: Mapping[str, _Deployed]
+    """All three by owner."""
+
+
+class Migrator:
+    """Belongs to the event loop's thread. Its caller makes one change at a time."""
+
+    def __init__(self, memory: PartitionedMemory, lanes: Sequence[ComputeLane]) -> None:
+        self.on_change: Callable[[Model], None] = lambda model: None
+        """Called when a model has another partition or other plans."""
+        self._memory = memory
+        self._lanes = lanes
+
+    @asynccontextmanager
+    async def restoring_on_failure(self) -> AsyncIterator[None]:
+        """Change the memory map in this block. If that fails, every model is again where it was, and runs as it did.
+
+        What the block replaces is kept until its end: programs, and models that it has displaced, which then end.
+        """
+        before = self._memory_map()
+        try:
+            yield
+        except Exception:
+            await self._restore(before)
+            raise
+        for owner, model in before.models.items():
+            programs = before.deployed[owner].programs
+            if owner not in self._memory.partitions.held:
+                await self._release_programs(model, programs)
+                await self._remove(model)
+            elif model.servable.programs is not programs:
+                await self._release_programs(model, programs)
+
+    async def load(self, model: Model, accept: Accept, *, throttle: bool) -> None:
+        """Load a planned model and have it accepted; otherwise its memory is free again, and its store open."""
+        await self._load(model, throttle=throttle)
+        try:
+            await accept(model)
+        except Exception:
+            await self._release_programs(model, model.servable.programs)
+            self._memory.remove(model)
+            raise
+
+    async def make_room(self, decision: Decision) -> None:
+        """Free the memory that was decided on for models that come."""
+        if decision.resizing is not None:
+            await self.resize(decision.resizing, decision.displaced)
+        elif decision.displaced is not None:
+            await self._displace(decision.displaced)
+
+    async def resize(self, resizing: Resizing, displaced: Model | None = None) -> None:
+        """Pack the partitions of models in other sizes, with new plans for some; one may be displaced."""
+        memory, partitions, models = self._memory, self._memory.partitions, resizing.models
+        workspace = resizing.workspace_bytes
+        held = {owner: partitions.held[owner] for owner in models}
+        wanted = packed(resizing.sizes, held, partitions.arena_bytes)
+        # With several lanes, all workspaces but the first move when they grow. None may be in use when it shrinks.
+        elsewhere = workspace < partitions.workspace_bytes or (
+            partitions.lanes > 1 and workspace > partitions.workspace_bytes
+        )
+        steps = vacate_all(wanted) if elsewhere else moves(held, wanted, workspace)
+        moving = {step.owner for step in steps}
+        programs: dict[str, Programs] = {}
+        try:
+            for owner, model in models.items():  # all before any moves: an unsupported plan is refused first
+                if owner in moving:
+                    plans, _ = resizing.plans.get(owner, (model.plans, model.searched))
+                    programs[owner] = await in_thread(
+                        memory.bind, model, plans, wanted[owner], workspace_bytes=workspace, throttle=True
+                    )
+            if displaced is not None:
+                await self._displace(displaced)
+            await self._move_all(steps, resizing, programs)
+        except Exception:
+            for owner, bound in programs.items():
+                if models[owner].servable.programs is not bound:
+                    await self._release_programs(models[owner], bound)
+            raise
+
+    async def switch(self, model: Model, plans: Plans) -> None:
+        """Switch a model to a full search's plans for its present partition.
+
+        Raises CohabitError; then it runs its present plans on.
+        """
+        extent, before = self._memory.partitions.held[model.owner], model.plans
+        programs = await in_thread(self._memory.bind, model, plans, extent, throttle=True)
+        async with self.restoring_on_failure():
+            if plans[min(plans)].residents == before[min(before)].residents:
+                await self._lanes[model.lane].call_on_lane(lambda: model.servable.switch(programs))
+                self._switched(model, plans, searched=True)
+            else:
+                await self._move(model, plans, True, programs)
+
+    async def vacate(self, model: Model) -> None:
+        """Release the programs, the bytes and the store of a model that no request runs on."""
+        await self._release_programs(model, model.servable.programs)
+        await self._remove(model)
+
+    def _memory_map(self) -> _MemoryMap:
+        memory = self._memory
+        models = dict(memory.models)
+        deployed = {owner: _Deployed(m.plans, m.searched, m.servable.programs) for owner, m in models.items()}
+        return _MemoryMap(memory.partitions.workspace_bytes, dict(memory.partitions.held), models, deployed)
+
+    async def _restore(self, before: _MemoryMap) -> None:
+        """Take the memory map back to what it was. The next run of each model that has moved loads its residents."""
+        memory, held = self._memory, self._memory.partitions.held
+        moved = {
+            owner: model
+            for owner, model in before.models.items()
+            if held.get(owner) != before.held.get(owner)
+            or model.servable.programs is not before.deployed[owner].programs
+        }
+        for model in moved.values():
+            self._lanes[model.lane].hold(model.key, True)
+        for lane, executor in zip(self._lanes, memory.executors, strict=True):
+            await lane.call_on_lane(executor.settle)
+        memory.partitions.workspace_bytes = before.workspace_bytes
+        memory.partitions.held = dict(before.held)
+        for owner, model in moved.items():
+            was, replaced = before.deployed[owner], model.servable.programs
+            await self._lanes[model.lane].call_on_lane(partial(self._revert, model, was.programs))
+            if replaced is not was.programs:
+                await self._release_programs(model, replaced)
+            self._switched(model, was.plans, searched=was.searched)
+            self._lanes[model.lane].hold(model.key, False)
+
+    def _revert(self, model: Model, programs: Programs) -> None:
+        """Run a model's earlier programs again. Compute lane's thread."""
+        model.servable.switch(programs)
+        for program in programs.values():
+            self._memory.executors[model.lane].invalidate(program)
+
+    async def _load(self, model: Model, *, throttle: bool) -> None:
+        """Allocate the memory of a model's plans, which is free, bind them, and load its residents."""
+        memory, lane = self._memory, self._lanes[model.lane]
+        model.owner = memory.new_owner(model.key)
+        if memory.shared is not None:
+            memory.add(model, await in_thread(memory.bind_shared, model))
+            return
+        wanted = model.plans[min(model.plans)].memory
+        grown = memory.partitions.grow_workspace(wanted.workspace_bytes)
+        extent = memory.partitions.take(model.owner, wanted.partition_bytes)
+        assert grown
+        assert extent is not None
+        programs: Programs = {}
+        try:
+            programs = await in_thread(memory.bind, model, model.plans, extent, throttle=throttle)
+            await lane.perform(memory.resident_load(programs, model.lane))
+            memory.add(model, programs)
+        except BaseException:
+            await self._release_programs(model, programs)
+            memory.partitions.release(model.owner)
+            raise
+
+    async def _move_all(
+        self, steps: Sequence[ReleaseForMove | Move], resizing: Resizing, programs: Mapping[str, Programs]
+    ) -> None:
+        """Move models one at a time, to programs that are bound to their new places."""
+        partitions, models = self._memory.partitions, resizing.models
+        for step in steps:
+            if isinstance(step, ReleaseForMove):
+                model = models[step.owner]
+                self._lanes[model.lane].hold(model.key, True)
+                partitions.release(step.owner)
+        if partitions.lanes > 1:  # with a single lane, background work is in order already
+            for lane in sorted({models[s.owner].lane for s in steps if isinstance(s, ReleaseForMove)}):
+                await self._lanes[lane].call_on_lane(self._memory.executors[lane].settle)
+        partitions.grow_workspace(resizing.workspace_bytes)
+        for step in steps:
+            if not isinstance(step, ReleaseForMove):
+                model = models[step.owner]
+                partitions.put(step.owner, step.extent)
+                plans, searched = resizing.plans.get(step.owner, (model.plans, model.searched))
+                await self._move(model, plans, searched, programs[step.owner])
+
+    async def _move(self, model: Model, plans: Plans, searched: bool, programs: Programs) -> None:
+        """Load a model's residents for new programs while its requests wait, then switch to these programs."""
+        lane = self._lanes[model.lane]
+        lane.hold(model.key, True)
+        await lane.call_on_lane(lambda: model.servable.switch(programs))
+        await lane.perform(self._memory.resident_load(programs, model.lane))
+        self._switched(model, plans, searched=searched)
+        lane.hold(model.key, False)
+
+    def _switched(self, model: Model, plans: Plans, *, searched: bool) -> None:
+        model.plans, model.searched = plans, searched
+        model.plan_batches_to(max(plans).batch)
+        self._lanes[model.lane].replan(model.servable)
+        self.on_change(model)
+
+    async def _displace(self, model: Model) -> None:
+        """Give up a model's bytes for its successor's. Its requests wait, its store and programs stay."""
+        lane = self._lanes[model.lane]
+        lane.hold(model.key, True)
+        await lane.call_on_lane(self._memory.executors[model.lane].settle)
+        self._memory.partitions.release(model.owner)
+
+    async def _release_programs(self, model: Model, programs: Programs) -> None:
+        """Release programs that no longer run, unless the lane has stopped."""
+        with suppress(RequestError):
+            await self._lanes[model.lane].call_on_lane(lambda: self._memory.release_programs(programs, model.lane))
+
+    async def _remove(self, model: Model) -> None:
+        """Release a model's bytes and close its store, on another thread because that takes long."""
+        self._memory.remove(model)
+        await in_thread(model.store.close)
