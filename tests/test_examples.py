@@ -92,6 +92,8 @@ def test_a_module_is_served_and_then_from_a_bundle() -> None:
         ("huggingface.py", "tiny_bert can be served"),
         ("module_in_budget.py", "in 50% of the weights' memory, largest difference"),
         ("train_in_little_memory.py", "the same as PyTorch's"),
+        ("train_with_trainer.py", "the same as the Trainer's"),
+        ("train_with_lightning.py", "the same as Lightning's"),
     ],
 )
 def test_an_example_runs(

@@ -30,6 +30,7 @@ from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.training.history import History
 from cohabit.runtime.training.outside import Pins, watching
 from cohabit.runtime.training.owners import Owner, distinct_storages, flat, rehome, storages_of, tensors_of
+from cohabit.runtime.training.process_limit import ProcessLimit
 from cohabit.runtime.training.residency import NEVER, Residency, Tracked, used_by
 from cohabit.runtime.training.schema import OpSchema, schema_of
 from cohabit.runtime.training.spill import FileSpill, RamSpill
@@ -40,6 +41,9 @@ _WINDOW = 48
 """Ops that are looked ahead."""
 _LOOK_EVERY = 8
 """Ops between two looks ahead."""
+_MEASURE_EVERY = 32
+"""Ops between two measurements of the process, where the budget is its total."""
+_TOTAL = " total"
 _PART = 4
 """A call on lists of tensors is made in parts of at most a quarter of the budget."""
 
@@ -60,13 +64,14 @@ def budget(
                 optimizer.zero_grad()
 
     `memory` is in bytes, a size such as "2GiB", or a share such as "60%" of the peak of the loop's first step, which
-    then takes what it takes. `owners` are the modules, optimizers and tensors whose memory counts, beside all that ops
-    inside of the context make. What leaves memory goes to RAM, or to a file without a name in `folder`, by default the
+    then takes what it takes. "3GiB total" is for the whole process: tensors get what the rest of it leaves, as measured
+    again and again; the store has to be "file". `owners` are the modules, optimizers and tensors whose memory counts,
+    beside all that ops inside of the context make. What leaves memory goes to RAM, or to a file without a name in `folder`, by default the
     system's temporary folder. Leaving the context brings everything back, also after an error.
 
     Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for tensors on another device
-    than the CPU. Inside of the context, an op that needs more than a given size raises MemoryExceeded; one that needs
-    more than a share runs, with a warning.
+    than the CPU; MemoryExceeded for a total that the process exceeds without tensors. Inside of the context, an op that
+    needs more than a given size raises MemoryExceeded; one that needs more than a share runs, with a warning.
     """
     return Budget(memory, owners, store, folder)
 
@@ -81,12 +86,16 @@ class Budget:
         store: Literal["ram", "file"] = "ram",
         folder: Path | str | None = None,
     ) -> None:
-        self._share, limit_bytes = _parsed(memory)
+        self._share, limit_bytes, self._is_total = _parsed(memory)
         self._owners = list(flat(owners))
         if not self._owners:
             raise ValueError("budget: name the model and the optimizer, whose memory it counts")
         if store not in ("ram", "file"):
             raise ValueError(f"store '{store}' is unknown: 'ram' or 'file'")
+        if store == "ram" and self._is_total:
+            raise ValueError(
+                f"memory '{memory}' is the whole process's, and store='ram' is in it: set store='file'"
+            )
         if store == "ram" and folder is not None:
             raise ValueError("folder is where store='file' keeps its file; leave it out, or set store='file'")
         self._optimizers = [o for o in self._owners if isinstance(o, torch.optim.Optimizer)]
@@ -96,6 +105,7 @@ class Budget:
                 " optimizer, or give a size such as '2GiB'"
             )
         self._limit_bytes = limit_bytes
+        self._process: ProcessLimit | None = None
         self._warned_bytes = 0
         spill = RamSpill() if store == "ram" else FileSpill(Path(folder or tempfile.gettempdir()))
         self._residency = Residency(spill)
@@ -150,11 +160,16 @@ class Budget:
             self._residency.start()
             context.callback(self._residency.stop)
             self._pins = context.enter_context(watching(self._residency, self._lock, partial(_Mode, self)))
-            if self._limit_bytes is not None:
+            self._residency.peak_bytes = self._residency.used_bytes
+            if self._limit_bytes is not None and self._is_total:
+                self._process = ProcessLimit(self._limit_bytes)
+                self._measure(self._process)
+                if not self._residency.limit_bytes:
+                    raise self._process.nothing_left()
+            elif self._limit_bytes is not None:
                 self._residency.limit_bytes = self._limit_bytes
             elif self._share is not None:
                 context.enter_context(self._measured_step(self._share))
-            self._residency.peak_bytes = self._residency.used_bytes
             _active.add(self)
             context.callback(_active.discard, self)
             context.enter_context(_Mode(self))
@@ -189,33 +204,36 @@ class Budget:
         self._pins.collect()
         history.died(residency.bury())
         used, sizes = self._used(schema, args, kwargs)
-        signature = (op, *sizes)
-        history.begin(signature)
+        number = history.begin((op, *sizes))
         residency.position = history.position
+        made: list[Tracked] = []
         for tracked in used:
             tracked.uses += 1
-        made: list[Tracked] = []
         try:
             if schema.is_view:
                 with self._sized(used):
                     result = op(*args, **kwargs)
             else:
-                expected = history.made_bytes(signature)
+                # First what it reads is brought in, then room is made for what it makes.
+                expected = history.made_bytes(number)
                 self._require(schema, used_by(used) + (expected or 0))
                 for tracked in used:
-                    residency.bring_in(tracked)
-                    residency.touch(tracked)
+                    residency.use(tracked)
                 if expected is None:
                     expected = self._expected_bytes(op, schema, args, kwargs, used)
                 residency.make_room(expected)
                 result = op(*args, **kwargs)
-                made = self._made(result, used) if schema.makes_results else []
-                for tracked in used if schema.written else ():
-                    residency.resized(tracked)
-                residency.peak_bytes = max(residency.peak_bytes, residency.used_bytes)
+                if schema.makes_results:
+                    made = self._made(result, used)
+                if schema.written:
+                    for tracked in used:
+                        residency.resized(tracked)
+                residency.note_peak()
+                if self._process is not None and history.position % _MEASURE_EVERY == 0:
+                    self._measure(self._process)
                 if not residency.make_room(0):
                     self._require(schema, used_by(used) + used_by(made))
-            history.record(signature, used, made)
+            history.record(number, used, made)
             if history.position % _LOOK_EVERY == 0:
                 self._look_ahead()
             return result
@@ -260,13 +278,21 @@ class Budget:
         used: dict[Tracked, None] = {}
         sizes: list[Hashable] = []
         for key, value in (*enumerate(args), *kwargs.items()):
-            for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(value, torch.Tensor):
+                tensors: Sequence[Any] = (value,)
+            elif isinstance(value, list | tuple):
+                tensors = value
+            else:
+                if isinstance(value, int):
+                    sizes.append(value)
+                continue
+            is_written = key in schema.written or not schema.is_trusted
+            for tensor in tensors:
                 if not isinstance(tensor, torch.Tensor):
                     if isinstance(tensor, int):
                         sizes.append(tensor)
                     continue
                 sizes.append(tensor.shape)
-                is_written = key in schema.written or not schema.is_trusted
                 for storage in storages_of(tensor):
                     if (tracked := self._residency.find(storage)) is not None:
                         used[tracked] = None
@@ -342,6 +368,12 @@ class Budget:
             _log.warning(
                 "%s %s, %.0f %% of the first step's peak", needs, format_bytes(limit_bytes), 100 * self._share
             )
+
+    def _measure(self, process: ProcessLimit) -> None:
+        """Set the limit of tensors to what the rest of the process leaves."""
+        residency = self._residency
+        residency.limit_bytes = process.tensor_bytes(residency.used_bytes, residency.recent_peak_bytes)
+        residency.recent_peak_bytes = residency.used_bytes
 
     def _look_ahead(self) -> None:
         """Begin copies that the next ops will need."""
@@ -441,6 +473,11 @@ class Budget:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the ops of one thread."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch otherwise wraps `__torch_dispatch__`, at 3 microseconds per op; under a mode, nothing is compiled."""
+        return False
+
     def __init__(self, budget: Budget) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = budget.run
@@ -469,15 +506,18 @@ def _is_plain(kind: type) -> bool:
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
-def _parsed(memory: int | str) -> tuple[float | None, int | None]:
-    """Return a share, or a size in bytes. Raises ValueError."""
+def _parsed(memory: int | str) -> tuple[float | None, int | None, bool]:
+    """Return a share, or a size in bytes, and whether that is the whole process's. Raises ValueError."""
     if isinstance(memory, str):
-        share = parse_share(memory)
+        size = memory.removesuffix(_TOTAL)
+        share = parse_share(size)
         if share is None:
-            return None, parse_size(memory)
+            return None, parse_size(size), size != memory
+        if size != memory:
+            raise ValueError(f"memory '{memory}': a share is of a step's peak, not of the process; give a size")
         if not 0 < share <= 1:
             raise ValueError(f"memory '{memory}' is out of range; a share lies above 0% and up to 100%")
-        return share, None
+        return share, None, False
     if isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0:
         raise ValueError(f"memory {memory!r} is not a number of bytes above 0, nor a size such as '2GiB' or '60%'")
-    return None, memory
+    return None, memory, False

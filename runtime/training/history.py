@@ -5,11 +5,12 @@ the place where this sequence of ops was seen before. A storage's next use is as
 there. Nothing of it has to be right: a wrong guess costs a copy.
 """
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from cohabit.runtime.training.residency import NEVER, Tracked
+from cohabit.runtime.training.residency import NEVER, Tracked, used_by
 
 Signature = tuple[Hashable, ...]
 """An op, and the sizes and integers among its arguments."""
@@ -23,14 +24,17 @@ _MOST_RECORDS: Final = 1 << 15
 class _Record:
     """An op that ran. `next_uses` and `last_uses` are distances in ops, 0 and None where there is none."""
 
-    signature: Signature
+    number: int
+    """Of its signature."""
     storages: Sequence[Tracked]
     """Those that it read or wrote, then those that it made."""
+    before_bytes: int
+    """Made minus freed by all ops before it."""
     made_bytes: int
+    next_uses: list[int]
+    last_uses: list[tuple[int, int] | None]
     freed_bytes: int = 0
     """Of storages that died before the next op."""
-    next_uses: list[int] = field(default_factory=list)
-    last_uses: list[tuple[int, int] | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,50 +58,65 @@ class History:
         """The position of the first record that is kept."""
         self._place: int | None = None
         """Where this sequence was seen before: the record that is like the op that runs."""
-        self._recent: Signature = ()
+        self._numbers: dict[Signature, int] = {}
+        """A number for each signature: hashing one takes microseconds, and is done once per op."""
+        self._next_number = itertools.count()
+        self._recent: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
-        """The last position after each sequence of signatures, by its hash."""
-        self._made_bytes: dict[Signature, int] = {}
+        """The last position after each sequence of numbers, by its hash."""
+        self._made_bytes: dict[int, int] = {}
+        self._seen_place = -1
+        """How far `ahead` has looked."""
+        self._wanted: dict[Tracked, int] = {}
+        """Storages that are out and will be needed, with the places of the ops that need them."""
 
     @property
     def position(self) -> int:
         """Number of ops so far."""
         return self._first + len(self._records)
 
-    def made_bytes(self, signature: Signature) -> int | None:
-        """Return the bytes that such an op has made before."""
-        return self._made_bytes.get(signature)
+    def made_bytes(self, number: int) -> int | None:
+        """Return the bytes that an op with this number has made before."""
+        return self._made_bytes.get(number)
 
-    def begin(self, signature: Signature) -> None:
-        """Find the place of an op that is about to run."""
-        self._recent = (*self._recent, signature)[-_MATCHED:]
+    def begin(self, signature: Signature) -> int:
+        """Find the place of an op that is about to run, and return its signature's number."""
+        number = self._numbers.get(signature)
+        if number is None:
+            number = self._numbers[signature] = next(self._next_number)
+        self._recent = (*self._recent[1 - _MATCHED :], number)
         key = hash(self._recent)
+        first, now = self._first, self.position
         place = None if self._place is None else self._place + 1
-        if place is None or not self._first <= place < self.position or self._at(place).signature != signature:
+        if place is None or not first <= place < now or self._records[place - first].number != number:
             place = self._places.get(key)
-        self._place = place if place is not None and place >= self._first else None
-        self._places[key] = self.position
+        self._place = place if place is not None and place >= first else None
+        self._places[key] = now
+        return number
 
-    def record(self, signature: Signature, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
+    def record(self, number: int, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
         """Record the op that has run, and predict the next use of each of its storages."""
-        now = self.position
-        record = _Record(signature, [*used, *made], sum(tracked.nbytes for tracked in made))
-        self._made_bytes[signature] = record.made_bytes
-        like = None if self._place is None else self._at(self._place)
-        for index, tracked in enumerate(record.storages):
+        records, first = self._records, self._first
+        now = first + len(records)
+        distances = [] if self._place is None else records[self._place - first].next_uses
+        storages = [*used, *made]
+        last_uses: list[tuple[int, int] | None] = []
+        for index, tracked in enumerate(storages):
             if tracked.last_use is None:
-                record.last_uses.append(None)
+                last_uses.append(None)
             else:
                 position, which = tracked.last_use
-                record.last_uses.append((now - position, which))
-                if position >= self._first:
-                    self._at(position).next_uses[which] = now - position
-            record.next_uses.append(0)
+                last_uses.append((now - position, which))
+                if position >= first:
+                    records[position - first].next_uses[which] = now - position
             tracked.last_use = (now, index)
-            distance = like.next_uses[index] if like is not None and index < len(like.next_uses) else 0
+            distance = distances[index] if index < len(distances) else 0
             tracked.next_use = now + distance if distance else NEVER
-        self._records.append(record)
-        if len(self._records) > _MOST_RECORDS:
+        made_bytes = self._made_bytes[number] = used_by(made)
+        last = records[-1] if records else None
+        before_bytes = 0 if last is None else last.before_bytes + last.made_bytes - last.freed_bytes
+        records.append(_Record(number, storages, before_bytes, made_bytes, [0] * len(storages), last_uses))
+        if len(records) > _MOST_RECORDS:
             self._forget(_MOST_RECORDS // 2)
 
     def died(self, nbytes: int) -> None:
@@ -106,50 +125,58 @@ class History:
             self._records[-1].freed_bytes += nbytes
 
     def ahead(self, window: int, most_bytes: int) -> Ahead | None:
-        """Look ahead for as many ops, or until they need `most_bytes`. None where nothing is known."""
-        now = self.position - 1
-        if self._place is None or not self._first <= self._place < now:
+        """Look ahead for as many ops, or until they need `most_bytes`. None where nothing is known.
+
+        Each op is looked at once, by the call that comes within a window of it.
+        """
+        here, first, now = self._place, self._first, self.position - 1
+        if here is None or not first <= here < now:
             return None
-        shift = now - self._place
-        wanted: dict[Tracked, None] = {}
-        balance = needed = 0
-        end = min(self._place + 1 + window, now + 1)
-        for place in range(self._place + 1, end):
-            record = self._at(place)
-            for tracked in self._counterparts(record, place, shift):
-                if tracked.is_out and not tracked.is_dead and tracked.copy is None and tracked not in wanted:
-                    wanted[tracked] = None
-                    tracked.next_use = place + shift
-                    balance += tracked.nbytes
-            balance += record.made_bytes
-            needed = max(needed, balance)
-            balance -= record.freed_bytes
+        if not first <= self._seen_place or self._seen_place - here not in range(window + 1):
+            self._seen_place = here  # the loop is at another place than expected
+            self._wanted.clear()
+        self._wanted = {
+            tracked: place for tracked, place in self._wanted.items() if place > here and _is_needed(tracked)
+        }
+        wanted_bytes = used_by(self._wanted)
+        records = self._records
+        base = records[here + 1 - first].before_bytes
+        needed = 0
+        for place in range(here + 1, min(here + window, now) + 1):
+            if place > self._seen_place:
+                self._seen_place = place
+                for tracked in self._counterparts(records[place - first], place, here):
+                    if _is_needed(tracked) and tracked not in self._wanted:
+                        self._wanted[tracked] = place
+                        tracked.next_use = place + now - here
+                        wanted_bytes += tracked.nbytes
+            record = records[place - first]
+            needed = max(needed, record.before_bytes - base + record.made_bytes + wanted_bytes)
             if needed > most_bytes:
                 break
-        return Ahead(list(wanted), needed, now + window)
+        return Ahead(list(self._wanted), needed, now + window)
 
-    def _counterparts(self, record: _Record, place: int, shift: int) -> Iterator[Tracked]:
-        """Yield what an op like this one will use, of the storages that exist already."""
-        assert self._place is not None
+    def _counterparts(self, record: _Record, place: int, here: int) -> Iterator[Tracked]:
+        """Yield the storages there are now that an op will use which is as far from this one as `place` from `here`."""
+        records, first = self._records, self._first
+        shift = self.position - 1 - here
         for last in record.last_uses:
-            if last is None:
+            # None: the op makes it. Used first by an op still to come: that one needs it.
+            if last is None or (earlier := place - last[0]) > here:
                 continue
-            distance, which = last
-            earlier = place - distance
-            if earlier > self._place:
-                continue  # used first, or made, by an op that is still to come
-            position = earlier + shift
-            if self._first <= position < self.position:
-                storages = self._at(position).storages
-                if which < len(storages):
-                    yield storages[which]
-
-    def _at(self, position: int) -> _Record:
-        return self._records[position - self._first]
+            storages = records[earlier + shift - first].storages if earlier + shift >= first else ()
+            if last[1] < len(storages):
+                yield storages[last[1]]
 
     def _forget(self, count: int) -> None:
         del self._records[:count]
         self._first += count
         self._places = {key: place for key, place in self._places.items() if place >= self._first}
-        if len(self._made_bytes) > _MOST_RECORDS:
+        if len(self._numbers) > _MOST_RECORDS:
+            self._numbers.clear()
             self._made_bytes.clear()
+
+
+def _is_needed(tracked: Tracked) -> bool:
+    """Whether a storage has to be copied in before it is used."""
+    return tracked.is_out and not tracked.is_dead and tracked.copy is None

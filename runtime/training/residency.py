@@ -84,7 +84,8 @@ class Residency:
 
     def __init__(self, spill: SpillStore, limit_bytes: int | None = None) -> None:
         self.limit_bytes = NEVER if limit_bytes is None else limit_bytes
-        self.used_bytes = self.peak_bytes = 0
+        self.used_bytes = self.peak_bytes = self.recent_peak_bytes = 0
+        """`recent_peak_bytes` is the most since the process was measured last."""
         self.position = 0
         """Of the op that runs: uses that were expected before it did not come."""
         self.moved_bytes = 0
@@ -133,10 +134,16 @@ class Residency:
             self._complete(self._copies.popleft())
         return freed_bytes
 
-    def touch(self, tracked: Tracked) -> None:
-        """Note a use."""
+    def use(self, tracked: Tracked) -> None:
+        """Bring a storage in that an op reads, as `bring_in` does, and note the use."""
+        if tracked.is_out or tracked.copy is not None:
+            self.bring_in(tracked)
         if tracked in self._here:
             self._here.move_to_end(tracked)
+
+    def note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self.recent_peak_bytes = max(self.recent_peak_bytes, self.used_bytes)
 
     def changed(self, tracked: Tracked) -> None:
         """Note that the bytes in memory are, or will be, other ones than those in the slot."""

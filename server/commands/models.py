@@ -8,9 +8,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from cohabit.server.activations import workspace_words
 from cohabit.server.commands.remote import tables
 from cohabit.server.commands.remote.client import RemoteServer, add_server_flags, server_of
-from cohabit.server.ipc.activations import workspace_words
 
 _PERIOD_S = 2.0
 

@@ -57,8 +57,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=typed(_memory),
         default="60%",
         metavar="SIZE",
-        help="memory for tensors: 2GiB, or a share of what the first step takes, which is not limited then"
-        " (default: %(default)s)",
+        help="memory for tensors: 2GiB, or a share of what the first step takes, which is not limited then; or for the"
+        " whole process: '3GiB total', with --store file (default: %(default)s)",
     )
     parser.add_argument(
         "--steps", type=typed(integer(1, 10**9 - 1)), metavar="N", required=True, help="steps to take in all"
@@ -310,10 +310,10 @@ def _endless(batches: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _memory(text: str) -> str:
-    """Check a size, or a share up to 100 %."""
+    """Check a size, a size of the whole process, or a share up to 100 %."""
     share = parse_share(text)
     if share is None:
-        parse_size(text)
+        parse_size(text.removesuffix(" total"))
     elif not 0 < share <= 1:
         raise ValueError(f"'{text}' is out of range; a share of the step's peak lies above 0% and up to 100%")
     return text

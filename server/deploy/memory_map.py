@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.activations import workspace_words
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.model import Model
-from cohabit.server.ipc.activations import workspace_words
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")

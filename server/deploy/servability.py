@@ -11,6 +11,7 @@ from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model, split_budget
 from cohabit.runtime.lowering.encoding.choice import Encoding
 from cohabit.runtime.lowering.validation import Validation
+from cohabit.server.activations import Activations, workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
 from cohabit.server.deploy.model import Model
@@ -18,7 +19,6 @@ from cohabit.server.deploy.notices import linear_forms, random_ops, stored_words
 from cohabit.server.deploy.prepare import lowered_and_measured, open_backend
 from cohabit.server.engine.servable import describe
 from cohabit.server.errors import load_reason
-from cohabit.server.ipc.activations import Activations, workspace_words
 from cohabit.server.ipc.model import ModelInfo
 from cohabit.server.repository.scan import find
 from cohabit.server.triton.config_fields import ignored_fields, refused_fields

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from cohabit.planner.shapes import STATIC, Bucket, DynamicShape, evaluate
-from cohabit.server.ipc.activations import Activations
+from cohabit.server.activations import Activations
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Inputs = Mapping[str, Array]

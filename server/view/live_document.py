@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.activations import workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.machine import resident_bytes
 from cohabit.server.frontend.engine_client import EngineClient
-from cohabit.server.ipc.activations import workspace_words
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters

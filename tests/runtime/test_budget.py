@@ -519,6 +519,14 @@ def test_wrong_arguments_are_named(memory: Any, options: dict[str, Any], reason:
         cohabit.budget(memory, net, optimizer, **options)
 
 
+def test_a_total_needs_a_file_and_a_size() -> None:
+    net, optimizer = made()
+    with pytest.raises(ValueError, match="set store='file'"):
+        cohabit.budget("2GiB total", net, optimizer)
+    with pytest.raises(ValueError, match="give a size"):
+        cohabit.budget("60% total", net, optimizer, store="file")
+
+
 def test_owners_are_needed_and_a_share_needs_an_optimizer() -> None:
     with pytest.raises(ValueError, match="name the model and the optimizer"):
         cohabit.budget("1MiB")
@@ -545,6 +553,63 @@ def test_small_storages_stay() -> None:
         del larger
         torch.zeros(1)
         assert limits.used_bytes == 0
+
+
+WIDE_LOOP = """
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+import torch, cohabit
+from cohabit.runtime.training import process_limit
+
+peaks = []
+measured = process_limit._resident_and_peak
+
+def noted():  # a measurement clears the kernel's peak
+    peaks.append(measured()[1])
+    return measured()
+
+process_limit._resident_and_peak = noted
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net = torch.nn.Sequential(*(layer for _ in range(6) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+x = torch.randn(64, 2048)
+before_kib = int(Path("/proc/self/statm").read_text().split()[1]) * 4
+total_kib = before_kib + (200 << 10)  # of 384 MiB that parameters, gradients and state take together
+limits = cohabit.budget(f"{total_kib << 10}B total", net, optimizer, store="file") if sys.argv[1] == "total" else None
+losses = []
+with limits or nullcontext():
+    for _ in range(3):
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    noted()
+print(losses, (max(peaks) >> 10) - total_kib)
+"""
+
+
+def test_a_total_is_kept_by_the_whole_process() -> None:
+    """Eager, the same loop exceeds it."""
+    printed = [
+        subprocess.run([sys.executable, "-c", WIDE_LOOP, way], check=True, capture_output=True, text=True).stdout
+        for way in ("total", "eager")
+    ]
+    (losses, over_kib), (eager_losses, eager_over_kib) = (text.rsplit(maxsplit=1) for text in printed)
+    assert losses == eager_losses
+    assert int(over_kib) <= 0 < int(eager_over_kib)
+
+
+def test_a_total_below_what_the_process_takes_is_refused() -> None:
+    net, optimizer = made()
+    with (
+        pytest.raises(MemoryExceeded, match="raise the total"),
+        cohabit.budget("64MiB total", net, optimizer, store="file"),
+    ):
+        raise AssertionError("it was entered")
+    assert step(net, optimizer, batches()[0]) > 0
 
 
 def test_the_package_imports_no_torch_without_a_budget() -> None:

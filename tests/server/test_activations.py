@@ -1,6 +1,6 @@
 """What sets the size of the workspace is named, and what smaller batch sizes would leave."""
 
-from cohabit.server.ipc.activations import Activations, workspace_words
+from cohabit.server.activations import Activations, workspace_words
 
 MIB = 1 << 20
 

@@ -15,8 +15,8 @@ from urllib.parse import quote, urlsplit
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from cohabit.server.activations import Activations
 from cohabit.server.errors import ConfigError, RemoteError
-from cohabit.server.ipc.activations import Activations
 
 VersionSamples = Mapping[tuple[str, str, str], float]
 """Samples by metric, model and version."""
