@@ -66,8 +66,8 @@ def budget(
     `memory` is in bytes, a size such as "2GiB", or a share such as "60%" of the peak of the loop's first step, which
     then takes what it takes. "3GiB total" is for the whole process: tensors get what the rest of it leaves, as measured
     again and again; the store has to be "file". `owners` are the modules, optimizers and tensors whose memory counts,
-    beside all that ops inside of the context make. What leaves memory goes to RAM, or to a file without a name in `folder`, by default the
-    system's temporary folder. Leaving the context brings everything back, also after an error.
+    beside all that ops inside of the context make. What leaves memory goes to RAM, or to a file without a name in
+    `folder`, by default the system's temporary folder. Leaving the context brings everything back, also after an error.
 
     Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for tensors on another device
     than the CPU; MemoryExceeded for a total that the process exceeds without tensors. Inside of the context, an op that
