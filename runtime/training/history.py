@@ -1,8 +1,8 @@
-"""What a loop will do next: what it did when it last was at this place.
+"""Predicts a loop's next ops from the last time it ran the same sequence of ops.
 
-A loop repeats itself from step to step, and within a step from layer to layer. So a pointer follows the recorded ops at
-the place where this sequence of ops was seen before. A storage's next use is as far away as its counterpart's was
-there. Nothing of it has to be right: a wrong guess costs a copy.
+A loop repeats itself from step to step, and within a step from layer to layer. A pointer follows the recorded ops where
+the current sequence occurred before. A storage's next use is predicted as far away as its counterpart's was there.
+Predictions may be wrong: that costs only a copy.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -15,34 +15,34 @@ Signature = tuple[Hashable, ...]
 """An op, and the sizes and integers among its arguments."""
 
 _MATCHED: Final = 6
-"""Ops that must agree for a place to be found again."""
+"""Number of last ops that must match a recorded sequence."""
 _MOST_RECORDS: Final = 1 << 15
 
 
 @dataclass(slots=True)
 class _Record:
-    """An op that ran. `next_uses` and `last_uses` are distances in ops, 0 and None where there is none."""
+    """An op that ran. `next_uses` and `last_uses` are distances in ops per storage; 0 and None if there is none."""
 
     signature: Signature
     storages: Sequence[Tracked]
-    """Those that it read or wrote, then those that it made."""
+    """Storages read or written, then new ones."""
     made_bytes: int
     freed_bytes: int = 0
-    """Of storages that died before the next op."""
+    """Bytes of storages that died before the next op."""
     next_uses: list[int] = field(default_factory=list)
     last_uses: list[tuple[int, int] | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What the next ops need."""
+    """Predicted needs of the next ops."""
 
     wanted: Sequence[Tracked]
-    """Storages that are out, in the order of need."""
+    """Evicted storages, in order of first use."""
     needed_bytes: int
-    """The most that these and the ops' results take at a time, beyond what is there now."""
+    """Peak bytes of these and of the ops' results, on top of current memory use."""
     position: int
-    """How far this looks."""
+    """End of the lookahead window."""
 
 
 class History:
@@ -51,12 +51,12 @@ class History:
     def __init__(self) -> None:
         self._records: list[_Record] = []
         self._first = 0
-        """The position of the first record that is kept."""
+        """Position of the oldest record kept."""
         self._place: int | None = None
-        """Where this sequence was seen before: the record that is like the op that runs."""
+        """Position of the record that matches the current op; None if the sequence is new."""
         self._recent: Signature = ()
         self._places: dict[int, int] = {}
-        """The last position after each sequence of signatures, by its hash."""
+        """Last position of each sequence of `_MATCHED` signatures, by hash: that of its last op."""
         self._made_bytes: dict[Signature, int] = {}
 
     @property
@@ -65,11 +65,11 @@ class History:
         return self._first + len(self._records)
 
     def made_bytes(self, signature: Signature) -> int | None:
-        """Return the bytes that such an op has made before."""
+        """Return the bytes of an earlier such op's results; None if there was none."""
         return self._made_bytes.get(signature)
 
     def begin(self, signature: Signature) -> None:
-        """Find the place of an op that is about to run."""
+        """Find the record that matches an op about to run."""
         self._recent = (*self._recent, signature)[-_MATCHED:]
         key = hash(self._recent)
         place = None if self._place is None else self._place + 1
@@ -79,7 +79,7 @@ class History:
         self._places[key] = self.position
 
     def record(self, signature: Signature, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
-        """Record the op that has run, and predict the next use of each of its storages."""
+        """Record an op that has run, and predict the next use of each of its storages."""
         now = self.position
         record = _Record(signature, [*used, *made], sum(tracked.nbytes for tracked in made))
         self._made_bytes[signature] = record.made_bytes
@@ -101,12 +101,12 @@ class History:
             self._forget(_MOST_RECORDS // 2)
 
     def died(self, nbytes: int) -> None:
-        """Note bytes that were freed since the last op."""
+        """Record bytes freed since the last op."""
         if self._records:
             self._records[-1].freed_bytes += nbytes
 
     def ahead(self, window: int, most_bytes: int) -> Ahead | None:
-        """Look ahead for as many ops, or until they need `most_bytes`. None where nothing is known."""
+        """Look ahead `window` ops, or until they need `most_bytes`. Returns None if the sequence is new."""
         now = self.position - 1
         if self._place is None or not self._first <= self._place < now:
             return None
@@ -129,7 +129,7 @@ class History:
         return Ahead(list(wanted), needed, now + window)
 
     def _counterparts(self, record: _Record, place: int, shift: int) -> Iterator[Tracked]:
-        """Yield what an op like this one will use, of the storages that exist already."""
+        """Yield the existing storages that the op predicted by `record` will use."""
         assert self._place is not None
         for last in record.last_uses:
             if last is None:
@@ -137,7 +137,7 @@ class History:
             distance, which = last
             earlier = place - distance
             if earlier > self._place:
-                continue  # used first, or made, by an op that is still to come
+                continue  # made, or used last, by an op that is still to come
             position = earlier + shift
             if self._first <= position < self.position:
                 storages = self._at(position).storages
