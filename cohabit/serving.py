@@ -43,7 +43,7 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="cohabit-server", daemon=True)
 
     def __enter__(self) -> Self:
-        """Wait until the server is ready. Raises `cohabit.loadgen.errors.ServerFailed` with the end of its log."""
+        """Wait until all models are served. Raises `cohabit.loadgen.errors.ServerFailed` with the end of the log."""
         self._thread.start()
         try:
             self.url: str = self._ready.result()
@@ -108,7 +108,7 @@ class Server:
 
 
 def _converted(array: NDArray[Any], datatype: str | None) -> NDArray[Any]:
-    """Convert an array to a datatype that can hold its values, except for a float's last digits; else return it."""
+    """Convert an array to `datatype` if only a float's last digits are lost; else return it unchanged."""
     values = np.asarray(array)
     wanted = None if datatype is None else triton_to_np_dtype(datatype)
     if wanted is None or values.dtype == wanted or values.dtype.kind not in "iuf":
