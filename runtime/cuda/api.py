@@ -135,12 +135,12 @@ class Driver(Protocol):
         """Return the buffer of the bytes that the current stream decodes next.
 
         Work that may overlap never shares a buffer: direct issues, graphs replayed on this stream, and graphs replayed
-        on another stream have one each. A capture allocates nothing, so each decoding stream calls this once before.
+        on another stream have one each. A capture cannot allocate: the decoding stream must have called this before.
         """
         ...
 
     def decode(self, kernels: Kernels) -> None:
-        """Issue torch kernels that allocate nothing; any thread."""
+        """Issue torch kernels that do not allocate; any thread."""
         ...
 
     def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -59,7 +59,7 @@ class CudaBackend:
         return self._executors[0]
 
     def executors(self, count: int) -> Sequence[CudaExecutor]:
-        """Return one executor per compute lane, each with streams of its own."""
+        """Return one executor per compute lane, each with its own streams."""
         while len(self._executors) < count:
             self._executors.append(CudaExecutor(Streams.of(self.driver), self._shared))
             self._executors[-1].start()

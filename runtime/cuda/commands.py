@@ -52,7 +52,7 @@ LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 
 
 Verb = Literal["compute", "copy", "save", "return", "empty", "refill", "record", "wait"]
-"""What a command does, and what its index counts:
+"""Effect of a command, and the sequence that its index refers to:
 
 | verb | does | index into |
 | --- | --- | --- |

@@ -360,7 +360,7 @@ def _set_tf32(allowed: Mapping[Any, bool]) -> None:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: finalizing a CUDA object during a capture ends the capture."""
+    """Disable garbage collection: finalising a CUDA object during a capture ends the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

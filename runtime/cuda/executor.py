@@ -428,7 +428,7 @@ class CudaExecutor:
         self._stale.add(program.name)
 
     def release(self, program: CudaProgram) -> None:
-        """Release the graph, the pool and the buffers of a program that will not run any more."""
+        """Release the graphs, the pool and the buffers of a program that will not run again."""
         if self._shared.lost is not None:
             return  # a lost device releases memory only when the process ends
         self.settle()
