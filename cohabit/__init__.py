@@ -19,7 +19,7 @@ _LAZY = {
     "load": "cohabit.module",
     "plan": "cohabit.module",
 }
-"""Modules that are imported once somebody needs them: the front end runs without torch."""
+"""Modules imported on first use: the front end runs without torch."""
 
 __all__ = sorted(_LAZY)
 

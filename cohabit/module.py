@@ -1,4 +1,4 @@
-"""A module that runs in a memory budget, and its plan, from Python: `cohabit.load` and `cohabit.plan`."""
+"""`cohabit.load` and `cohabit.plan`: run or plan a module within a memory budget, from Python."""
 
 import tempfile
 import threading
@@ -39,16 +39,16 @@ from cohabit.server.view.plan_document import plan_document
 from cohabit.server.view.terminal import draw
 
 Example = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
-"""What a module is called with: one input, inputs in order, or inputs by name."""
+"""Example inputs of a module: one input, inputs in order, or inputs by name."""
 SEARCH_S: Final = 2.0
-"""The time that `cohabit serve` searches for a plan, too."""
+"""Default search time in seconds, as in `cohabit serve`."""
 _FRAME_PIXELS = 900
 
 
 class ModulePlan:
-    """How a module runs in some memory: which parameters stay there, and when the others are copied.
+    """A module's plan for a memory size: which parameters stay in memory, and when the others are copied in.
 
-    In a notebook it is drawn. `plan`, `graph` and `profile` are what `cohabit plan` writes to files.
+    Notebooks display it as a drawing. `plan`, `graph` and `profile` have the contents of `cohabit plan`'s files.
     """
 
     def __init__(self, graph: Graph, profile: Profile, plan: Plan) -> None:
@@ -57,12 +57,12 @@ class ModulePlan:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that it may take: parameters, activations and scratch of kernels."""
+        """Memory size of the plan: parameters, activations and scratch of kernels."""
         return self.plan.memory.nbytes
 
     @property
     def peak(self) -> int:
-        """The most bytes that are used at any moment."""
+        """Peak bytes in use."""
         return self._analysis.peak_bytes
 
     @property
@@ -77,13 +77,13 @@ class ModulePlan:
 
     @property
     def bound_s(self) -> float:
-        """Seconds below which no plan in this memory can be."""
+        """Lower bound on the latency of any plan in this memory, in seconds."""
         assert self.plan.provenance is not None
         return self.plan.provenance.bound_s
 
     @property
     def gap(self) -> float:
-        """How much longer the plan takes than the lower bound: 0.02 is 2 %."""
+        """Relative distance of the latency to the lower bound: 0.02 is 2 %."""
         return self.latency_s / self.bound_s - 1
 
     def show(self) -> None:
@@ -91,7 +91,7 @@ class ModulePlan:
         draw(self._analysis, Console(highlight=False))
 
     def to_html(self) -> str:
-        """Return a self-contained page that draws the plan."""
+        """Return a self-contained HTML page that draws the plan."""
         return plan_page(plan_document(self._analysis))
 
     def _repr_html_(self) -> str:
@@ -107,7 +107,7 @@ class ModulePlan:
 
 
 class LoadedModule:
-    """A module in a memory budget, called like the module itself, with inputs of the example's shapes.
+    """A module within a memory budget. Called like the original module, with inputs of the example's shapes.
 
     Any thread may call it; calls run one after another.
     """
@@ -136,10 +136,10 @@ class LoadedModule:
             self._resources = resources.pop_all()
 
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
-        """Return the module's outputs for `inputs`, which stay as they are.
+        """Return the module's outputs. The inputs are not modified.
 
-        Raises TypeError for other inputs than the example's, ValueError for another shape or dtype, DeviceError if
-        weights cannot be read, after which the next call may succeed, and RuntimeError once it is closed.
+        Raises TypeError if the inputs' number or names differ from the example's, ValueError for another shape or
+        dtype, DeviceError if weights cannot be read (a later call may succeed), and RuntimeError after `close`.
         """
         flat = self._flat(inputs, named)
         copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in flat]
@@ -148,7 +148,7 @@ class LoadedModule:
                 raise RuntimeError(f"the module was closed, and its memory released; load {self._name} again")
             set_up_torch(self._config)
             outputs = self._executor.run(self._program, copies).outputs
-        # What runs in inference mode cannot be changed in place outside of it.
+        # Tensors created in inference mode cannot be changed in place outside it.
         return pytree.tree_unflatten([output.clone() for output in outputs], self._spec.out_spec)
 
     def _flat(self, inputs: tuple[torch.Tensor, ...], named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -168,7 +168,7 @@ class LoadedModule:
         return flat
 
     def close(self) -> None:
-        """Release the memory, once calls under way have ended. It cannot be called any more."""
+        """Release the memory, after calls in progress have ended. Later calls raise RuntimeError."""
         with self._calls:
             self._is_closed = True
             self._resources.close()
@@ -192,16 +192,16 @@ def load(
     searcher: str = "best",
     search_seconds: float = SEARCH_S,
 ) -> LoadedModule:
-    """Return a module that runs within `memory` on the CPU, with the number of threads that torch has now.
+    """Return a module that runs within `memory` on the CPU, with torch's current number of threads.
 
     `memory` is a number of bytes, a size such as "64MiB", or a share of the weights such as "25%". It holds parameters,
-    activations and scratch of kernels. `example` is what the module is called with. `store` says where parameters are
-    that are not in `memory`: in a copy in RAM, outside of the budget, or in a file. They are stored and copied in 16
-    bits where that is exact, or, with `weights`, rounded to `bfloat16` or `int8`. The process's C library then keeps as
-    many freed bytes as activations take.
+    activations and scratch of kernels. `example` has inputs for the module. `store` is where parameters outside
+    `memory` are kept: "ram" for a copy in RAM, not counted in the budget, or "file". They are stored and copied in 16
+    bits where that is exact, or rounded to `weights`: `bfloat16` or `int8`. The process's C library keeps freed memory
+    of the activations' size.
 
-    Raises ValueError for a module in training mode, UnsupportedModel with torch's reason where it cannot be exported,
-    and InfeasibleBudget, which names the least memory, where it does not fit.
+    Raises ValueError for a module in training mode, UnsupportedModel with torch's reason if the module cannot be
+    exported, and InfeasibleBudget, which names the least memory, if it does not fit.
     """
     with tempfile.TemporaryDirectory(prefix="cohabit-") as folder:
         exported = _exported(module, example)
@@ -220,7 +220,7 @@ def plan(
     searcher: str = "best",
     search_seconds: float = SEARCH_S,
 ) -> ModulePlan:
-    """Return how a module would run within `memory`; see `load` for the arguments and errors."""
+    """Plan a module for `memory` without loading it. See `load` for the arguments and errors."""
     with tempfile.TemporaryDirectory(prefix="cohabit-") as folder:
         config = _config(Path(folder), memory, store, weights)
         name = type(module).__name__
@@ -234,7 +234,7 @@ class _Prepared:
 
 
 def _config(folder: Path, memory: int | str, store: StoreKind, weights: Weights) -> ServeConfig:
-    """Settings of `cohabit serve`, with this process's number of threads and a cache that does not last."""
+    """Return settings of `cohabit serve`, with this process's number of threads and a temporary cache."""
     size = FixedSize(memory) if isinstance(memory, int) else parse_memory(memory)
     settings = {"cache": str(folder / "cache"), "store": store, "weights": weights}
     config = config_of({"repository": str(folder), "memory": "1B", **settings})
@@ -262,7 +262,7 @@ def _exported(module: nn.Module, example: Example) -> torch.export.ExportedProgr
 def _prepared(
     exported: torch.export.ExportedProgram, name: str, config: ServeConfig, searcher: str, search_seconds: float
 ) -> _Prepared:
-    """Lower, measure and plan, as `cohabit plan` does."""
+    """Lower, profile and plan a module, as `cohabit plan` does."""
     archive = config.repository / f"{name}.pt2"
     torch.export.save(exported, archive)
     with Console(stderr=True).status(f"{name}: preparing") as status, _torch_as_it_was():
@@ -282,7 +282,7 @@ def _prepared(
 
 @contextmanager
 def _torch_as_it_was() -> Iterator[None]:
-    """Put back what a device sets for all of torch: the caller may compute something else."""
+    """Restore torch's global settings after the block: a device changes them, and the caller may rely on them."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

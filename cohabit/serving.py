@@ -1,4 +1,4 @@
-"""A Cohabit server for the length of a `with` block, in tests and notebooks: `cohabit.Server`."""
+"""`cohabit.Server`: runs a Cohabit server during a `with` block, for tests and notebooks."""
 
 import asyncio
 import sys
@@ -18,23 +18,23 @@ from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
 
 START_TIMEOUT_S: Final = 600.0
-"""Seconds that a start may take: models that the cache lacks are measured first."""
+"""Maximum seconds for a start, which measures models missing from the cache."""
 _PORTS = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
 
 
 class Server:
-    """`cohabit serve` as a process of its own, which is ready inside the `with` block and stopped after it.
+    """Runs `cohabit serve` in a separate process, ready inside the `with` block and stopped after it.
 
         with cohabit.Server("models", "64MiB") as server:
             scores = server.infer("scorer", features=features)["score"]
 
-    Its HTTP port is one that is free. `client` is tritonclient's, for everything else.
+    The server listens on a free HTTP port. For other requests, use `client`, a tritonclient.
     """
 
     def __init__(
         self, repository: str | Path, memory: str, *flags: str, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        """`flags` are further ones of `cohabit serve`; ports among them replace ours."""
+        """`flags` are further flags of `cohabit serve`; ports among them replace the defaults."""
         self._command = [sys.executable, "-m", "cohabit.server.cli", "serve", str(repository)]
         self._command += ["--memory", memory, *_PORTS, *flags]
         self._start_timeout_s = start_timeout_s
@@ -47,8 +47,8 @@ class Server:
         self._thread.start()
         try:
             self.url: str = self._ready.result()
-            """Of the HTTP port."""
-        except BaseException:  # also an interrupt
+            """URL of the HTTP port."""
+        except BaseException:  # also on an interrupt
             self._stop()
             raise
         self.client: triton.InferenceServerClient = triton.InferenceServerClient(address_of(self.url))
@@ -61,11 +61,11 @@ class Server:
         self._stop()
 
     def infer(self, model: str, **inputs: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return a model's outputs by name, for inputs by name.
+        """Return a model's outputs by name, given its inputs by name.
 
-        The shapes are those of the model's metadata, [batch, ...] where it is batched. Numbers are converted to the
-        input's datatype where that loses no more than a float's last digits. Raises
-        `tritonclient.utils.InferenceServerException`, which has the server's words.
+        Shapes are those of the model's metadata: [batch, ...] if the model is batched. Numbers are converted to the
+        input's datatype if that loses at most a float's last digits. Raises
+        `tritonclient.utils.InferenceServerException` with the server's message.
         """
         sent = []
         for name, array in inputs.items():
@@ -80,14 +80,13 @@ class Server:
         return {output["name"]: answer.as_numpy(output["name"]) for output in answer.get_response()["outputs"]}
 
     def _datatypes(self, model: str) -> dict[str, str]:
-        """Return the datatypes of a model's inputs by name."""
         if model not in self._known_datatypes:
             metadata = self.client.get_model_metadata(model)
             self._known_datatypes[model] = {given["name"]: given["datatype"] for given in metadata["inputs"]}
         return self._known_datatypes[model]
 
     def _run(self) -> None:
-        """Run the process on an event loop of its own: a notebook has one in the main thread."""
+        """Run the process on a separate event loop: a notebook runs one in the main thread."""
         with asyncio.Runner() as runner:
             self._loop = runner.get_loop()
             self._serving = self._loop.create_task(self._serve())
@@ -98,7 +97,7 @@ class Server:
         try:
             async with running_server(self._command, self._start_timeout_s) as url:
                 self._ready.set_result(url)
-                await asyncio.Event().wait()  # until it is cancelled
+                await asyncio.Event().wait()  # until cancelled
         except Exception as error:
             self._ready.set_exception(error)
 
@@ -109,7 +108,7 @@ class Server:
 
 
 def _converted(array: NDArray[Any], datatype: str | None) -> NDArray[Any]:
-    """Return an array in a datatype if its numbers are of that kind and in its range, and else as it is."""
+    """Convert an array to `datatype` if only a float's last digits are lost; else return it unchanged."""
     values = np.asarray(array)
     wanted = None if datatype is None else triton_to_np_dtype(datatype)
     if wanted is None or values.dtype == wanted or values.dtype.kind not in "iuf":

@@ -12,7 +12,7 @@ from cohabit.loadgen.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class TextSize:
-    """How long a text is that is asked for."""
+    """Length of a requested text."""
 
     prompt_tokens: int
     output_tokens: int
@@ -24,7 +24,7 @@ class RequestArrival:
     """Intended send time, from the start of the run."""
     model: str
     text: TextSize | None = None
-    """Of a text, if the trace says it."""
+    """Length of the text, if the trace has it."""
 
 
 def draw_arrivals(
@@ -55,7 +55,7 @@ def draw_arrivals(
 
 
 def choose_models(weights: Mapping[str, float], seed: int | np.random.SeedSequence) -> Iterator[str]:
-    """Choose models without end, each in proportion to its weight."""
+    """Yield models endlessly, each drawn in proportion to its weight."""
     names, shares = list(weights), np.array(list(weights.values()), dtype=np.float64)
     rng = np.random.default_rng(seed)
     while True:
@@ -64,10 +64,10 @@ def choose_models(weights: Mapping[str, float], seed: int | np.random.SeedSequen
 
 
 def read_trace(path: Path) -> tuple[RequestArrival, ...]:
-    """Read arrivals from a CSV file with the columns `time` (seconds) and `model`; the first is at 0.
+    """Read arrivals from a CSV file with the columns `time` (seconds) and `model`. Times are shifted to begin at 0.
 
-    For texts it may have the columns `prompt_tokens` and `output_tokens`, empty in rows of other models. Raises
-    UsageError, naming the line, for a file that is no such trace.
+    For texts, the file may have the columns `prompt_tokens` and `output_tokens`, empty in rows of other models. Raises
+    UsageError, naming the line, for an invalid file.
     """
     arrivals: list[RequestArrival] = []
     try:
@@ -94,7 +94,7 @@ def read_trace(path: Path) -> tuple[RequestArrival, ...]:
 
 
 def _text_size(row: Mapping[str, str | None]) -> TextSize | None:
-    """Raises ValueError for what is no number of tokens, and for one without the other."""
+    """Return a row's text size, if it has one. Raises ValueError for invalid numbers, or one without the other."""
     given = [row.get(column) or "" for column in ("prompt_tokens", "output_tokens")]
     if given == ["", ""]:
         return None

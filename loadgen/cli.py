@@ -1,4 +1,4 @@
-"""The command line: `loadgen` runs a load, `loadgen prepare` writes a repository of models."""
+"""Command line: `loadgen` runs a load, `loadgen prepare` writes a repository of models."""
 
 import argparse
 import asyncio
@@ -33,11 +33,11 @@ _T = TypeVar("_T")
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 3, 130
 WIDTH = 120
-"""Columns of output that is not a terminal."""
+"""Columns of output to anything but a terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status, as the help explains."""
+    """Run a command. Returns its exit status; the help lists them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS.get(arguments[0]) if arguments else None
     errors = Console(stderr=True, emoji=False)
@@ -80,7 +80,7 @@ def _status(report: "Report") -> int:
 
 
 def _load_of(options: argparse.Namespace) -> Load:
-    """Raises UsageError for options that contradict each other."""
+    """Return the load of the options. Raises UsageError for contradictory options."""
     if options.weights and options.zipf:
         raise UsageError("--zipf and --model contradict each other; give weights as --model NAME=WEIGHT,...")
     if options.model_count and options.weights and options.model_count != len(options.weights):
@@ -145,7 +145,7 @@ async def _measure(
 
 
 async def _runs(url: str, load: Load, credentials: "Credentials", options: argparse.Namespace) -> "list[Report]":
-    """Run the load, at one rate or several, and print each report."""
+    """Run the load at one rate or several, and print the reports."""
     from cohabit.loadgen.report import print_report, runs_table
     from cohabit.loadgen.run import run_load
     from cohabit.loadgen.search import find_rate, sweep
@@ -169,12 +169,12 @@ async def _runs(url: str, load: Load, credentials: "Credentials", options: argpa
             f"{report.rate_per_s:8.1f}/s: {verdict}, {report.within_slo:.2%} within {report.slo_s * 1e3:g} ms"
         )
 
-    if not options.find_rate:
+    if not options.find_rate:  # one rate, or a sweep: every run has its report printed
         swept = await sweep(measure_and_print, options.sweep or [load.rate_per_s])
         if len(swept) > 1:
             console.print(runs_table(swept))
         return swept
-    found = await find_rate(measure, load.rate_per_s, show)
+    found = await find_rate(measure, load.rate_per_s, show)  # a search prints only the best run's report
     if found.rate_per_s is not None:
         print_report(next(r for r in found.reports if r.rate_per_s == found.rate_per_s), console)
     rate = "none" if found.rate_per_s is None else f"{found.rate_per_s:.1f}/s"
@@ -193,7 +193,7 @@ def console_for_output() -> Console:
 
 
 def _repository(options: argparse.Namespace, console: Console) -> Path:
-    """Return the repository to serve; without --repository, write one to the user's cache."""
+    """Return the repository to serve. Without --repository, writes one to the user's cache."""
     if options.repository is not None:
         if not any(options.repository.glob("*/*/model.pt2")):
             raise UsageError(f"--repository {options.repository}: no NAME/VERSION/model.pt2 in it")
@@ -273,7 +273,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare, "re
 
 
 def _async(make: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """Run a coroutine; SIGTERM cancels it as Ctrl-C does, so that a server started here is stopped."""
+    """Run a coroutine. SIGTERM cancels it like Ctrl-C, so that a server started here is stopped."""
     import uvloop
 
     async def with_sigterm() -> _T:

@@ -1,4 +1,4 @@
-"""A Triton client: HTTP with binary tensors, or gRPC, as the URL's scheme says."""
+"""Triton client: HTTP with binary tensors, or gRPC, by the URL's scheme."""
 
 import itertools
 import os
@@ -30,21 +30,21 @@ _UNREACHABLE = (aiohttp.ClientError, OSError)
 _SCHEMES = ("http", "https", "grpc", "grpcs")
 
 DISTINCT_REQUESTS = 16
-"""Requests that are made per model where batches are drawn or rows are read; they are sent in turn."""
+"""Number of requests prepared per model and sent in turn, if batches are drawn or rows are read from a file."""
 
 _MAX_ID_GRPC = 1
-"""gRPC's metadata has no ranges of integers. The smallest tables that are looked up have two rows."""
+"""Maximum of drawn integers: gRPC's metadata has no ranges, and the smallest embedding tables have two rows."""
 
 WRONG_ANSWER = "wrong answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a server asks of its clients."""
+    """Bearer token, and certificates to verify the server."""
 
     token: str | None = None
     ca: Path | None = None
-    """Certificates that the server's is checked with; None for the system's."""
+    """CA certificates to verify the server's certificate; None for the system's."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -52,7 +52,7 @@ class Credentials:
 
 
 def address_of(url: str) -> str:
-    """Return an address as tritonclient takes it: 127.0.0.1:8000 for `http://127.0.0.1:8000/`."""
+    """Return an address in tritonclient's form: 127.0.0.1:8000 for `http://127.0.0.1:8000/`."""
     scheme, separator, address = url.partition("://")
     if separator and scheme not in _SCHEMES:
         raise UsageError(f"--url {url}: its scheme is none of {', '.join(_SCHEMES)}")
@@ -60,7 +60,7 @@ def address_of(url: str) -> str:
 
 
 class Client:
-    """One server's client over either protocol. Its answers are those of KServe's JSON."""
+    """Client of one server over HTTP or gRPC. Returns answers in the form of KServe's JSON."""
 
     def __init__(self, url: str, max_in_flight: int, timeout_s: float, credentials: Credentials) -> None:
         self.url = url
@@ -88,12 +88,12 @@ class Client:
             )  # fmt: skip
             self._as_json, self._timeout = {}, {}
         self._sessions: list[aiohttp.ClientSession] = []
-        """Of texts; open until `close`."""
+        """Sessions for texts, open until `close`."""
         self._max_in_flight, self._timeout_s = max_in_flight, timeout_s
         self._with_sequences: set[str] = set()
-        """Models whose requests belong to sequences: each request is a sequence of its own."""
+        """Models that require sequences: each request is sent as a separate sequence."""
         self._regions: list[shared_memory.SharedMemoryRegion] = []
-        """Shared memory that holds inputs; registered with the server until `close`."""
+        """Shared memory with inputs, registered with the server until `close`."""
 
     @property
     def is_grpc(self) -> bool:
@@ -111,7 +111,7 @@ class Client:
         await self._client.close()
 
     async def ready_models(self) -> list[str]:
-        """Return the names of the models that the server has ready, in order."""
+        """Return the names of the server's ready models, sorted."""
         call = self._client.get_model_repository_index(headers=self._credentials.headers, **self._as_json)
         index = await self._answer(call, "does not list its models; name them with --model")
         entries = index.get("models", []) if self.is_grpc else index
@@ -124,21 +124,21 @@ class Client:
         return metadata
 
     async def learn_sequences(self, model: str) -> None:
-        """Ask whether a model's requests belong to sequences, before any is sent."""
+        """Find out whether a model requires sequences. Call before its first request."""
         try:
             config = await self._client.get_model_config(model, headers=self._credentials.headers, **self._as_json)
         except (InferenceServerException, *_UNREACHABLE, TimeoutError, ValueError):
-            return  # KServe has no such endpoint, nor sequences
+            return  # plain KServe has neither this endpoint nor sequences
         if "sequence_batching" in (config["config"] if self.is_grpc else config):
             self._with_sequences.add(model)
 
     def generates(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether a model's requests are steps of texts, by its metadata and what `learn_sequences` has found."""
+        """Whether a model generates texts, judging by its metadata and `learn_sequences`."""
         names = [[tensor["name"] for tensor in metadata[side]] for side in ("inputs", "outputs")]
         return names == [["input_ids"], ["logits"]] and metadata["name"] in self._with_sequences
 
     def texts(self, seed: int) -> TextSender:
-        """Return what sends texts, until `close`. Raises UsageError for a client of gRPC, which has no texts."""
+        """Return a sender of texts, usable until `close`. Raises UsageError for gRPC, which has no texts."""
         if self.is_grpc:
             raise UsageError(f"--texts are sent over HTTP, and --url is {self.url}")
         self._sessions.append(
@@ -160,7 +160,7 @@ class Client:
         return found
 
     async def metrics(self) -> str:
-        """Return the metrics in Prometheus' text format, empty if they are not on the port of the requests."""
+        """Return the metrics in Prometheus' text format; empty if the requests' port does not have them."""
         if self.is_grpc:
             return ""
         try:
@@ -183,9 +183,9 @@ class Client:
     async def requests_in_shared_memory(
         self, model: str, requests: Sequence[RequestInputs]
     ) -> "list[PreparedRequest]":
-        """Put the inputs of a model's requests into one region of shared memory, which the server reads.
+        """Put the inputs of a model's requests into one shared memory region, which the server reads.
 
-        Raises UsageError if the server does not take it, because it runs on another machine or does not permit it.
+        Raises UsageError if the server refuses the region: it runs on another machine, or does not permit this.
         """
         contents = [[_serialised(tensor) for tensor in given.inputs] for given in requests]
         name = f"loadgen-{os.getpid()}-{len(self._regions)}"
@@ -211,7 +211,7 @@ class Client:
         return self._own.InferInput(tensor.name, list(tensor.values.shape), tensor.datatype)
 
     async def infer(self, model: str, inputs: Sequence[Any]) -> Any:
-        """Return tritonclient's result; raises RequestFailed."""
+        """Return tritonclient's result. Raises RequestFailed."""
         try:
             return await self._client.infer(
                 model, inputs, headers=self._credentials.headers, **self._sequence(model), **self._timeout
@@ -248,14 +248,14 @@ class Client:
 @dataclass(slots=True)
 class PreparedRequest:
     inputs: Sequence[Any]
-    """tritonclient's, of the client's protocol."""
+    """tritonclient's inputs, for the client's protocol."""
     expected: Mapping[str, NDArray[Any]]
-    """Outputs that a file gave; compared with a tolerance for rounding."""
+    """Outputs from a file, compared with a tolerance for rounding."""
     first: dict[str, NDArray[Any]] | None = None
-    """Outputs of the first answer, which all further answers have to equal."""
+    """Outputs of the first answer; later answers must equal them."""
 
     def check(self, model: str, result: Any, in_bits: bool) -> None:
-        """Raises RequestFailed for an answer that differs from an earlier one, or from the given outputs."""
+        """Raise RequestFailed if an answer differs from the first one, or from the expected outputs."""
         names = [output["name"] for output in result.get_response(**_as_json_if_grpc(result))["outputs"]]
         outputs = {name: result.as_numpy(name) for name in names}
         if self.first is None:
@@ -277,7 +277,7 @@ class PreparedRequest:
 async def connected(
     url: str, max_in_flight: int, timeout_s: float, credentials: Credentials | None = None
 ) -> AsyncIterator[Client]:
-    """Open a client that sends up to `max_in_flight` requests at once, each for `timeout_s` at most."""
+    """Open a client for up to `max_in_flight` concurrent requests, each with a timeout of `timeout_s`."""
     _allow_open_files(max_in_flight + 256)
     client = Client(url, max_in_flight, timeout_s, credentials or Credentials())
     try:
@@ -287,11 +287,11 @@ async def connected(
 
 
 Requests = Mapping[str, "list[PreparedRequest] | TextModel"]
-"""Those of each model, which are sent in turn; texts are drawn one by one."""
+"""Requests by model, sent in turn. Texts are drawn one by one instead."""
 
 
 async def prepare_requests(client: Client, models: Sequence[str], load: Load) -> Requests:
-    """Make each model's requests before the run."""
+    """Prepare each model's requests before the run."""
     rng = np.random.default_rng(load.seed)
     return {model: await _requests_of(client, model, load, rng) for model in models}
 
@@ -322,7 +322,7 @@ async def _requests_of(
 
 
 def sender(client: Client, requests: Requests, load: Load) -> Send:
-    """Return the function that sends an arrival's request; it raises RequestFailed."""
+    """Return a function that sends an arrival's request and raises RequestFailed."""
     turns = {
         model: itertools.cycle(of_model)
         for model, of_model in requests.items()
@@ -345,7 +345,7 @@ def sender(client: Client, requests: Requests, load: Load) -> Send:
 
 
 def _serialised(tensor: InputTensor) -> NDArray[np.uint8]:
-    """Return the bytes of an input on the wire, which are also those in shared memory."""
+    """Return the bytes of an input, as on the wire and in shared memory."""
     made = tritonclient.http.InferInput(tensor.name, list(tensor.values.shape), tensor.datatype)
     made.set_data_from_numpy(tensor.values, binary_data=True)
     return np.frombuffer(made._get_binary_data(), np.uint8)

@@ -9,7 +9,7 @@ LoadgenError
 
 
 class LoadgenError(Exception):
-    """Base of all errors, which are reported without a traceback."""
+    """Base of loadgen's errors, reported without a traceback."""
 
 
 class UsageError(LoadgenError):

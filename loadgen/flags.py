@@ -1,4 +1,4 @@
-"""The flags of `loadgen` and its commands. Importing this imports neither numpy nor a client."""
+"""Flags of `loadgen` and its commands. Importing this module imports neither numpy nor a client."""
 
 import argparse
 import math
@@ -109,6 +109,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         note = f" (default: {value:g})" if isinstance(value, int | float) else ""
         group.add_argument(flag, dest=field, type=kind, default=value, metavar=metavar, help=text + note)
 
+    # Each flag's `dest` is a field of `Load`, which has its default. First: models and arrivals.
     load = parser.add_argument_group("load")
     text = f"use the first N ready models by name (default: all; without --url {DEFAULT_MODELS})"
     add(load, "--models", "model_count", _count, "N", text)
@@ -128,6 +129,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add(load, "--trace", "trace", str, "FILE.csv", text)
     add(load, "--concurrency", "concurrency", _count, "N", "closed loop of N clients in the place of a rate")
     add(load, "--processes", "processes", _count, "N", "sender processes")
+    # Contents of requests, and checks of answers
     text = "requests: .npz, .jsonl, or a folder with one per model, such as a repository with sample.json"
     add(load, "--inputs", "inputs", str, "PATH", text)
     text = "ask models that generate texts for such ones: tokens of a prompt, tokens to generate"
@@ -147,6 +149,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="count answers that differ between identical requests (bits), differ by more than rounding (close), or"
         " are not the outputs in --inputs",
     )
+    # The SLO's two defaults depend on each other: `cli._load_of` sets them.
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--slo-ms",
@@ -285,7 +288,7 @@ def _names(text: str) -> list[str]:
 
 
 class _Together(argparse.Action):
-    """Joins the models of several flags, so that none is forgotten in silence."""
+    """Joins the models of repeated flags, so that none is silently dropped."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         known = getattr(namespace, self.dest)

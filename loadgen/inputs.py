@@ -14,30 +14,30 @@ from tritonclient.utils import triton_to_np_dtype
 from cohabit.loadgen.errors import ModelRefused, UsageError
 
 MAX_ID = 100
-"""Integers are drawn below this, so that they are ids in any vocabulary, and within the range that a server tells."""
+"""Upper bound (exclusive) of drawn integers, so that they are ids in any vocabulary. A server's range may lower it."""
 
 FREE_DIMENSION = 16
-"""Size of dimensions other than the batch that the model leaves open."""
+"""Size of a model's open dimensions other than the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
     name: str
     datatype: str
-    """KServe's, such as FP32."""
+    """KServe's datatype, such as FP32."""
     values: NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInputs:
-    """The inputs of one request, and the outputs that they must have, as far as a file gives these."""
+    """The inputs of one request, and its expected outputs, as far as a file has them."""
 
     inputs: tuple[InputTensor, ...]
     expected: Mapping[str, NDArray[Any]]
 
 
 def random_inputs(metadata: Mapping[str, Any], batch: int, rng: np.random.Generator) -> list[InferInput]:
-    """Make the inputs of one HTTP request from the server's answer to GET /v2/models/NAME."""
+    """Draw the inputs of one HTTP request from the server's answer to GET /v2/models/NAME."""
     made = []
     for tensor in random_tensors(metadata, batch, rng):
         made.append(InferInput(tensor.name, list(tensor.values.shape), tensor.datatype))
@@ -61,7 +61,7 @@ def _random_tensor(model: str, spec: Mapping[str, Any], batch: int, rng: np.rand
 
 
 def concrete_shape(model: str, shape: Sequence[int], batch: int) -> tuple[int, ...]:
-    """Fill in the open dimensions (-1 in KServe's metadata), of which the first is the batch."""
+    """Replace open dimensions (-1 in KServe's metadata) with sizes; the first dimension is the batch."""
     if shape and shape[0] not in (-1, batch):
         raise ModelRefused(f"{model}: its inputs have the fixed shape {list(shape)}; use --batch {shape[0]}")
     return tuple(
@@ -70,14 +70,14 @@ def concrete_shape(model: str, shape: Sequence[int], batch: int) -> tuple[int, .
 
 
 def id_bound(parameters: Mapping[str, Any]) -> int:
-    """Return what integers are drawn below, given the `parameters` of a Cohabit server's metadata."""
+    """Return the exclusive upper bound of drawn integers, from the `parameters` of a Cohabit server's metadata."""
     return min(MAX_ID, int(parameters.get("maximum", MAX_ID)) + 1)
 
 
 def random_values(
     name: str, datatype: str, shape: tuple[int, ...], rng: np.random.Generator, bound: int = MAX_ID
 ) -> NDArray[Any] | None:
-    """Draw values of a KServe datatype, integers below `bound`; None for an unknown one. Masks are all ones."""
+    """Draw values of a KServe datatype, integers below `bound`. Masks are all ones. None for an unknown datatype."""
     dtype = triton_to_np_dtype(datatype)
     if dtype is None:
         return None
@@ -93,7 +93,7 @@ def random_values(
 def file_of(inputs: Path, model: str) -> Path | None:
     """Return the file with a model's inputs.
 
-    In a folder, which may be a model repository, that is MODEL.npz, MODEL.jsonl or MODEL/sample.json, or None.
+    In a folder, such as a model repository, that is MODEL.npz, MODEL.jsonl or MODEL/sample.json; None if it has none.
     """
     if not inputs.is_dir():
         return inputs
@@ -102,11 +102,11 @@ def file_of(inputs: Path, model: str) -> Path | None:
 
 
 def read_requests(path: Path, metadata: Mapping[str, Any], batches: Sequence[int]) -> list[RequestInputs]:
-    """Read a model's requests: rows of a `.npz` in turn, one for each of `batches`, or all of a JSON file.
+    """Read a model's requests: from a `.npz`, one per size in `batches`; from a JSON file, all.
 
-    A `.npz` has an array of rows for each input, and may have one for outputs, which answers then have to equal.
-    JSON has a body of an inference request on each line. Lines of other models, as `model` says, are left out.
-    Raises UsageError for a file that does not fit the model.
+    A `.npz` has an array of rows for each input, and optionally for outputs, which answers must then equal. JSON lines
+    are bodies of inference requests; lines whose `model` is another one are skipped. Raises UsageError for a file that
+    does not match the model.
     """
     try:
         if path.suffix == ".npz":
@@ -125,7 +125,7 @@ def read_requests(path: Path, metadata: Mapping[str, Any], batches: Sequence[int
 def _rows(
     path: Path, metadata: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], batches: Sequence[int]
 ) -> list[RequestInputs]:
-    """Take as many rows as each batch has, beginning again after the last."""
+    """Take consecutive rows for each batch, wrapping around after the last row."""
     model = metadata["name"]
     if missing := [spec["name"] for spec in metadata["inputs"] if spec["name"] not in arrays]:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Sends requests in an open loop, each at its drawn time whatever is unanswered, or in a closed one."""
+"""Sends requests in an open loop, each at its drawn time regardless of earlier answers, or in a closed loop."""
 
 import asyncio
 import threading
@@ -10,31 +10,31 @@ from dataclasses import dataclass, field
 from cohabit.loadgen.arrivals import RequestArrival
 
 NOT_SENT = "not sent"
-"""Kind of failure of requests that were due while too many others were unanswered."""
+"""Failure kind of requests that were due while too many others were in flight."""
 
 INTERRUPTED = "interrupted"
-"""Kind of failure of requests that were unanswered when the run was cancelled."""
+"""Failure kind of requests in flight when the run was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """When the tokens of a text came."""
+    """Arrival times of a text's tokens."""
 
     first_s: float
-    """From when the request was sent."""
+    """Seconds from the actual send time to the first token."""
     gaps_s: tuple[float, ...]
-    """Between each two tokens."""
+    """Seconds between consecutive tokens."""
 
 
 Send = Callable[[RequestArrival], Awaitable[TokenTimes | None]]
-"""Send an arrival's request; return when it is answered, for a text with its tokens' times. Raises RequestFailed."""
+"""Sends an arrival's request and waits for the answer. Returns token times for a text. Raises RequestFailed."""
 
 
 class RequestFailed(Exception):
-    """One request was not answered. It is counted by `kind`; the run goes on."""
+    """A request failed. It is counted by `kind`, and the run goes on."""
 
     def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(kind, detail)  # what pickle makes it from again
+        super().__init__(kind, detail)  # pickle passes these to `__init__`
         self.kind = kind
         self.detail = detail
 
@@ -44,11 +44,11 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one arrival. Both durations count from the intended send time."""
+    """Outcome of one arrival. Both durations count from the intended send time."""
 
     arrival: RequestArrival
     lag_s: float
-    """Delay of the generator itself."""
+    """Delay of the generator until it sent the request."""
     latency_s: float
     failure: RequestFailed | None = None
     tokens: TokenTimes | None = None
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Tally:
-    """What a run in progress, or a cancelled one, has counted."""
+    """Counts and outcomes of a run in progress or cancelled."""
 
     sent: int = 0
     in_flight: int = 0
@@ -72,11 +72,11 @@ async def run_open_loop(
     tally: Tally | None = None,
     start_s: float | None = None,
 ) -> list[Outcome]:
-    """Send every arrival at its time, and return when all are answered or have failed.
+    """Send every arrival at its time. Returns when all are answered or have failed.
 
-    An arrival that finds `max_in_flight` requests unanswered is counted as NOT_SENT, not postponed. `start_s` is the
-    start of the run on the clock of `time.perf_counter`, which all processes share; None for now. A cancelled run has
-    its outcomes in `tally`.
+    An arrival due while `max_in_flight` requests are unanswered is counted as NOT_SENT, not postponed. `start_s` is the
+    start of the run on the clock of `time.perf_counter`, which all processes share; None for now. After a cancelled
+    run, `tally` has its outcomes.
     """
     run = _Requests(send, max_in_flight, tally or Tally(), asyncio.get_running_loop(), start_s)
     stop = threading.Event()
@@ -99,7 +99,7 @@ async def run_open_loop(
 async def run_closed_loop(
     models: Iterator[str], send: Send, concurrency: int, duration_s: float, tally: Tally | None = None
 ) -> list[Outcome]:
-    """Let `concurrency` clients send one request after the other for `duration_s`; return when all are answered."""
+    """Run `concurrency` clients that send one request at a time for `duration_s`. Returns when all are answered."""
     run = _Requests(send, concurrency, tally or Tally(), asyncio.get_running_loop(), None)
 
     async def client() -> None:

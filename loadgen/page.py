@@ -1,4 +1,4 @@
-"""Runs as one self-contained HTML page, and as pictures: latency over throughput, CDF, timeline, differences."""
+"""Draws runs as one self-contained HTML page, or as pictures: latency over throughput, CDF, timeline, differences."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from cohabit.loadgen.errors import UnavailableModel, UsageError
 from cohabit.loadgen.report import Report
 
 LIKELY = 0.95
-"""How often an interval contains the difference, if the runs were repeated."""
+"""Confidence level of the intervals of differences."""
 _DRAWS = 1000
 _PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 _CDF_POINTS = 200
 
 Series = Mapping[str, Sequence[Report]]
-"""Runs by the name of their file; the first is what others are compared with."""
+"""Runs by file name. The others are compared with the first."""
 
 
 def write_page(path: Path, series: Series) -> None:
-    """Write a page that loads nothing else."""
+    """Write a self-contained HTML page."""
     data = {
         "series": [{"name": name, "runs": [_run(report) for report in runs]} for name, runs in series.items()],
         "differences": _differences(series),
@@ -79,7 +79,7 @@ def _run(report: Report) -> dict[str, Any]:
 
 
 def _in_ms(times: msgspec.Struct | None) -> dict[str, float | None] | None:
-    """Rename `p99_s` to `p99`, in milliseconds."""
+    """Convert times to milliseconds, renaming `p99_s` to `p99`."""
     if times is None:
         return None
     return {
@@ -90,17 +90,17 @@ def _in_ms(times: msgspec.Struct | None) -> dict[str, float | None] | None:
 
 
 class LatencyCounts(msgspec.Struct, frozen=True):
-    """How often each latency was measured, by interval of the run."""
+    """Histogram of latencies per interval of the run."""
 
     values_s: NDArray[np.float64]
-    """Ascending [values]."""
+    """Ascending; shape [values]."""
     by_interval: NDArray[np.int64]
-    """[intervals, values]."""
+    """Shape [intervals, values]."""
 
 
 @functools.lru_cache(maxsize=256)
 def _decoded(histogram: str) -> Mapping[int, int]:
-    """Return the counts by latency, nanoseconds."""
+    """Return the counts by latency in nanoseconds."""
     decoded = HdrHistogram.decode(histogram)
     counts = np.array(decoded.counts[: decoded.counts_len])
     return {decoded.get_value_from_index(int(k)): int(counts[k]) for k in np.flatnonzero(counts)}
@@ -116,7 +116,7 @@ def _counts(report: Report) -> LatencyCounts:
 def _quantiles(
     counts: NDArray[Any], values: NDArray[np.float64], percentiles: Sequence[float]
 ) -> list[float | None]:
-    """Return percentiles of values that were counted; None each if there are none."""
+    """Return percentiles of counted values; all None if there are no counts."""
     total = counts.sum()
     if not total:
         return [None] * len(percentiles)
@@ -140,8 +140,8 @@ def _differences(series: Series) -> list[dict[str, Any]]:
 def differences(first: Report, other: Report, seed: int = 0) -> list[dict[str, float | str | bool]]:
     """Compare percentiles of two runs in milliseconds, with bootstrap intervals of the difference.
 
-    Intervals of the run are drawn with replacement, not requests: latencies of neighbours depend on each other, so
-    requests taken one by one would make the interval too narrow.
+    The bootstrap draws intervals of the run with replacement, not requests: latencies of neighbours are correlated, so
+    drawing requests would make the interval too narrow.
     """
     rng = np.random.default_rng(seed)
     drawn = [_resampled(_counts(report), rng) for report in (first, other)]
@@ -153,7 +153,7 @@ def differences(first: Report, other: Report, seed: int = 0) -> list[dict[str, f
     for k, percentile in enumerate(_PERCENTILES):
         field = f"p{percentile:g}".replace(".", "") + "_s"
         first_ms, other_ms = (getattr(spread, field) * 1e3 for spread in exact)
-        count = min(map(len, samples))  # a draw without any answer is left out
+        count = min(map(len, samples))  # draws without any answer are left out
         drawn_ms = (samples[1][:count, k] - samples[0][:count, k]) * 1e3
         low, high = np.quantile(drawn_ms, [(1 - LIKELY) / 2, (1 + LIKELY) / 2]).tolist()
         row: dict[str, float | str | bool] = {"name": f"p{percentile:g}", "first": first_ms, "other": other_ms}
@@ -164,11 +164,11 @@ def differences(first: Report, other: Report, seed: int = 0) -> list[dict[str, f
 
 
 _LEAST_BEYOND = 10
-"""Requests of each run beyond a percentile, below which its interval means nothing."""
+"""Minimum requests of each run beyond a percentile for a meaningful interval."""
 
 
 def _undecided(first: Report, other: Report, percentile: float) -> str:
-    """Return why nothing can be said about a percentile of two runs; empty if something can."""
+    """Return why a percentile of two runs cannot be compared; empty if it can."""
     if first.generator_was_late or other.generator_was_late:
         return "a run is invalid"
     beyond = min(first.completed, other.completed) * (1 - percentile / 100)
@@ -176,7 +176,7 @@ def _undecided(first: Report, other: Report, percentile: float) -> str:
 
 
 def _resampled(counts: LatencyCounts, rng: np.random.Generator) -> NDArray[np.float64] | None:
-    """Return percentiles [draws, percentiles] of runs made of this one's intervals; None without a latency."""
+    """Return percentiles [draws, percentiles] of runs resampled from this one's intervals; None without latencies."""
     count = len(counts.by_interval)
     if not len(counts.values_s):
         return None
@@ -199,7 +199,7 @@ def write_pictures(folder: Path, series: Series) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     runs = {name: sorted(map(_run, reports), key=lambda run: run["rate"]) for name, reports in series.items()}
-    if max(map(len, runs.values())) > 1:
+    if max(map(len, runs.values())) > 1:  # a curve needs several rates
         figure, panel = plt.subplots(figsize=(7, 4.5), layout="constrained")
         for name, own in runs.items():
             answered = [run for run in own if run["latency"]]
@@ -208,6 +208,7 @@ def write_pictures(folder: Path, series: Series) -> None:
         panel.legend()
         figure.savefig(folder / "throughput.png", dpi=130)
         plt.close(figure)
+    # The other pictures have one run per series, at the same rate if there is one.
     common = set.intersection(*({run["rate"] for run in own} for own in runs.values()))
     chosen = {
         name: next((r for r in own if r["rate"] == max(common, default=None)), own[-1])

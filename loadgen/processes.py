@@ -1,4 +1,4 @@
-"""Sends one run's arrivals from several processes, where one is too slow for the rate."""
+"""Sends one run's arrivals from several processes, if one is too slow for the rate."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from cohabit.loadgen.load import Load
 from cohabit.loadgen.openloop import Outcome, Tally, run_open_loop
 
 _HEAD_START_S = 0.1
-"""From the word to start until the start: time for the word to reach every process."""
+"""Seconds between the start message and the start, so that the message reaches every process."""
 
 
 async def run_in_processes(
@@ -26,9 +26,9 @@ async def run_in_processes(
     arrivals: Sequence[RequestArrival],
     tally: Tally,
 ) -> float:
-    """Let `load.processes` processes send every n-th arrival each, all from one start; fill `tally`.
+    """Send the arrivals from `load.processes` processes, each every n-th, with a common start. Fills `tally`.
 
-    Return the start on the clock of `time.perf_counter`. Raises LoadgenError if a process fails.
+    Returns the start on the clock of `time.perf_counter`. Raises LoadgenError if a process fails.
     """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -43,14 +43,14 @@ async def run_in_processes(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        await asyncio.gather(*(_received(pipe) for pipe in pipes))
+        await asyncio.gather(*(_received(pipe) for pipe in pipes))  # all requests are prepared
         start_s = time.perf_counter() + _HEAD_START_S
         for pipe in pipes:
             pipe.send(start_s)
         answers = asyncio.gather(*(_received(pipe) for pipe in pipes))
         try:
             shares = await asyncio.shield(answers)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # keep the outcomes so far: a report may be made of them
             for pipe in pipes:
                 pipe.send("stop")
             _join(tally, await answers)
@@ -86,8 +86,8 @@ def _work(
     credentials: Credentials,
     share: Sequence[RequestArrival],
 ) -> None:
-    """Run in a sender process. The parent is told when requests may start, and then the outcomes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    """Run in a sender process. Tells the parent when it is ready, then sends it the outcomes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process
     import uvloop
 
     async def send_share() -> list[Outcome]:

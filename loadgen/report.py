@@ -1,4 +1,4 @@
-"""What a run measured, as data and as a table. Durations are seconds; the JSON report is `Report`."""
+"""Reports of runs, as data and as tables. Durations are in seconds; the JSON report is `Report`."""
 
 import math
 from collections import Counter
@@ -21,9 +21,9 @@ from cohabit.loadgen.server_times import ServerTimes
 FORMAT_VERSION = 3
 
 LATE_GENERATOR_S = 5e-3
-"""A send lag (p99) above which latencies measure the generator rather than the server, if it is also above a.."""
+"""A run is invalid if its send lag (p99) is above this, and above `LATE_GENERATOR_SHARE` of the latency."""
 LATE_GENERATOR_SHARE = 0.1
-"""..share of the latency (p99), which the lag is part of."""
+"""Fraction of the latency (p99), which includes the lag."""
 
 _INTERVALS = 20
 _INTERVAL_S = 1.0
@@ -33,7 +33,7 @@ _HEADINGS = ("p50", "p90", "p99", "p99.9", "p99.99", "max", "mean")
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Percentiles, with linear interpolation between the two nearest samples."""
+    """Percentiles, linearly interpolated between the two nearest samples."""
 
     mean_s: float
     p50_s: float
@@ -45,16 +45,16 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The texts that were completed."""
+    """Completed texts."""
 
     texts: int
     tokens: int
     tokens_per_s: float
-    """Until the last answer if that is later than the end of the run."""
+    """Until the last answer, if that is later than the end of the run."""
     first_token: Spread
     """From the intended send time."""
     between_tokens: Spread | None
-    """None if no text has two."""
+    """None if no text has two tokens."""
 
 
 class ModelReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,24 +64,24 @@ class ModelReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     errors: dict[str, int]
     within_slo: int
     latency: Spread | None
-    """Of the completed requests, from their intended send times; None if there are none."""
+    """Latency of completed requests, from their intended send times; None if there are none."""
     server: ServerTimes | None = None
     """The server's own times; None if it keeps no statistics."""
 
 
 class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The requests that were due in a part of the run."""
+    """Requests due in a part of the run."""
 
     start_s: float
     """From the end of the warm-up."""
     due: int
     completed: int
     histogram: str
-    """Latencies of the completed, nanoseconds to three digits, as HdrHistogram encodes them (V2, base64)."""
+    """Latencies of completed requests in nanoseconds, to three digits: an encoded HdrHistogram (V2, base64)."""
 
 
 class RunDescription(Load, frozen=True, kw_only=True):
-    """The load of a run, and where and when it ran."""
+    """A run's load, and where and when it ran."""
 
     url: str
     started_at: str = ""
@@ -90,30 +90,30 @@ class RunDescription(Load, frozen=True, kw_only=True):
     host: str = ""
     """Machine and versions of the generator."""
     interrupted: bool = False
-    """The run was stopped; `duration_s` is what was measured of it."""
+    """The run was stopped; `duration_s` is its measured part."""
     lane_share: float | None = None
-    """Part of the time that the server's busiest compute lane has computed; None for servers that do not say."""
+    """Fraction of the time that the server's busiest compute lane computed; None if the server does not report it."""
 
 
 class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One run. Requests of the warm-up are in none of the numbers."""
+    """One run. No number includes requests of the warm-up."""
 
     sent: int
     completed: int
     achieved_per_s: float
-    """Completed requests per second, until the last answer if that is later than the end of the run."""
+    """Completed requests per second, until the last answer, if that is later than the end of the run."""
     goodput_per_s: float
     """Requests answered within `slo_s` of their intended send time, per second of the run."""
     latency: Spread | None
     send_lag: Spread | None
     errors: dict[str, int]
-    """Requests that were not answered, by kind: "HTTP 503", "timeout", "connection", "not sent"."""
+    """Failed requests by kind: "HTTP 503", "timeout", "connection", "not sent"."""
     error_examples: dict[str, str]
     models: tuple[ModelReport, ...]
     generated: TextReport | None = None
-    """None if no text was."""
+    """None if no text was completed."""
     intervals: tuple[Interval, ...] = ()
-    """In order, of one second each, or a twentieth of a shorter run."""
+    """In order; each one second long, or a twentieth of a shorter run."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -122,7 +122,7 @@ class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def generator_was_late(self) -> bool:
-        """Whether the run is invalid: it did not send its requests at their times."""
+        """Whether the run is invalid, since requests were sent late."""
         if self.send_lag is None:
             return False
         share_s = 0.0 if self.latency is None else LATE_GENERATOR_SHARE * self.latency.p99_s
@@ -130,7 +130,7 @@ class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def within_slo(self) -> float:
-        """Share of all requests that were due, failed ones included, that were answered within `slo_s`."""
+        """Fraction of all due requests, including failed ones, answered within `slo_s`."""
         return sum(m.within_slo for m in self.models) / max(1, self.completed + sum(self.errors.values()))
 
     @property
@@ -144,7 +144,7 @@ def make_report(
     models: Sequence[str],
     server: Mapping[str, ServerTimes] | None = None,
 ) -> Report:
-    """Summarise the outcomes of the arrivals after the warm-up."""
+    """Summarise the outcomes of arrivals after the warm-up."""
     measured = [o for o in outcomes if o.arrival.at_s >= run.warmup_s]
     completed = [o for o in measured if o.failure is None]
     end_s = max((o.arrival.at_s + o.latency_s for o in completed), default=0.0) - run.warmup_s
@@ -203,7 +203,7 @@ def write_reports(path: Path, reports: Sequence[Report], as_list: bool) -> None:
 
 
 def read_reports(path: Path) -> list[Report]:
-    """Read what `write_reports` has written; raises UsageError for anything else."""
+    """Read a file of `write_reports`. Raises UsageError for any other file."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Report | list[Report])
     except (OSError, msgspec.MsgspecError) as error:
@@ -223,7 +223,7 @@ def spread(samples_s: Sequence[float]) -> Spread | None:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a report's table, and what is wrong with the run if something is."""
+    """Print a report's table, and the run's problems, if any."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("model", no_wrap=True)
     for heading in ("sent", "answered", "errors", *_HEADINGS):
@@ -232,7 +232,7 @@ def print_report(report: Report, console: Console) -> None:
         table.add_row(row.model, *_cells(row))
     table.add_section()
     table.add_row("all", *_cells(report), style="bold")
-    # Titles are no part of a table, where they would wrap at its width.
+    # Titles are printed separately: rich would wrap them at the table's width.
     console.print("Latency from the intended send time (ms)", style="italic", soft_wrap=True)
     console.print(table)
     if any(row.server is not None for row in report.models):
@@ -252,6 +252,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(
             f"{texts.texts} texts of {texts.tokens} tokens ({texts.tokens_per_s:.1f}/s); {'; '.join(told)}"
         )
+    # Problems come last: findings, late sends, errors, and the verdict
     for words in findings(report):
         console.print(f"[yellow]{words}[/yellow]", highlight=False)
     if report.send_lag is not None:
@@ -276,7 +277,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def findings(report: Report) -> list[str]:
-    """Say in words what the run's course shows: that the server was saturated, or answered nothing for a while."""
+    """Describe problems in the run's course: a saturated server, or an outage."""
     found = []
     if (growth := _growing_queue(report)) is not None:
         early, late = (_ms(seconds) for seconds in growth)
@@ -300,11 +301,11 @@ def findings(report: Report) -> list[str]:
 
 _OUTAGE_S = 1.0
 _SATURATED, _GROWN = 0.95, 3.0
-"""Share of the offered rate below which a server lags behind, and by how much latencies then grow within a run."""
+"""A server is saturated below this fraction of the offered rate, if latencies grow by this factor during the run."""
 
 
 def _growing_queue(report: Report) -> tuple[float, float] | None:
-    """Return the mean latency of the first and of the last quarter of a run in which the queue grew."""
+    """Return the mean latencies of the first and the last quarter of a saturated run; None for other runs."""
     if report.concurrency is not None or report.achieved_per_s > _SATURATED * report.rate_per_s:
         return None
     quarter = max(1, len(report.intervals) // 4)
@@ -320,7 +321,7 @@ def _growing_queue(report: Report) -> tuple[float, float] | None:
 
 
 def runs_table(reports: Sequence[Report]) -> Table:
-    """Compare the runs of a sweep, a row each."""
+    """Return a table with one row per run of a sweep."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for heading in ("offered/s", "answered/s", f"within {reports[0].slo_s * 1e3:g} ms", "p50", "p99", "p99.9"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""A whole run: find the models, draw the arrivals, send the requests, report."""
+"""Runs a load: finds the models, draws the arrivals, sends the requests, and reports."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from cohabit.loadgen.server_times import Counters, ServerTimes, lane_share_betwe
 
 @dataclass(frozen=True, slots=True)
 class SentLoad:
-    """The outcomes of a load's requests."""
+    """Outcomes of a load's requests."""
 
     run: RunDescription
     outcomes: Sequence[Outcome]
@@ -44,7 +44,7 @@ class SentLoad:
 async def run_load(
     url: str, load: Load, credentials: Credentials | None = None, keep_interrupted: bool = False
 ) -> Report:
-    """Send the load to the server at `url` and return the measurements."""
+    """Send the load to the server at `url`. Returns the report; see `send_load`."""
     return (await send_load(url, load, credentials, keep_interrupted)).report
 
 
@@ -53,7 +53,7 @@ async def send_load(
 ) -> SentLoad:
     """Send the load to the server at `url`.
 
-    With `keep_interrupted`, a run that is cancelled after its warm-up returns what it has measured until then.
+    With `keep_interrupted`, a run cancelled after its warm-up returns its measurements so far.
     """
     credentials = credentials or Credentials()
     async with connected(url, load.max_in_flight, load.timeout_s, credentials) as client:
@@ -61,6 +61,7 @@ async def send_load(
         load = await _settled(client, load, trace)
         total_s = load.warmup_s + load.duration_s
         requests = await prepare_requests(client, list(load.weights), load)
+        # All arrivals are known before the run; a closed loop draws only models, as it goes.
         arrivals: Sequence[RequestArrival] = ()
         if trace is not None:
             arrivals = trace
@@ -81,7 +82,7 @@ async def send_load(
                     else:
                         send = sender(client, requests, load)
                         await run_open_loop(arrivals, send, load.max_in_flight, tally)
-                except asyncio.CancelledError:
+                except asyncio.CancelledError:  # keep the measurements, if there are any
                     measured_s = time.perf_counter() - start_s - load.warmup_s
                     if not keep_interrupted or not tally.outcomes or measured_s <= 0:
                         raise
@@ -89,7 +90,7 @@ async def send_load(
                     assert task is not None
                     task.uncancel()
                     run = replace(run, duration_s=min(measured_s, load.duration_s), interrupted=True)
-            if load.concurrency is not None:
+            if load.concurrency is not None:  # the rate of a closed loop is a result
                 measured = sum(o.arrival.at_s >= load.warmup_s for o in tally.outcomes)
                 run = replace(run, rate_per_s=measured / run.duration_s)
             server: dict[str, ServerTimes] = {}
@@ -127,7 +128,7 @@ async def _settled(client: Client, load: Load, trace: Sequence[RequestArrival] |
 
 @contextlib.asynccontextmanager
 async def _counters_at(after_s: float, client: Client) -> AsyncIterator[list[Counters]]:
-    """Read the server's counters when the warm-up is over; the list is empty before."""
+    """Read the server's counters at the end of the warm-up; until then the list is empty."""
     found: list[Counters] = []
 
     async def read() -> None:
@@ -145,7 +146,7 @@ async def _counters_at(after_s: float, client: Client) -> AsyncIterator[list[Cou
 
 
 def _chosen(ready: Sequence[str], count: int | None, url: str) -> Sequence[str]:
-    """Return the first `count` of the ready models, or all; raises UsageError if there are fewer."""
+    """Return the first `count` ready models, or all. Raises UsageError if there are fewer."""
     if not ready:
         raise UsageError(f"{url} has no model ready")
     if count is not None and count > len(ready):
@@ -165,9 +166,9 @@ def _frozen_heap() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def _progress_line(tally: Tally, total: int, seconds: float) -> AsyncIterator[None]:
-    """Show the run's progress in one line of a terminal's stderr; elsewhere do nothing.
+    """Show the run's progress in one line of stderr; do nothing if stderr is not a terminal.
 
-    Plain text: rendering with rich takes milliseconds, during which this process would send nothing.
+    Plain text: rendering with rich takes milliseconds, during which this process would not send.
     """
     if not sys.stderr.isatty():
         yield

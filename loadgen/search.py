@@ -1,4 +1,4 @@
-"""Several runs on one server: at given rates, or in search of the highest rate that meets the SLO."""
+"""Several runs on one server: at given rates, or searching for the highest rate that meets the SLO."""
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from cohabit.loadgen.report import Report
 
 Measure = Callable[[float], Awaitable[Report]]
-"""Run the load at a rate (requests per second)."""
+"""Runs the load at a rate (requests per second)."""
 
 PRECISION = 0.05
-"""Relative width of the interval between a rate that meets the SLO and one that does not, at the end of the search."""
+"""Relative distance, at the end of the search, between a rate that meets the SLO and one that misses it."""
 _DOUBLINGS = 10
 
 
 async def sweep(measure: Measure, rates: Sequence[float]) -> list[Report]:
-    """Measure every rate, in order; end after a run that was interrupted."""
+    """Measure every rate, in order. Stops after an interrupted run."""
     reports: list[Report] = []
     for rate in rates:
         reports.append(await measure(rate))
@@ -26,20 +26,20 @@ async def sweep(measure: Measure, rates: Sequence[float]) -> list[Report]:
 
 @dataclass(frozen=True, slots=True)
 class FoundRate:
-    """What a search came to."""
+    """Result of a search."""
 
     rate_per_s: float | None
-    """The highest rate that was seen to meet the SLO."""
+    """Highest measured rate that met the SLO; None if none did."""
     reports: list[Report]
     stopped: str | None = None
-    """Why the search ended before it knew the rate to `PRECISION`."""
+    """Why the search ended before reaching `PRECISION`; None if it did not."""
 
 
 async def find_rate(measure: Measure, start_per_s: float, progress: Callable[[Report], None]) -> FoundRate:
     """Search for the highest rate that meets the SLO.
 
-    The rate is doubled or halved from `start_per_s` until one meets the SLO and one misses it, and then bisected.
-    A run that says nothing about the server ends the search: its generator was late, or it had too few requests.
+    The rate is doubled or halved from `start_per_s` until one rate meets the SLO and one misses it, then bisected. An
+    inconclusive run ends the search: it was interrupted, its generator was late, or it had too few requests.
     """
     reports: list[Report] = []
     low: float | None = None
@@ -61,14 +61,14 @@ async def find_rate(measure: Measure, start_per_s: float, progress: Callable[[Re
 
 
 def _following(rate: float, low: float | None, high: float | None) -> float:
-    """Return the rate to measure after `rate`; one of the bounds is known."""
+    """Return the rate to measure after `rate`. At least one bound is known."""
     if low is None:
         return rate / 2
     return rate * 2 if high is None else (low * high) ** 0.5
 
 
 def _says_nothing(report: Report) -> str | None:
-    """Return why a run says nothing about the server, if that is so."""
+    """Return why a run is inconclusive; None if it is not."""
     rate = f"{report.rate_per_s:.4g}/s"
     if report.interrupted:
         return "interrupted"

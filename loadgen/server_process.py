@@ -1,4 +1,4 @@
-"""A Cohabit server as a subprocess for the length of a run."""
+"""Runs a Cohabit server as a subprocess."""
 
 import asyncio
 import shlex
@@ -19,14 +19,14 @@ from cohabit.loadgen.client import address_of
 from cohabit.loadgen.errors import ServerFailed
 
 ANNOUNCEMENT = "http: "
-"""A line on the server's stdout that starts like this ends in its address."""
+"""Prefix of the line on the server's stdout that has its address."""
 
 _DRAIN_S = 40.0
 _LOG_LINES = 20
 
 
 def server_command(program: str, repository: Path, memory: str, layout: str | None) -> list[str]:
-    """Return the command line that serves `repository` on ports of the system's choice, once it is fully planned."""
+    """Return a command line that serves `repository` on ports chosen by the system, after full planning."""
     return [
         *_locate(program),
         *("serve", str(repository), "--memory", memory),
@@ -49,7 +49,7 @@ async def running_server(
     end of that file, if the server exits or is not ready after `patience_s`.
     """
     with tempfile.TemporaryFile() as log:
-        # A session of its own, so that Ctrl-C reaches this process only, which then stops the server.
+        # A new session, so that Ctrl-C reaches only this process, which then stops the server.
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=None if show_log else log, start_new_session=True
         )

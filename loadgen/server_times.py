@@ -1,4 +1,4 @@
-"""The server's own view of a run: where its requests spent their time."""
+"""Times of a run as measured by the server: queue, inputs, compute and outputs."""
 
 import re
 import time
@@ -17,33 +17,33 @@ _RESTARTS = re.compile(r"^cohabit_engine_restarts_total(\{.*\})? (?P<value>\S+)$
 
 
 class ServerTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Means over the requests that the server answered, seconds, from Triton's statistics of a model."""
+    """Mean seconds over the requests answered by the server, from Triton's statistics of a model."""
 
     requests: int
     queue_s: float
     """From a request's arrival to the start of its execution."""
     input_s: float
     compute_s: float
-    """Of the batch that a request was in; waits for parameters included."""
+    """Execution of the request's batch, including waits for parameters."""
     output_s: float
     stall_s: float | None
-    """Waits for parameters per execution, from Cohabit's metrics; None for servers that have no such metric."""
+    """Waits for parameters per execution, from Cohabit's metrics; None if the server has no such metric."""
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """What a server had counted at one moment, by model."""
+    """A server's counters at one moment."""
 
     models: Mapping[str, Mapping[str, float]]
     stall_s: Mapping[str, float]
     restarts: float = 0.0
-    """Of Cohabit's engine, whose counters are then reset."""
+    """Restarts of Cohabit's engine, which reset its counters."""
     lanes_s: Mapping[str, float] = {}
-    """Seconds that Cohabit's compute lanes have computed, waits for parameters left out."""
+    """Seconds computed by each of Cohabit's compute lanes, without waits for parameters."""
     at_s: float = 0.0
 
 
 async def read_counters(client: Client) -> Counters:
-    """Read a server's statistics; without any, all is empty."""
+    """Read a server's counters; empty if it keeps no statistics."""
     stall_s: dict[str, float] = {}
     metrics = await client.metrics()
     for found in _STALL.finditer(metrics):
@@ -54,7 +54,7 @@ async def read_counters(client: Client) -> Counters:
 
 
 def lane_share_between(before: Counters, after: Counters) -> float | None:
-    """Return the part of the time that the busiest compute lane has computed; None where the server does not say."""
+    """Return the fraction of the time that the busiest compute lane computed; None if the server does not report it."""
     seconds = after.at_s - before.at_s
     if after.restarts != before.restarts or seconds <= 0:
         return None
@@ -63,9 +63,10 @@ def lane_share_between(before: Counters, after: Counters) -> float | None:
 
 
 def times_between(before: Counters, after: Counters) -> dict[str, ServerTimes]:
-    """Return each model's mean times between two moments; models without a request in between are left out.
+    """Return each model's mean times between two moments.
 
-    So are those whose counters were reset, because the model was loaded again; all, if the engine was restarted.
+    Leaves out models without requests in between, and models loaded again, which resets their counters. Empty if the
+    engine was restarted.
     """
     found: dict[str, ServerTimes] = {}
     if after.restarts != before.restarts:
@@ -86,7 +87,7 @@ def times_between(before: Counters, after: Counters) -> dict[str, ServerTimes]:
 
 
 def _by_model(statistics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Add up the versions of each model. gRPC's JSON has integers as texts, and leaves out zeros."""
+    """Sum the versions of each model. gRPC's JSON has integers as strings, and omits zeros."""
     models: dict[str, dict[str, float]] = {}
     for entry in statistics:
         stats = entry.get("inference_stats", {})

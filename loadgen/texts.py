@@ -1,4 +1,4 @@
-"""Texts as requests: prompts of drawn tokens, whose answers stream by OpenAI's `/v1/completions`."""
+"""Requests for texts: prompts of drawn tokens, answers streamed through OpenAI's `/v1/completions`."""
 
 import time
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cohabit.loadgen.arrivals import TextSize
 from cohabit.loadgen.openloop import RequestFailed, TokenTimes
 
 _FIRST_ID = 3
-"""Ids below are usually those of special tokens."""
+"""Lower ids are usually special tokens."""
 _DATA, _END = b"data: ", b"[DONE]"
 
 
@@ -35,13 +35,13 @@ class TextModel:
 
     name: str
     size: TextSize
-    """Of texts whose length the trace does not say."""
+    """Default length, if the trace has none."""
     bound: int
-    """What token ids are drawn below."""
+    """Exclusive upper bound of drawn token ids."""
 
 
 class TextSender:
-    """Sends texts of one server's models."""
+    """Sends requests for texts to one server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
         self._session = session
@@ -49,7 +49,7 @@ class TextSender:
         self._draws = np.random.default_rng(seed)
 
     async def send(self, model: TextModel, size: TextSize | None) -> TokenTimes:
-        """Generate one text, greedily, and return when its tokens came. Raises RequestFailed."""
+        """Generate one text greedily. Returns its tokens' arrival times. Raises RequestFailed."""
         size = size or model.size
         prompt = self._draws.integers(min(_FIRST_ID, model.bound - 1), model.bound, size.prompt_tokens).tolist()
         body = {
@@ -75,7 +75,7 @@ class TextSender:
 
 
 def _tokens_of(line: bytes) -> int:
-    """Return how many tokens an event brings; without their ids, an event is a token. Raises RequestFailed."""
+    """Return an event's number of tokens; an event without token ids counts as one. Raises RequestFailed."""
     try:
         event = _event.decode(line[len(_DATA) :])
     except msgspec.MsgspecError as error:

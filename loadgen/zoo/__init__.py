@@ -1,4 +1,4 @@
-"""The models that loadgen can build, by name. Reading this registry imports neither torch nor transformers."""
+"""Registry of models that loadgen can build. Importing it imports neither torch nor transformers."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ Build = Callable[[int], tuple["torch.nn.Module", Inputs]]
 class ZooModel:
     """A model of the zoo.
 
-    Its name in `module` is a function `(seed) -> (module in eval mode, example inputs by argument name)`. The seed
-    fixes the weights, and for a ranker also the layer sizes; models with real weights ignore it.
+    `module` has a function of its name: `(seed) -> (module in eval mode, example inputs by argument name)`. The seed
+    determines the weights, and for a ranker also the layer sizes. Models with real weights ignore it.
     """
 
     name: str
     module: str
     parameters: int
-    """Number of parameters (of seed 0, where the seed changes it), buffers not counted."""
+    """Number of parameters without buffers (for seed 0, if it depends on the seed)."""
     description: str
     real_weights: bool = False
 
@@ -34,7 +34,7 @@ class ZooModel:
         return 4 * self.parameters
 
     def build(self, seed: int = 0) -> "tuple[torch.nn.Module, Inputs]":
-        """Build the model. Raises UnavailableModel where a package with its code or weights is not installed."""
+        """Build the model. Raises UnavailableModel if a package with its code or weights is not installed."""
         try:
             build: Build = getattr(importlib.import_module(f"cohabit.loadgen.zoo.{self.module}"), self.name)
         except ModuleNotFoundError as error:
@@ -43,7 +43,7 @@ class ZooModel:
 
 
 def not_installed(what: str, error: ModuleNotFoundError) -> UnavailableModel:
-    """Say which package `what` needs, and the command that installs it."""
+    """Return an error that names the missing package and the command that installs it."""
     return UnavailableModel(f"{what}: needs the package {error.name}; pip install 'cohabit[zoo]'")
 
 

@@ -7,7 +7,7 @@ from cohabit.loadgen.errors import UnavailableModel
 
 
 def package_folder(package: str, distribution: str, model: str) -> Path:
-    """Return the folder of `package`, or raise UnavailableModel with the command that installs it."""
+    """Return the folder of `package`. Raises UnavailableModel, with the install command, if it is missing."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise UnavailableModel(

@@ -16,7 +16,7 @@ def export_model(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Export
     """Export with the first dimension of every input as one dynamic dimension of 1 to MAX_BATCH."""
     batch = Dim("batch", min=1, max=MAX_BATCH)
     with warnings.catch_warnings(), torch.no_grad():
-        # nn.LSTM keeps a list of its own parameters, and export takes refreshing that list for a change of state.
+        # nn.LSTM refreshes a list of its parameters, which export mistakes for a change of state.
         warnings.filterwarnings(
             "ignore", message=r"(?s)The tensor attributes? .*_flat_weights", category=UserWarning
         )
@@ -24,9 +24,9 @@ def export_model(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Export
 
 
 def save_model(program: ExportedProgram, path: Path, notes: Mapping[str, str]) -> None:
-    """Write `program` to `path` whole or not at all; `notes` become files inside the archive."""
+    """Write `program` to `path` atomically. `notes` become files inside the archive."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The file name becomes the root folder inside the archive, hence a temporary folder, not a temporary name.
+    # A temporary folder, not a temporary name: the file name becomes the root folder inside the archive.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:
         unfinished = Path(folder) / path.name
         torch.export.save(program, unfinished, extra_files=dict(notes))

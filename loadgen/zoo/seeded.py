@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 EXAMPLE_BATCH = 2
-"""Batch of the example inputs; above 1, because export would take 1 for a constant."""
+"""Batch of the example inputs; above 1, because export treats 1 as a constant."""
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Make torch's default generator start from `seed`, and leave the caller's generator as it was."""
+    """Seed torch's default generator inside the block, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def token_ids(vocabulary: int, length: int) -> torch.Tensor:
-    """Example token ids, [EXAMPLE_BATCH, length] int64."""
+    """Return example token ids, [EXAMPLE_BATCH, length] int64."""
     return torch.randint(0, vocabulary, (EXAMPLE_BATCH, length))
 
 
@@ -27,8 +27,8 @@ def token_ids(vocabulary: int, length: int) -> torch.Tensor:
 def calibrate_batch_norms(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
     """Set the running statistics from `inputs`.
 
-    A deep network with random weights and the default statistics (mean 0, variance 1) would square its
-    activations' scale over and over, and folding its normalisation would be trivial.
+    With random weights and the default statistics (mean 0, variance 1), each layer of a deep network would square its
+    activations' scale, and folding the normalisation would be trivial.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]

@@ -36,7 +36,7 @@ def bert_base(seed: int) -> tuple[nn.Module, Inputs]:
 
 
 def bert_short(seed: int) -> tuple[nn.Module, Inputs]:
-    """Of DistilBERT's size."""
+    """BERT of DistilBERT's size."""
     return _encoder(seed, hidden=768, layers=6, heads=12, length=16)
 
 

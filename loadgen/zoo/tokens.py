@@ -1,4 +1,4 @@
-"""MiniLM's tokenizer, from the files that come with its weights. Imports neither torch nor transformers."""
+"""MiniLM's tokenizer, from the files beside its weights. Imports neither torch nor transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ def minilm_folder() -> Path:
 
 
 def tokenize(sentences: Sequence[str], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return token ids and mask, [len(sentences), length] each, cut or padded to `length`."""
+    """Return token ids and mask, [len(sentences), length] each, truncated or padded to `length`."""
     tokenizer = Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)

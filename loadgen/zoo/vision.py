@@ -71,10 +71,10 @@ def _convolutional(classifier: nn.Module) -> tuple[nn.Module, Inputs]:
 
 
 def _damp_branches(classifier: nn.Module) -> None:
-    """Start residual branches small, as training recipes do (the last scale of each branch).
+    """Initialise the last scale of each residual branch to a small value, as training recipes do.
 
-    With branches as large as their trunk, fifty blocks of random weights amplify rounding errors until float32 is
-    too far from float64 to compare anything with.
+    With branches as large as their trunk, fifty blocks of random weights amplify rounding errors until float32 is too
+    far from float64 for any comparison.
     """
     for module in classifier.modules():
         if isinstance(module, ResNetBottleNeckLayer):

@@ -1,4 +1,4 @@
-"""The arena: all device memory that parameters may use, taken once."""
+"""Arena of the CPU backend: all memory that parameters may use, in one mapping."""
 
 import ctypes
 import math
@@ -13,14 +13,14 @@ from cohabit.runtime.memory import require_inside
 
 
 class CpuArena:
-    """One anonymous mapping, page aligned. Views keep it alive; `close` forgets it."""
+    """One anonymous, page-aligned mapping. Views keep the mapping alive; `close` releases its pages."""
 
     device = torch.device("cpu")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._map = anonymous_memory(nbytes)
-        with suppress(OSError):  # a system without huge pages; kernels read parameters faster from those
+        with suppress(OSError):  # no huge pages on this system; they make kernels' reads of parameters faster
             self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def __enter__(self) -> "CpuArena":
@@ -30,22 +30,22 @@ class CpuArena:
         self.close()
 
     def close(self) -> None:
-        """Release the pages now. Views that still exist then read zeros."""
+        """Release the pages now. Remaining views read zeros."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def bytes(self, offset: int, nbytes: int) -> Bytes:
-        """The given bytes as a writable array. Raises MemoryExceeded outside of the arena."""
+        """Return these bytes as a writable array. Raises MemoryExceeded outside the arena."""
         require_inside(self, offset, nbytes)
         return np.frombuffer(self._map, np.uint8, count=nbytes, offset=offset)
 
     def over(self, flat: torch.Tensor) -> Bytes:
-        """A flat tensor's bytes as an array. Its own `numpy` would forbid its storage to be resized."""
+        """Return a flat tensor's bytes as an array. The tensor's own `numpy` would make its storage unresizable."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr()))
 
     def tensor(
         self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """A dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
+        """Return a dense tensor over the arena's bytes. Raises MemoryExceeded outside the arena."""
         count = math.prod(shape)
         require_inside(self, offset, count * dtype.itemsize)
         if count == 0:

@@ -1,4 +1,4 @@
-"""The CPU as a device: anonymous memory, host stores, and executors with two or three threads each."""
+"""CPU backend: anonymous memory, host stores, and executors with two or three threads each."""
 
 import logging
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ _log = logging.getLogger("cohabit.runtime")
 
 
 class CpuBackend:
-    """`link_bandwidth_bytes_per_s` slows copies down, to stand in for another bus or flash.
+    """`link_bandwidth_bytes_per_s` limits the speed of copies, to emulate another bus or flash.
 
-    `verify_reads` compares all reads from weights files with their checksums. `lost_on_change` is `CpuExecutor`'s.
+    `verify_reads` checks all reads from weights files against their checksums. `lost_on_change`: see `CpuExecutor`.
     """
 
     name = "cpu"
@@ -52,7 +52,7 @@ class CpuBackend:
         self._links = Links()
         self._executors: list[CpuExecutor] = []
         self._activation_bytes = 0
-        """The most that activations of one inference take, of all plans so far."""
+        """Maximum activation bytes of one inference, over all plans so far."""
 
     def arena(self, nbytes: int) -> CpuArena:
         if huge_pages_are_off():
@@ -69,7 +69,7 @@ class CpuBackend:
         return self.executors(1)[0]
 
     def executors(self, count: int) -> Sequence[CpuExecutor]:
-        """Return one executor per compute lane, started when it is first asked for."""
+        """Return one executor per compute lane, started on first use."""
         while len(self._executors) < count:
             self._executors.append(CpuExecutor(lost_on_change=self._lost_on_change))
             self._executors[-1].start()
@@ -103,9 +103,9 @@ class CpuBackend:
         return lowered, cached_profiles(lowered, device, cache, measured, quick=quick)
 
     def _window_bytes(self, manifest: Manifest, store: HostStore[Bytes]) -> int:
-        """Return a third of the last-level cache, as what is copied from RAM and what ops write pass through it, too.
+        """Return a third of the last-level cache: copies' sources and ops' results pass through it, too.
 
-        0 for links that memory does not limit, and for parameters that do not fit.
+        0 if memory does not limit the link, and if a segment is larger than that.
         """
         window = last_level_cache_bytes() // 3 // BLOCK_BYTES * BLOCK_BYTES
         largest = max((s.nbytes for s in manifest.segments), default=0)
@@ -135,10 +135,10 @@ class CpuBackend:
         return RelocatableModel(lowered, plan, profile, arena, store)
 
     def _keep_activations(self, plan: Plan) -> None:
-        """Have the C library keep the activations' bytes, which are counted already, from one inference to the next.
+        """Make the C library keep freed activations, which the budget counts already, for the next inference.
 
-        The heap's own gaps between them are allowed for: the C library returns all free bytes at the heap's end once
-        they exceed the limit, and each page of them is a page fault in the next inference.
+        The limit allows for the heap's gaps: once the free bytes at the heap's end exceed it, the C library returns all
+        of them, and the next inference takes a page fault for each page.
         """
         self._activation_bytes = max(self._activation_bytes, plan.pool_bytes or plan.memory.workspace_bytes)
         keep_freed_memory(max(1, len(self._executors)) * (self._activation_bytes * 5 // 4 + KEPT_BYTES))

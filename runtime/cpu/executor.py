@@ -1,8 +1,8 @@
-"""The CPU's executor: issues programs to the lanes and keeps their order, without making decisions.
+"""CPU executor: runs programs on the lanes in the plan's order, without making decisions.
 
-The compute lane is the thread that calls `run`; the swap-in lane is a thread of its own, and so is the swap-out lane
-once there are activations to swap out. Lanes run in order, so "after step k" means that k + 1 steps of that lane have
-finished, and an event is a number on a counter.
+The compute lane is the thread that calls `run`. The swap-in lane has its own thread, and so has the swap-out lane once
+there are activations to swap out. Lanes run in order, so "after step k" means that k + 1 steps of that lane have
+finished, and an event is a value of a counter.
 """
 
 import time
@@ -24,12 +24,12 @@ from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.recording import Follow, Recording
 
 PIECE_BYTES = 4 << 20
-"""Size at which a link saturates; at 5 GB/s a piece delays other programs by less than a millisecond."""
+"""Size of a piece: it saturates a link, and at 5 GB/s delays other programs by less than a millisecond."""
 
 
 @dataclass(slots=True)
 class _Restored:
-    """A model's last run, and the ticket of each resident that it brings back."""
+    """A model's last run, and the ticket of each resident that it restores."""
 
     run: LaneRun
     tickets: dict[int, int]
@@ -38,7 +38,7 @@ class _Restored:
 class CpuExecutor:
     """Runs programs one at a time, for one calling thread at a time.
 
-    A changed weights file is the loss of the device if `lost_on_change`, and else fails the runs that read it.
+    With `lost_on_change`, a changed weights file counts as a lost device; otherwise runs that read it fail.
     """
 
     def __init__(self, *, lost_on_change: bool = True) -> None:
@@ -51,7 +51,7 @@ class CpuExecutor:
         self._restored: dict[str, _Restored] = {}
         self._lost: str | None = None
         self._stale: set[str] = set()
-        """Models whose residents may be wrong, because a copy failed or their bytes were another's."""
+        """Models whose residents may be wrong: a copy failed, or another model used their memory."""
 
     def __enter__(self) -> "CpuExecutor":
         self.start()
@@ -67,13 +67,13 @@ class CpuExecutor:
         self._swap_in.start()
 
     def close(self) -> None:
-        """Let the lanes finish their queues and end."""
+        """Finish the lanes' queues and stop their threads."""
         self._swap_out.close()
         self._swap_in.close()
 
     @property
     def lost(self) -> str | None:
-        """Why models must be loaded again: a weights file was changed. A CPU itself is never lost."""
+        """Why models must be loaded again: a weights file changed. A CPU itself is never lost."""
         return self._lost
 
     @property
@@ -102,9 +102,9 @@ class CpuExecutor:
         return time.perf_counter() - run.start_s
 
     def load_in_pieces(self, programs: Sequence[Program]) -> Iterator[None]:
-        """Load the residents of one model, which its programs share, about `PIECE_BYTES` per step of the iterator.
+        """Load the residents that one model's programs share, about `PIECE_BYTES` per step of the iterator.
 
-        They are loaded under a name of their own, so that a running version of the model is not disturbed.
+        They are loaded under a separate name, so that a running version of the model is not disturbed.
         """
         name = f"{programs[0].name} (arriving)"
         piece: list[SwapStep] = []
@@ -120,7 +120,7 @@ class CpuExecutor:
             self.load(replace(programs[0], name=name, residents=tuple(piece)))
 
     def invalidate(self, program: Program) -> None:
-        """Note that a model's residents are not in place: its next run loads them first."""
+        """Mark a model's residents as invalid: its next run loads them first."""
         self._stale.add(program.name)
 
     def release(self, program: Program) -> None:
@@ -129,7 +129,7 @@ class CpuExecutor:
             tensor.close()
 
     def capture(self, program: Program) -> Capture | None:
-        """A CPU has no graphs."""
+        """Return None: a CPU has no graphs."""
         return None
 
     def settle(self) -> None:
@@ -137,7 +137,7 @@ class CpuExecutor:
         self._swap_in.done.wait(self._swap_in.submitted)
 
     def finish(self, program: Program) -> None:
-        """Wait for the copies of a program's last run. Raises DeviceError if one of them failed."""
+        """Wait for the copies of a program's last run. Raises DeviceError if one failed."""
         self.settle()
         if program.name in self._restored:
             restored = self._restored[program.name]
@@ -153,31 +153,33 @@ class CpuExecutor:
     ) -> Result:
         """Run one inference. See `runtime.backend.ProgramRunner`; `traced` runs op by op and times each.
 
-        If a copy or a kernel fails, the residents are restored all the same. A resident that the last run could not
-        restore is copied again before it is read, and this run fails only if that copy fails, too. `follow` is called
-        in any case.
+        Residents are restored even if a copy or a kernel fails. A resident that the last run could not restore is
+        copied again before it is read; this run fails only if that copy fails, too. `follow` is called in any case.
         """
-        torch.get_num_threads()  # OpenMP's setting is each thread's own, and torch passes its own on when asked
+        torch.get_num_threads()  # OpenMP's setting is per thread; this call makes torch apply its own
+        # Residents first: stale ones are wrong, and those about to be saved unread may still be on their way.
         if program.name in self._stale:
             self.load(program, follow=follow)
         if program.offloaded and program.saves_unread_residents:
             self.settle()
         recording = Recording(program) if traced or follow is not None else None
         run = self._new_run(recording)
+        # Inputs must be in the frame before `start`, which takes the storages of offloaded ones.
         frame = program.new_frame()
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
         for offloaded in program.offloaded:
             if offloaded.spill.at_start and offloaded.spill.slot is not None:
-                frame[offloaded.spill.slot] = frame[offloaded.spill.slot].clone()  # the caller's keeps its bytes
+                frame[offloaded.spill.slot] = frame[offloaded.spill.slot].clone()  # the caller's tensor keeps its bytes
             offloaded.start(frame)
+        # `_submit` replaces the last run, whose restores this run still waits for.
         restored = self._restored.get(program.name)
         self._submit(program, run)
         try:
             with torch.inference_mode():
                 stall_s = self._compute(program, run, frame, restored)
                 if not program.computes:
-                    self.settle()  # no op waited for the parameters that are its outputs
+                    self.settle()  # without ops, nothing has waited for parameters that are outputs
                 self._raise_if_failed(program, run, restored)
                 for call in program.final_calls:
                     call(frame)
@@ -188,7 +190,7 @@ class CpuExecutor:
         except Exception as error:
             raise DeviceError(f"{program.graph.name}: {error}") from error
         finally:
-            # Whatever happened, the swap-in lane goes on to the end, so that the residents are back for the next run.
+            # Also after an error, the swap-in lane makes all copies, so that residents are back for the next run.
             self._swap_in.submit(run, program.swap_ins[self._swap_in.submitted - run.swap_in_base :])
             self._computes.advance(run.compute_base + len(program.computes))
             if program.offloaded:
@@ -205,7 +207,7 @@ class CpuExecutor:
         return LaneRun(time.perf_counter(), *bases, recording=recording)
 
     def _submit(self, program: Program, run: LaneRun) -> None:
-        """Queue a run's copies, unless the compute lane makes them itself, once the swap-in lane is idle."""
+        """Queue a run's copies. If the compute lane makes them itself, wait until the swap-in lane is idle instead."""
         if program.copies_inline:
             self.settle()
         else:
@@ -218,9 +220,9 @@ class CpuExecutor:
             self._restored[program.name] = _Restored(run, tickets)
 
     def _settle_offloaded(self, program: Program, run: LaneRun) -> None:
-        """Wait until no lane uses offloaded activations any more, and drop them, also after a failure.
+        """Wait until no lane uses offloaded activations, and drop them, also after a failure.
 
-        Residents may still be on their way back: the next run waits for them op by op.
+        Restores of residents may go on: the next run waits for them op by op.
         """
         self._swap_out.done.wait(run.swap_out_ticket(len(program.swap_outs)))
         self._swap_in.done.wait(run.swap_in_ticket(program.last_return_awaited))
@@ -234,7 +236,7 @@ class CpuExecutor:
         frame: Frame,
         restored: _Restored | None,
     ) -> float:
-        """Run the compute steps, each by itself if they are noted. Returns the seconds for which they waited."""
+        """Run the compute steps, one by one if recorded, else in groups. Returns the seconds spent waiting."""
         stall_s = 0.0
         finished = run.compute_base
         each = (
@@ -263,14 +265,14 @@ class CpuExecutor:
                 run.recording.note(step, start, time.perf_counter())
             finished += group.steps
             if finished < run.compute_base + len(program.computes):
-                # `run` counts the last step: outputs that are parameters are cloned before the epilogue starts.
+                # `run` counts the last step after cloning outputs that are parameters: the epilogue waits for that.
                 self._computes.advance(finished)
         return stall_s
 
     def _raise_if_failed(self, program: Program, run: LaneRun, restored: _Restored | None) -> None:
-        """Raise DeviceError if a copy of this run failed, or one of the last run for it, not repeated since.
+        """Raise DeviceError if a copy of this run failed, or a restore by the last run that was not repeated.
 
-        The next run of the model reloads its residents.
+        The model's next run reloads its residents.
         """
         error = run.error
         if error is None and restored is not None and not restored.run.failed.isdisjoint(restored.tickets):
@@ -292,10 +294,10 @@ class CpuExecutor:
 
 
 def _restore_again(program: Program, step: ComputeStep[Call], last: LaneRun, run: LaneRun) -> None:
-    """Repeat copies of the last run that failed, of residents which a step is about to read for the first time.
+    """Repeat failed copies of the last run, for residents that a step is about to read for the first time.
 
-    Until then, their addresses are theirs alone. Tensors without addresses are not copied again: their storages may
-    hold state, which exists nowhere else. Such a failure remains, and fails the run.
+    Until then, nothing else uses their addresses. Counted tensors are not copied again: their storages may hold state
+    that exists nowhere else. Their failure fails the run.
     """
     for resident in program.residents:
         if resident.tensor in last.failed and resident.tensor in step.first_reads and resident.offloaded is None:

@@ -1,4 +1,4 @@
-"""The CPU's swap lanes: threads that copy in order, and the counters by which lanes wait for each other."""
+"""Swap lanes of the CPU: threads that copy in order, and the counters by which lanes wait for each other."""
 
 import logging
 import math
@@ -15,10 +15,10 @@ _log = logging.getLogger("cohabit.runtime")
 
 
 class Counter:
-    """A number that only grows, which threads can wait for. Reading and advancing take no lock.
+    """Monotonic counter that threads can wait for. Reading takes no lock; advancing takes one only to wake a waiter.
 
-    A thread is woken when its value is reached, not before: woken after every op, it would take the interpreter from
-    the thread that computes each time.
+    A waiter is woken only when its value is reached: woken after every op, it would take the GIL from the computing
+    thread each time.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class Counter:
         self._reached = threading.Condition()
 
     def advance(self, value: int) -> None:
-        """Set a larger value. Called by the one thread that owns the counter."""
+        """Set a larger value. Called only by the thread that owns the counter."""
         self.value = value
         if value >= self._least_awaited:
             with self._reached:
                 self._reached.notify_all()
 
     def wait(self, value: int) -> None:
-        """Return as soon as the counter has reached `value`."""
+        """Wait until the counter has reached `value`."""
         if self.value >= value:
             return
         with self._reached:
@@ -51,7 +51,7 @@ class Counter:
 class LaneRun:
     """One inference in progress: its steps' positions on the lanes' counters, and its error.
 
-    A *ticket* is the value of a swap lane's counter once some number of the run's steps on that lane have ended.
+    A *ticket* is the value that a swap lane's counter reaches after a given number of the run's steps on that lane.
     """
 
     start_s: float
@@ -62,21 +62,21 @@ class LaneRun:
     swap_out_base: int
     """The swap-out lane's counter before this run's swap-outs."""
     error: BaseException | None = None
-    """Of its first copy that failed."""
+    """Error of the first failed copy."""
     failed: set[int] = field(default_factory=set)
-    """Tensors of which a copy failed, and which have not been copied again since."""
+    """Tensors whose copy failed and has not been repeated."""
     recording: Recording | None = None
-    """What each step is noted in, for a run that is followed."""
+    """Times of the steps; None if the run is not recorded."""
     hand_over: Callable[[], None] | None = None
-    """What to do with the notes after the last copy."""
+    """Called with the recording complete, after the last copy."""
 
     def fail(self, tensor: int, error: BaseException) -> None:
-        """Note a copy that failed."""
+        """Record a failed copy."""
         self.error = self.error or error
         self.failed.add(tensor)
 
     def swap_in_ticket(self, count: int) -> int:
-        """Return the ticket of the first `count` swap-ins; 0 for none, so that no earlier run is waited for."""
+        """Return the ticket of the first `count` swap-ins; 0 for none, so that no earlier run is awaited."""
         return self.swap_in_base + count if count else 0
 
     def swap_out_ticket(self, count: int) -> int:
@@ -85,7 +85,7 @@ class LaneRun:
 
 
 class SwapLane:
-    """A thread that makes prepared copies in the order in which they are submitted."""
+    """A thread that makes prepared copies in the order of their submission."""
 
     def __init__(self, name: str, computes: Counter) -> None:
         self.done = Counter()
@@ -100,31 +100,31 @@ class SwapLane:
         self._thread: threading.Thread | None = None
 
     def pair(self, wait_for_others: Callable[[LaneRun, int], None]) -> None:
-        """Set, before the start, the call that waits for a number of a run's steps on the other swap lane."""
+        """Set the function that waits for a number of a run's steps on the other swap lane. Call before `start`."""
         self._wait_for_others = wait_for_others
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
+        """Start the thread, unless it is running."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Let the thread, if there is one, finish its queue and end."""
+        """Stop the thread, if started, after it has finished its queue."""
         self._closing = True
         self._wake.release()
         if self._thread is not None:
             self._thread.join()
 
     def submit(self, run: LaneRun, steps: Sequence[SwapStep]) -> None:
-        """Queue copies; `done` counts them on from `submitted` as it was before."""
+        """Queue copies. `done` counts them, starting at the previous value of `submitted`."""
         if steps:
             self.submitted += len(steps)
             self._queue.append((run, steps))
             self._wake.release()
 
     def copy_here(self, run: LaneRun, steps: Sequence[SwapStep]) -> float:
-        """Make copies in the calling thread, while the lane is idle. Returns the seconds that they took."""
+        """Make copies in the calling thread. The lane must be idle. Returns the seconds."""
         before_s = self.busy_s
         self.submitted += len(steps)
         for step in steps:
@@ -133,7 +133,7 @@ class SwapLane:
         return self.busy_s - before_s
 
     def finish(self, run: LaneRun) -> None:
-        """Hand over a run's notes after everything that was submitted before."""
+        """Call a run's `hand_over` after all copies submitted before."""
         self._queue.append((run, ()))
         self._wake.release()
 

@@ -1,1 +1,1 @@
-"""The CUDA backend. `driver` is the only file that touches torch.cuda, ctypes or NVML."""
+"""The CUDA backend. Only `driver`, `pools` and `libcuda` touch torch.cuda, ctypes or NVML."""

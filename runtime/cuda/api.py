@@ -1,8 +1,8 @@
-"""The part of CUDA that the backend uses, as protocols. `driver` implements it; tests have an adversarial fake.
+"""Protocols for the part of CUDA that the backend uses. `driver` implements them; tests have an adversarial fake.
 
-Work is issued to the calling thread's current stream. Streams run on their own, in order each; between them there is
-no order but that of events. An event stands for the work that its stream had when the event was last recorded; a wait
-issued before that record waits for nothing.
+Work is issued to the calling thread's current stream. Each stream runs its work in order; only events order work of
+different streams. An event stands for the work issued to its stream before the event's last record. A wait issued
+before that record waits for nothing.
 """
 
 import threading
@@ -19,18 +19,18 @@ from cohabit.runtime.options import Tf32
 
 Kernels = Callable[[], None]
 STAGING_SLOTS, SLOT_BYTES = 4, 2 << 20
-"""Of a stream's buffer for encoded bytes on their way. A copy as large as a slot has nearly the link's full speed."""
+"""Slots of a stream's buffer for encoded bytes. A copy as large as a slot has nearly the link's full speed."""
 HostBytes = npt.NDArray[np.uint8]
 
 
 Stream: TypeAlias = Any
-"""A queue of work on the device: the driver's own type."""
+"""A queue of work on the device; the driver's type."""
 Event: TypeAlias = Any
-"""A place in a stream's work: the driver's own type."""
+"""A point in a stream's work; the driver's type."""
 
 
 class AllocatorPool(Protocol):
-    """A range of device memory, from which tensors are allocated while the pool is in use."""
+    """Device memory from which tensors are allocated while the pool is in use."""
 
     @property
     def held_bytes(self) -> int:
@@ -39,12 +39,12 @@ class AllocatorPool(Protocol):
 
     @property
     def refused_bytes(self) -> int | None:
-        """The least allocation that was refused, even if the operator then used less; None if none was."""
+        """Size of the smallest refused allocation, even if the operator then used less; None if none was refused."""
         ...
 
     @property
     def layout(self) -> Hashable:
-        """Which bytes have tensors, and which are free: with the same layout, the same allocations have room."""
+        """Allocated and free ranges. Allocations that fit into a layout always fit into the same layout."""
         ...
 
     def leaving(self, nbytes: int) -> AbstractContextManager[None]:
@@ -52,15 +52,13 @@ class AllocatorPool(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the bytes. No tensor and no graph of the pool may be left."""
+        """Release the bytes. The pool's tensors and graphs must be released before."""
         ...
 
 
 class CapturedGraph(Protocol):
-    """Captured work."""
-
     def replay(self) -> None:
-        """Issue all of it to the current stream: after the stream's earlier work, and before its later work."""
+        """Issue the captured work to the current stream: after the stream's earlier work, before its later work."""
         ...
 
 
@@ -79,26 +77,26 @@ class StagingSlot:
 
     memory: torch.Tensor
     free: Event | None = None
-    """Reached when what was in it is decoded; None before the buffer is used."""
+    """Reached when the slot's last contents are decoded; None before the buffer is used."""
 
 
 class Staging:
-    """A stream's buffer for encoded bytes, in slots that are used in turn, and the stream whose copies fill them.
+    """A stream's buffer for encoded bytes, in slots used in turn, and the stream whose copies fill them.
 
-    Copies run ahead of the decoding, which alone waits for the places that it fills.
+    Copies run ahead of decoding. Only decoding waits for its destinations to be free.
     """
 
     def __init__(self, memory: torch.Tensor, link: Stream, *, captured: bool) -> None:
         self.link = link
         self.captured = captured
-        """Whether it is used once, for a capture."""
+        """Whether the buffer is used once, for a capture."""
         self.turn = threading.Lock()
-        """Held while something passes through a slot."""
+        """Held while a copy through a slot is issued."""
         self.slots = [StagingSlot(part) for part in memory.chunk(STAGING_SLOTS)]
 
 
 class Driver(Protocol):
-    """One device. Errors on it raise RuntimeError, perhaps from a later call than the failing one."""
+    """One device. Its errors raise RuntimeError, perhaps from a later call than the failing one."""
 
     @property
     def device(self) -> torch.device: ...
@@ -107,26 +105,26 @@ class Driver(Protocol):
     def name(self) -> str: ...
 
     def adopt_thread(self, compute: Stream) -> None:
-        """Prepare the calling thread to issue kernels to a stream: allocate what libraries keep per thread and stream.
+        """Prepare the calling thread to issue kernels to a stream: allocate libraries' memory per thread and stream.
 
-        Costs nothing the next time.
+        Later calls for the same thread and stream do nothing.
         """
         ...
 
     def stream(self, *, urgent: bool = False) -> Stream:
-        """A new stream. The kernels of an urgent one go before those of others that wait for the processors."""
+        """Return a new stream. Pending kernels of an urgent stream run before those of others."""
         ...
 
     def event(self, *, timed: bool = False) -> Event:
-        """An event, recorded once."""
+        """Return a new event. `seconds` needs timed ones."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Issue to this stream inside of the block; for the calling thread."""
+        """Make this the calling thread's current stream inside the block."""
         ...
 
     def launch(self, kernels: Kernels) -> None:
-        """Issue kernels: the call makes torch operators run on the current stream."""
+        """Issue kernels: `kernels` calls torch operators, which run on the current stream."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -134,26 +132,25 @@ class Driver(Protocol):
         ...
 
     def staging(self) -> "Staging":
-        """Return where the bytes arrive that the current stream decodes next.
+        """Return the buffer of the bytes that the current stream decodes next.
 
-        Work that may run at once never shares a buffer: what is issued directly, graphs that are replayed on this
-        stream, and graphs that are replayed on another have one each. A capture allocates nothing, so the stream must
-        have asked before.
+        Work that may overlap never shares a buffer: direct issues, graphs replayed on this stream, and graphs replayed
+        on another stream have one each. A capture cannot allocate: the decoding stream must have called this before.
         """
         ...
 
     def decode(self, kernels: Kernels) -> None:
-        """Issue kernels of torch's own that allocate nothing; any thread."""
+        """Issue torch kernels that do not allocate; any thread."""
         ...
 
     def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Issue a copy whose destination and source, one of them pinned, launched kernels have made by then."""
+        """Issue a copy to `ends()[0]` from `ends()[1]`, one of them pinned, both made by kernels launched before."""
         ...
 
     def record(self, event: Event) -> None: ...
 
     def wait(self, event: Event) -> None:
-        """Let what is issued to the current stream from here on wait for the event's last record."""
+        """Make later work of the current stream wait for the event's last record."""
         ...
 
     def synchronize(self, event: Event) -> None:
@@ -161,24 +158,24 @@ class Driver(Protocol):
         ...
 
     def seconds(self, start: Event, end: Event) -> float:
-        """Device time between two timed events that have been reached."""
+        """Return the device time between two timed events. Both must have been reached."""
         ...
 
     def hold(self, seconds: float) -> None:
-        """Keep the current stream busy, so that what is issued meanwhile runs without gaps."""
+        """Keep the current stream busy, so that work issued meanwhile runs without gaps."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate device memory outside of torch's allocator, until `free`. Raises MemoryExceeded.
+        """Allocate device memory outside torch's allocator, until `free`. Raises MemoryExceeded.
 
-        Torch has one map of addresses for its own blocks and those of all pools, so a pool's bytes must not be its own.
+        Torch maps the addresses of its own blocks and of all pools in one table, so a pool's bytes must not be torch's.
         """
         ...
 
     def free(self, memory: torch.Tensor) -> None:
-        """Release memory of `allocate`. Nothing may use it, and no pool may have its bytes.
+        """Release memory of `allocate`. It must not be in use, nor belong to a pool.
 
-        A lost device releases nothing before the process ends.
+        A lost device releases memory only when the process ends.
         """
         ...
 
@@ -189,56 +186,55 @@ class Driver(Protocol):
     def unpin(self, host: HostBytes) -> None: ...
 
     def near(self) -> AbstractContextManager[None]:
-        """Run the calling thread near the device inside of the block: pages that it touches first then lie there."""
+        """Run the calling thread on the device's NUMA node inside the block; pages it touches first lie there."""
         ...
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
-        """Pinned host memory as a device tensor: kernels read it through the link."""
+        """Return pinned host memory as a device tensor: kernels read it through the link."""
         ...
 
     def pool(self, memory: torch.Tensor, large_bytes: int) -> AllocatorPool:
-        """A pool of the given device bytes: the first ones in one piece, the rest in segments for small tensors.
+        """Return a pool of these device bytes: one segment of `large_bytes`, the rest segments for small tensors.
 
-        For tensors of the current stream. Pools may overlap: using two with the same bytes at a time corrupts data.
+        For tensors of the current stream. Pools may overlap, but using two overlapping pools at a time corrupts data.
         """
         ...
 
     def allocating(self, pool: Any) -> AbstractContextManager[None]:
-        """Make tensors in the pool; for the calling thread."""
+        """Allocate the calling thread's tensors from the pool inside the block."""
         ...
 
     def capture(self, pool: Any, issue: Callable[[], None]) -> CapturedGraph:
-        """Capture what `issue` issues to the current stream, and to those that join it by events.
+        """Capture the work that `issue` issues to the current stream, and to streams that join it by events.
 
-        Nothing runs. Tensors are allocated from the pool. Raises CaptureFailed, or MemoryExceeded where memory is what
-        it lacks; then nothing can be captured in this pool any more, because torch's allocator of host memory still
-        has its number.
+        Nothing runs. Tensors are allocated from the pool. Raises CaptureFailed, or MemoryExceeded if the graph gets no
+        memory; then nothing more can be captured in this pool, because torch's host allocator still has its number.
         """
         ...
 
     def release(self, graphs: Sequence[Any]) -> None:
-        """Release graphs, and their references to the pool. No replay of theirs may be in progress."""
+        """Release graphs and their references to pools. None of them may be running."""
         ...
 
     def peak_bytes(self, kernels: Kernels) -> int:
-        """Run kernels and wait for them: the most bytes that torch's allocator gave them at once."""
+        """Run kernels and wait for them. Returns the peak bytes that torch's allocator gave them."""
         ...
 
     def random_state(self) -> torch.Tensor:
-        """Return the state of the generator from which kernels take random numbers."""
+        """Return the state of the kernels' random number generator."""
         ...
 
     def set_random_state(self, state: torch.Tensor) -> None: ...
 
     def tf32(self, allowed: Tf32) -> AbstractContextManager[None]:
-        """Let these float32 kernels use TF32 inside of the block, and no others; for the whole process."""
+        """Inside the block, use TF32 in these float32 kernels only; for the whole process."""
         ...
 
     def memory(self) -> DeviceMemory: ...
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of `allocate` that have not been freed. Staging buffers are not among them."""
+        """Bytes of `allocate` not freed yet, without staging buffers."""
         ...
 
     def well(self) -> bool:

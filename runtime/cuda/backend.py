@@ -1,4 +1,4 @@
-"""A CUDA device as a backend: one arena, pinned stores, streams for each compute lane, captured programs."""
+"""CUDA backend: one arena, pinned stores, streams per compute lane, captured programs."""
 
 import logging
 import os
@@ -27,13 +27,13 @@ from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
 
 _log = logging.getLogger("cohabit.cuda")
 PINNED_SHARE = 0.5
-"""Share of the host memory that a process may have, up to which it pins memory."""
+"""Maximum pinned fraction of a process's host memory."""
 
 
 class CudaBackend:
     """One device. `pinned_limit_bytes` caps pinned host memory: models beyond it pass through a staging ring.
 
-    `verify_reads` compares all reads from weights files with their checksums.
+    `verify_reads` checks all reads from weights files against their checksums.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CudaBackend:
         return self._executors[0]
 
     def executors(self, count: int) -> Sequence[CudaExecutor]:
-        """Return one executor per compute lane, each with streams of its own."""
+        """Return one executor per compute lane, each with its own streams."""
         while len(self._executors) < count:
             self._executors.append(CudaExecutor(Streams.of(self.driver), self._shared))
             self._executors[-1].start()
@@ -82,7 +82,7 @@ class CudaBackend:
         return arena
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[torch.Tensor]:
-        """Pin parameters in host memory if they fit under the cap. All others, and files, are staged."""
+        """Pin parameters in host memory if they fit under the cap; else, and for files, stage them."""
         if kind == "ram" and self.pinned_memory.fits(manifest.file_bytes):
             return PinnedStore(path, manifest, self.driver, self.pinned_memory, verify_reads=self._verify_reads)
         return self.staged(open_store(kind, path, manifest, verify_reads=self._verify_reads), manifest)
@@ -103,7 +103,7 @@ class CudaBackend:
         quick: bool = False,
         known_only: bool = False,
     ) -> tuple[Lowered, dict[Bucket, Profile]]:
-        """Measure everything, on streams of its own: the kernels' scratch, which plans depend on, takes as long."""
+        """Measure everything, on separate streams. `quick` is ignored: plans need the scratch, which takes as long."""
         if self._measuring is None:
             self._measuring = CudaExecutor(Streams.of(self.driver), self._shared)
         pinned, executor = self.pinned_memory, self._measuring
@@ -118,7 +118,7 @@ class CudaBackend:
         bases: Bases,
         store: HostStore[torch.Tensor],
     ) -> CudaProgram:
-        """Check a plan and bind it; any thread. The executor admits it to the device when it is first loaded."""
+        """Check a plan and bind it; any thread. The program's first load admits it to the device."""
         program = build(lowered, plan, profile, arena, bases, store)
         return prepare(self.pinned_memory, lowered, program, profile, arena, bases, store)
 
@@ -133,7 +133,7 @@ class CudaBackend:
         return CudaRelocatableModel(self.pinned_memory, lowered, plan, profile, arena, store)
 
     def close(self) -> None:
-        """Release every program, and unpin all memory."""
+        """Release every program and unpin all memory."""
         for executor in (*self._executors, *((self._measuring,) if self._measuring is not None else ())):
             executor.close()
         if self._shared.lost is None:
@@ -142,7 +142,7 @@ class CudaBackend:
 
 
 def default_limit_bytes(host_memory_bytes: int | None = None) -> int:
-    """Return the cap on pinned memory for a process limited to this much RAM, by default the machine's."""
+    """Return the cap on pinned memory for a process limited to `host_memory_bytes` of RAM (default: the machine's)."""
     if host_memory_bytes is None:
         host_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(host_memory_bytes * PINNED_SHARE)

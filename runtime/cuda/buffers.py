@@ -1,4 +1,4 @@
-"""The fixed buffers through which a program's inputs and outputs pass, so that a captured graph finds them."""
+"""Fixed host buffers of a program's inputs and outputs, at the addresses in its captured graphs."""
 
 import operator
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Buffers:
         is_dynamic: bool,
         indexed: Sequence[IndexedValues] = (),
     ) -> None:
-        """`shapes` are the largest of inputs and outputs; with `is_dynamic`, inferences may have smaller ones."""
+        """`shapes` are the largest of inputs and outputs. With `is_dynamic`, inferences may have smaller shapes."""
         self._name = name
         self._indexed = indexed
         self._ports = tuple(inputs)
@@ -48,11 +48,11 @@ class Buffers:
 
     @property
     def smaller(self) -> Shapes | None:
-        """The shapes of the current inference's inputs; None where they are the largest."""
+        """Input shapes of the current inference; None if they are the largest."""
         return None if self.inputs is self._largest[0] else tuple(own.shape for own in self.inputs)
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise DeviceError from IndexError, as a CPU does, for an index out of range, before it is on the device."""
+        """Raise DeviceError from IndexError, as a CPU does, if an index is out of range. Nothing runs on the device."""
         for values in self._indexed:
             if (value := values.out_of_range(tensors[values.input])) is not None:
                 text = (
@@ -62,7 +62,7 @@ class Buffers:
                 raise DeviceError(text) from IndexError(text)
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take an inference's inputs. No work may be in progress. Raises DeviceError for another shape or dtype."""
+        """Copy an inference's inputs in. No work may be in progress. Raises DeviceError for a wrong shape or dtype."""
         self.inputs, self.outputs = self._largest
         for port, own, given in zip(self._ports, self.inputs, tensors, strict=True):
             fits = own.shape == given.shape or (self._is_dynamic and _holds(own, given))
@@ -77,12 +77,12 @@ class Buffers:
             own.copy_(given)
 
     def upload(self, frame: Frame, slots: Sequence[int], device: torch.device) -> None:
-        """Copy the inputs to new tensors of the device; a kernel of the compute stream."""
+        """Copy the inputs to new device tensors, on the current stream."""
         for slot, own in zip(slots, self.inputs, strict=True):
             frame[slot] = own.to(device, non_blocking=True, copy=True)
 
     def download(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy the outputs to their buffers; a kernel of the compute stream."""
+        """Copy the outputs to their buffers, on the current stream."""
         if self.smaller is not None:
             pairs = zip(self.outputs, values, strict=True)
             self.outputs = tuple(_part(own, value.shape) for own, value in pairs)
@@ -90,7 +90,7 @@ class Buffers:
             own.copy_(value, non_blocking=True)
 
     def taken(self) -> list[torch.Tensor]:
-        """The outputs of the last inference, which has ended, as tensors of the caller's."""
+        """Return the outputs of the last inference, which must have ended, as new tensors."""
         return [own.clone() for own in self.outputs]
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ def _holds(own: torch.Tensor, given: torch.Tensor) -> bool:
 
 
 def _part(own: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a tensor of a smaller shape over the first bytes."""
+    """Return a view of a smaller shape over the first bytes."""
     return own.view(-1)[: shape.numel()].view(shape)
 
 

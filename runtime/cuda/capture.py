@@ -1,8 +1,8 @@
-"""Captures programs: kernels, copies and their order become one graph that a single launch replays.
+"""Captures programs: kernels, copies and their order become one graph, replayed by a single launch.
 
-Initial residents are a second graph: issued one by one, their copies would take the host longer than the link. A bucket
-with dynamic sizes has a graph of its largest shapes from the start. Requests with smaller ones get graphs of their own:
-the first time kernels are issued one by one, the second time they are captured instead, which takes about as long.
+The copies of initial residents are a second graph: issuing them one by one would take the host longer than the link
+takes. A bucket with dynamic sizes has a graph of its largest shapes from the start. Smaller shapes get graphs of their
+own: their first request is issued kernel by kernel, the second is captured, which takes about as long.
 """
 
 import logging
@@ -15,17 +15,17 @@ from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
 
 _log = logging.getLogger("cohabit.cuda")
 MOST_SIZED = 32
-"""Graphs of smaller shapes that a program keeps: those used last."""
+"""Maximum graphs of smaller shapes per program. The least recently used are released."""
 MOST_SIZED_BYTES = 64 << 20
-"""Device memory outside of the arena that a program's graphs of smaller shapes may take."""
+"""Maximum device memory, outside the arena, of a program's graphs of smaller shapes."""
 _MOST_SEEN = 1024
-"""Smaller shapes that are remembered from their first time."""
+"""Maximum smaller shapes remembered from their first request."""
 
 
 def capture(streams: Streams, program: CudaProgram) -> None:
-    """Capture a program, in place; `admission.refused` says why not. No work may be in progress.
+    """Capture a program, in place, or set `admission.refused` to the reason. No work may be in progress.
 
-    Raises MemoryExceeded where the graph gets no memory.
+    Raises MemoryExceeded if the graph gets no memory.
     """
     admission = program.admission
     if admission.refused is not None:
@@ -43,7 +43,7 @@ def capture(streams: Streams, program: CudaProgram) -> None:
 
 
 def is_wanted(program: CudaProgram, shapes: Shapes) -> bool:
-    """Whether smaller shapes are to be captured: they came before, and nothing speaks against it."""
+    """Whether to capture smaller shapes: they came before, and the program can be captured."""
     admission = program.admission
     if admission.graph is None or admission.sized_refused:
         return False
@@ -56,7 +56,7 @@ def is_wanted(program: CudaProgram, shapes: Shapes) -> bool:
 
 
 def capture_sized(streams: Streams, program: CudaProgram, shapes: Shapes) -> None:
-    """Capture a program for the smaller shapes that its buffers have now, and drop graphs beyond the limits."""
+    """Capture a program for the buffers' current smaller shapes, and release graphs beyond the limits."""
     admission, taken_bytes = program.admission, _taken_bytes(streams)
     del admission.seen[shapes]
     try:
@@ -80,7 +80,7 @@ def _captured(streams: Streams, program: CudaProgram) -> CapturedGraph:
 
 
 def _captured_residents(streams: Streams, program: CudaProgram) -> CapturedGraph | None:
-    """Return the copies of initial residents as a graph; None where there are none."""
+    """Return the copies of initial residents as a graph; None if there are none."""
     commands = program.schedule.residents
     if not commands:
         return None
@@ -99,7 +99,7 @@ def _warn(program: CudaProgram, what: str, error: Exception) -> None:
 
 
 def _taken_bytes(streams: Streams) -> int:
-    """Return the device memory of this process; where the driver does not tell processes apart, of all."""
+    """Return the device memory of this process, or of all if the driver does not report it per process."""
     memory = streams.driver.memory()
     used_bytes = memory.process_bytes
     return memory.total_bytes - memory.free_bytes if used_bytes is None else used_bytes

@@ -4,24 +4,22 @@
     swap_in   C(0,1)  R0       ...      W1 C(2)        C  one copy of neighbours   R  record an event
     swap_out     ... S(0) ...                          S  an activation's copy to the host
 
-Swap-ins that are neighbours in host and device memory are joined into one copy, as large as the link wants it, since
-every copy costs the link its latency. An op waits for all of a copy, so one that an op may have to wait for is smaller,
-and no op begins later than it would without joining.
+Swap-ins that are neighbours in host and device memory are joined into one copy, since every copy costs the link its
+latency. An op waits for all of a copy, so a copy that may delay an op is kept smaller, and joining delays no op.
 
-The plan's waits are issued as they stand: its writer has left out those that lane order or another wait implies. Steps
-that are joined are one command, for which a stream waits once. Commands that are no steps of the plan add these waits:
+The plan's waits are issued as they are: its writer has left out those implied by lane order or another wait. Joined
+steps are one command, for which a stream waits once. Commands without a step in the plan add these waits:
 
 - the first copy of a lane waits for the inference's begin (`FORK`), unless it waits for an op;
 - `empty` waits for the tensor's last copy out;
-- `return` waits for its `refill`, which stands for all that the plan says of that swap-in;
-- at the end, compute waits for the last copy of a lane whose end it does not know.
+- `return` waits for its `refill`, in place of the plan's waits for that swap-in;
+- at the end, compute waits for the last copy of each lane, unless it has waited for that copy already.
 
-Residents and epilogues have none: they are issued between inferences, and the executor has a run wait for its model's
-last. Staged copies are the same commands, issued by another thread.
+Residents and epilogues add none: they are issued between inferences, and the executor makes a run wait for its model's
+last ones. Staged copies are the same commands, issued by another thread.
 
-Commands stand in an order in which they can be issued by one thread: no wait before its record. Activations allocate
-and release their bytes in the compute stream's order (`empty`, `refill`), whose allocator may then reuse the bytes for
-later work.
+One thread can issue the commands in their order: each record precedes its waits. Activations allocate and release their
+bytes in the compute stream's order (`empty`, `refill`), so that the allocator may reuse the bytes for later work.
 """
 
 from bisect import bisect_left
@@ -39,30 +37,30 @@ from cohabit.runtime.binding.draft import ComputeStep, SwapStep
 from cohabit.runtime.binding.program import Program
 
 FORK = 0
-"""The event after which the copy lanes begin, unless their first copy waits for an op."""
+"""Event that the first copy of a copy lane waits for, unless that copy waits for an op."""
 
 _COST_SHARE = 0.02
-"""Neighbours join a copy until what every copy costs, the link's latency, is no more than this share of its time."""
+"""Copies are joined until the link's latency is at most this fraction of their time."""
 _LATE_PART = 4
-"""A copy for which an op may have to wait is large enough at such a part of that size: the op waits for all of it."""
+"""Divisor of that size for a copy that may delay an op: the op waits for all of it."""
 _LEAST_ENOUGH_BYTES, _MOST_ENOUGH_BYTES = 2 << 20, 8 << 20
-"""Limits of the size that is enough, however the link was measured."""
+"""Limits of that size, for any measured link."""
 _USUAL_LINK = Link(3.2e-6, 52.5e9)
-"""A GPU's, for programs without a profile."""
+"""A GPU's link, for programs without a profile."""
 
 LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 
 
 Verb = Literal["compute", "copy", "save", "return", "empty", "refill", "record", "wait"]
-"""What a command does, and what its index counts:
+"""Effect of a command, and the sequence that its index refers to:
 
 | verb | does | index into |
 | --- | --- | --- |
 | compute | runs the kernels of an op | `program.computes` |
 | copy | copies neighbours to the arena | `IssueSchedule.copies` |
 | save | copies an offloaded tensor to the host | `program.swap_outs` |
-| return | copies it back | `program.swap_ins` |
-| empty | releases its bytes | `program.offloaded` |
+| return | copies an offloaded tensor back | `program.swap_ins` |
+| empty | releases an offloaded tensor's bytes | `program.offloaded` |
 | refill | allocates them again | `program.offloaded` |
 | record, wait | order the streams | the inference's events |
 """
@@ -70,8 +68,6 @@ Verb = Literal["compute", "copy", "save", "return", "empty", "refill", "record",
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of one lane."""
-
     lane: Lane
     verb: Verb
     index: int
@@ -82,7 +78,7 @@ Commands = tuple[Command, ...]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Swap-ins [first, last), which are neighbours in host and in device memory."""
+    """Swap-ins [first, last), neighbours in host and in device memory."""
 
     first: int
     last: int
@@ -93,7 +89,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class IssueSchedule:
-    """One inference, and the copies between inferences. The epilogue starts when everything else has ended."""
+    """One inference, and the copies between inferences. The epilogue starts after the outputs are ready."""
 
     inference: Commands
     epilogue: Commands
@@ -105,34 +101,34 @@ class IssueSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """How large joined copies get on a device. None of several is larger than twice the size that is enough."""
+    """Size of joined copies on a device: at most twice `enough_bytes`."""
 
     link: Link
     enough_bytes: int
 
     @staticmethod
     def of(profile: Profile | None) -> "Joining":
-        """Derive the size from what a copy costs on the measured link."""
+        """Derive the size from the latency of the measured link."""
         link = _USUAL_LINK if profile is None else profile.swap_in
         nbytes = int(link.latency_s * link.bandwidth_bytes_per_s / _COST_SHARE)
         return Joining(link, min(max(nbytes, _LEAST_ENOUGH_BYTES), _MOST_ENOUGH_BYTES))
 
     @property
     def reserve_s(self) -> float:
-        """How much earlier than an op needs it a joined copy ends: the copies before it may be late by one of them."""
+        """Slack before an op's deadline, for one late preceding copy."""
         return self.link.seconds(self.enough_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """An inference whose copies are each by themselves, in the profile's times. Without a profile all is too late."""
+    """Predicted times of an inference without joined copies. Without a profile, every copy counts as late."""
 
     ends_s: list[float]
-    """When the first k compute steps have ended, by k."""
+    """End of the first k compute steps, by k."""
     arrivals_s: list[float]
-    """The end of each swap-in."""
+    """End of each swap-in."""
     latest_s: list[float]
-    """When each swap-in must have ended so that no op begins later than here, even if all later copies are in a row."""
+    """Latest end of each swap-in that delays no op, even if all later copies follow back to back."""
 
     @staticmethod
     def of(program: Program) -> "Forecast":
@@ -162,7 +158,7 @@ class Forecast:
 
 
 def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
-    """Lower a program. Copies that no op of this run waits for are left to the epilogue.
+    """Lower a program to commands. Copies that no op of the same run waits for are left to the epilogue.
 
     `join`: whether the store can copy several segments at once.
     """
@@ -181,32 +177,32 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
 
 
 def _noted(copies: list[Copy], more: Iterable[Copy]) -> Commands:
-    """Append copies to the table; return the commands that issue them."""
+    """Append copies to the table. Returns the commands that issue them."""
     start = len(copies)
     copies.extend(more)
     return tuple(Command("swap_in", "copy", n) for n in range(start, len(copies)))
 
 
 _Ended = tuple[int, int]
-"""Progress of a lane: (steps of its kind that have ended, allocations and releases of bytes since the last)."""
+"""Progress of a lane: (steps of its kind that have ended, allocations and releases since the last of them)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A command at its place in the plan's order, with how far it needs the other streams to be."""
+    """A command at its position in the plan, with the progress of other lanes that it needs."""
 
     step: int
     command: Command
     needs: dict[Lane, _Ended]
     ends: _Ended
-    """How far its own lane is when it has ended."""
+    """Progress of its own lane once it has ended."""
 
 
 _NOTHING: _Ended = (0, 0)
 
 
 def _commands(program: Program, end: int, joining: Joining | None, copies: list[Copy]) -> tuple[Commands, int]:
-    """Return kernels, swap-outs, and the first `end` swap-ins, and the number of events. Appends to `copies`."""
+    """Return the commands of ops, swap-outs and the first `end` swap-ins, and the event count. Appends to `copies`."""
     placed = sorted(_placed(program, end, joining, copies), key=lambda p: p.step)
     waits = _waits(placed)
     waited = sorted({position for positions in waits.values() for position in positions})
@@ -222,7 +218,7 @@ def _commands(program: Program, end: int, joining: Joining | None, copies: list[
         issued.append(item.command)
         if position in events:
             issued.append(Command(lane, "record", events[position]))
-    for lane in LANES[1:]:  # a graph ends on one lane
+    for lane in LANES[1:]:  # a graph must end on one lane
         last = max((n for n, p in enumerate(placed) if p.command.lane == lane), default=None)
         by_compute = {
             other for n, others in waits.items() if placed[n].command.lane == "compute" for other in others
@@ -234,7 +230,7 @@ def _commands(program: Program, end: int, joining: Joining | None, copies: list[
 
 
 def _placed(program: Program, end: int, joining: Joining | None, copies: list[Copy]) -> Iterator[_Placed]:
-    """Commands lane by lane; of one step, those of the compute lane come first."""
+    """Yield commands lane by lane, the compute lane's first: a stable sort by step keeps them first in each step."""
     for index, compute in enumerate(program.computes):
         needs: dict[Lane, _Ended] = {
             "swap_in": (min(compute.swap_ins_before, end), 0),
@@ -256,7 +252,7 @@ def _placed(program: Program, end: int, joining: Joining | None, copies: list[Co
             steps = program.swap_ins[copy.first : copy.last]
             computes, outs = max(s.computes_before for s in steps), max(s.others_before for s in steps)
             needs = {"compute": (computes, 0), "swap_out": (outs, 0)}
-            # As early as what it waits for allows: ops that need its first part may come before its last one's step.
+            # As early as its waits allow: ops that need its first swap-in may precede the step of its last one.
             place = max(
                 steps[0].step,
                 program.computes[computes - 1].step if computes else -1,
@@ -270,7 +266,7 @@ def _placed(program: Program, end: int, joining: Joining | None, copies: list[Co
 
 
 def _parts(swap_ins: Sequence[SwapStep]) -> Iterator[tuple[int, Sequence[SwapStep]]]:
-    """Runs of copies to the arena, and those of offloaded tensors one by one, each with the index of its first."""
+    """Yield runs of copies to the arena, and copies of offloaded tensors one by one, each with its first index."""
     start = 0
     for comes_back, part in groupby(swap_ins, key=lambda s: s.offloaded is not None):
         steps = list(part)
@@ -282,10 +278,10 @@ def _parts(swap_ins: Sequence[SwapStep]) -> Iterator[tuple[int, Sequence[SwapSte
 
 
 def _changes(program: Program) -> Iterator[_Placed]:
-    """Yield what offloaded tensors release and allocate, at their drops and swap-ins in the plan.
+    """Yield the releases and allocations of offloaded tensors, at their drops and swap-ins in the plan.
 
-    Bytes are released when the copy out has ended. The copy that fills allocated bytes waits for the compute stream to
-    get there: everything that used them before was issued to it earlier.
+    Bytes are released after the copy out. The copy that fills allocated bytes waits until the compute stream reaches
+    the allocation: all earlier work on these bytes was issued to that stream before.
     """
     number = {t.spill.tensor: n for n, t in enumerate(program.offloaded)}
     saved = dict.fromkeys(number, 0)
@@ -307,7 +303,7 @@ def _changes(program: Program) -> Iterator[_Placed]:
 
 
 def _waits(placed: Sequence[_Placed]) -> dict[int, list[int]]:
-    """Return the positions that each command waits for; a lane waits for each once."""
+    """Return the positions that each command waits for. A lane waits for each position once."""
     ends = {lane: [(p.ends, n) for n, p in enumerate(placed) if p.command.lane == lane] for lane in LANES}
     waited: set[tuple[Lane, int]] = set()
     waits: dict[int, list[int]] = {}
@@ -326,16 +322,15 @@ def _waits(placed: Sequence[_Placed]) -> dict[int, list[int]]:
 def joined(
     swap_ins: Sequence[SwapStep], start: int, joining: Joining | None, forecast: Forecast | None = None
 ) -> tuple[Copy, ...]:
-    """Join small neighbours into one copy, which waits for what any of them waits for, and is awaited as a whole.
+    """Join small neighbours into one copy. It waits for all that any of them waits for, and ops wait for all of it.
 
-    `start` is the index of the first among the program's swap-ins. With a forecast, a copy is as large as the link
-    wants it where all of it arrives in time for the first op that needs it; elsewhere it is smaller, and waits for
-    nothing on behalf of its neighbours. Without, no op waits for these copies. Without `joining`, every copy is by
-    itself.
+    `start` is the index of the first of `swap_ins` in the program. With a forecast, a copy grows to `enough_bytes` if
+    it arrives in time for the first op that needs it. Otherwise it stays smaller, and joins no neighbour that waits
+    for a later op. Without a forecast, no op waits for these copies. Without `joining`, no copies are joined.
     """
     copies: list[Copy] = []
-    latest = 0  # how many compute steps the lane has waited for
-    free_s = begin_s = 0.0  # when the link is free for the last copy, and when that begins
+    latest = 0  # number of compute steps that the lane has waited for
+    free_s = begin_s = 0.0  # when the link is free for the last copy, and when that copy begins
     if forecast is not None and start:
         free_s = forecast.arrivals_s[start - 1]
     for index, step in enumerate(swap_ins, start):
@@ -361,5 +356,5 @@ def joined(
 
 
 def _continues(copy: Copy, step: SwapStep) -> bool:
-    """Whether a swap-in's bytes directly follow those of a copy, in host and device memory."""
+    """Whether a swap-in's bytes directly follow a copy's, in host and device memory."""
     return step.tensor == copy.segment + copy.last - copy.first and step.offset == copy.offset + copy.nbytes

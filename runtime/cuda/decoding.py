@@ -1,11 +1,11 @@
-"""Copies of encoded segments: they cross the link as they are stored, and kernels decode them on the device.
+"""Copies of encoded segments: they cross the link as stored, and kernels decode them on the device.
 
     link    | copy to slot 0 | copy to slot 1 | copy to slot 2 | ...
-    swap_in |                | decode slot 0  | decode slot 1  | ...      to where the plan has them
+    swap_in |                | decode slot 0  | decode slot 1  | ...      to the plan's addresses
 
-A copy of its own for each segment, which kernels then wait for, would cost as much as the bytes that are saved: copies
-run ahead through the slots of a staging buffer. Numbers are those that the host would decode: 16 bits are widened
-exactly, 8 bits are multiplied once by their scale.
+Copies run ahead through the slots of a staging buffer: one copy per segment, with kernels waiting for each, would cost
+as much as encoding saves. Results equal the host's decoding: 16 bits are widened exactly, 8 bits are multiplied once by
+their scale.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +19,17 @@ from cohabit.runtime.lowering.encoding.codec import HALVES, PART, Codec, encoded
 from cohabit.runtime.lowering.weights import Segment
 
 _DIRECT_BYTES = 1 << 20
-"""Plain pieces from this size on are copied to their place; smaller ones arrive with their encoded neighbours."""
+"""Plain pieces of at least this size are copied to their destination; smaller ones arrive with their neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some of a piece's numbers: where they are in the host's bytes, and where they go."""
+    """Part of a piece: its encoded bytes in the weights file, and its destination."""
 
     codec: Codec
     start: int
     nbytes: int
-    """Encoded."""
+    """Encoded size."""
     destination: torch.Tensor
     """Bytes in the arena."""
 
@@ -44,7 +44,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A copy to a slot, and the kernels that decode what has arrived."""
+    """A copy to a slot, and the kernels that decode it."""
 
     source: torch.Tensor
     arrived: torch.Tensor
@@ -56,21 +56,21 @@ class _Arrival:
 
 
 class EncodedCopy:
-    """Copies and decodes segments that follow one another in pinned memory, each time that it is called."""
+    """Callable that copies and decodes consecutive segments of pinned memory."""
 
     def __init__(
         self, driver: Driver, host: torch.Tensor, segments: Sequence[Segment], destination: torch.Tensor, turn: int
     ) -> None:
-        """`host`: the weights file's bytes, pinned. `destination`: the segments' memory, one after the other.
+        """`host`: the weights file's bytes, pinned. `destination`: the segments' memory, consecutive.
 
-        Copies whose turns follow one another use different slots.
+        Copies with consecutive turns use different slots.
         """
         self._driver = driver
         self._host = host
         self._turn = turn
         self._groups = list(_grouped(list(_parts(segments, destination))))
         self._prepared: dict[int, _Arrival] = {}
-        """By group, for the slot that is its turn where copies are issued directly."""
+        """By group, for its slot in direct issues."""
 
     def __call__(self) -> None:
         staging = self._driver.staging()
@@ -84,7 +84,7 @@ class EncodedCopy:
         driver = self._driver
         with staging.turn:
             slot = staging.slots[(self._turn + group) % len(staging.slots)]
-            if slot.free is None:  # copies may run ahead from here on
+            if slot.free is None:  # first use: copies may run ahead from here on
                 start = driver.event()
                 driver.record(start)
                 for unused in staging.slots:
@@ -102,7 +102,7 @@ class EncodedCopy:
     def _arrival(self, group: int, slot: torch.Tensor, captured: bool) -> _Arrival:
         known = self._prepared.get(group)
         if known is None or known.arrived.data_ptr() != slot.data_ptr():
-            with torch.inference_mode(False):  # issued by threads in either mode
+            with torch.inference_mode(False):  # issued by threads in and out of inference mode
                 source = self._source(self._groups[group])
                 arrived = slot[: source.nbytes]
                 known = _Arrival(source, arrived, _kernels(self._groups[group], arrived))
@@ -115,7 +115,7 @@ class EncodedCopy:
 
 
 def _parts(segments: Sequence[Segment], destination: torch.Tensor) -> Iterator[_Part]:
-    """Yield what a copy consists of, each part small enough for a slot."""
+    """Yield the parts of a copy; encoded ones fit into a slot."""
     begin = 0
     for segment in segments:
         if not segment.is_encoded:
@@ -128,7 +128,7 @@ def _parts(segments: Sequence[Segment], destination: torch.Tensor) -> Iterator[_
 
 
 def _divided(codec: Codec, start: int, destination: torch.Tensor) -> Iterator[_Part]:
-    """Divide a piece into whole parts of its codec, as many at once as a slot holds."""
+    """Divide a piece into parts of whole codec blocks, each as large as a slot holds."""
     step = destination.nbytes if codec == "plain" else SLOT_BYTES // encoded_bytes(codec, 4 * PART) * 4 * PART
     for first in range(0, destination.nbytes, step or 1):
         own = destination[first : first + step]
@@ -136,7 +136,7 @@ def _divided(codec: Codec, start: int, destination: torch.Tensor) -> Iterator[_P
 
 
 def _grouped(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Yield parts that cross the link in one copy: to a slot, or one plain part by itself."""
+    """Yield groups of parts that cross the link in one copy: into a slot, or one large plain part directly."""
     group: list[_Part] = []
     for part in parts:
         if group and (part.is_direct or group[0].is_direct or part.end - group[0].start > SLOT_BYTES):
@@ -148,7 +148,7 @@ def _grouped(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _kernels(group: Sequence[_Part], arrived: torch.Tensor) -> list[Callable[[], object]]:
-    """Return calls that decode parts: one for all of each 16-bit type, and for what is plain; one or more per int8."""
+    """Return calls that decode parts: one for each 16-bit type and for plain parts, one or more per int8 part."""
     kernels: list[Callable[[], object]] = []
     pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for part in group:

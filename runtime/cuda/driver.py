@@ -1,4 +1,4 @@
-"""The real CUDA, through torch: streams, events, copies, pinned memory, pools, graphs, and NVML for what is in use."""
+"""CUDA through torch: streams, events, copies, pinned memory, pools, graphs, and NVML for memory in use."""
 
 import atexit
 import gc
@@ -22,29 +22,28 @@ from cohabit.runtime.cuda.pools import CarvedPool, close_open_pools
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 from cohabit.runtime.options import Tf32
 
-_cuda: Any = torch.cuda  # in large part without types
+_cuda: Any = torch.cuda  # largely untyped
 _backends: Any = torch.backends
 _STREAMS = 32
-"""Streams per device and priority in torch's pools, which hand them out round-robin."""
+"""Streams per device and priority in torch's pools, which assign them round-robin."""
 _CYCLES_PER_S = 2e9
 _NOT_CAPTURED = "kernels could not be captured"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^]]*\]|[^,\s]+)")
 _USABLE_SETTINGS = {"backend": "native", "expandable_segments": "False"}
-"""Of torch's allocator, those that pools of given memory need: other backends have no pools, and expandable segments
-take no memory of others."""
+"""Allocator settings that pools need: other backends have no pools, and expandable segments cannot use given memory."""
 _UNUSABLE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions")
-"""Settings with which a pool has no room for what was planned: its one large segment would not be split, or tensors
+"""Allocator settings with which planned tensors do not fit: the pool's large segment would not be split, or tensors
 would take more than their size."""
 _registered: dict[int, HostBytes] = {}
-"""Pinned host memory by address. The system must not give the addresses out again before they are unpinned."""
+"""Pinned host memory by address, referenced so that the system cannot reuse the addresses before they are unpinned."""
 _graphs: "WeakSet[CudaGraph]" = WeakSet()
-"""Those that are open. They keep their pools."""
+"""Open graphs. They keep their pools."""
 
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Release graphs, then pools, while the interpreter can still be called back."""
+    """Release graphs, then pools, while Python callbacks still work."""
     for graph in list(_graphs):
         graph.reset()
     close_open_pools()
@@ -63,17 +62,17 @@ class CudaDriver:
         self._allocated: dict[int, int] = {}
         self._thread = threading.local()
         self._adopted: WeakKeyDictionary[threading.Thread, set[int]] = WeakKeyDictionary()
-        """The compute streams that each thread issues to. Linux uses the numbers of threads again."""
+        """Adopted compute streams by thread object: Linux reuses thread ids."""
         self._staging: dict[int, _LaneStaging] = {}
-        """By the stream that decodes."""
+        """By decoding stream."""
         self._libraries: Any = _cuda.MemPool()
-        """Handles and workspaces of the libraries. Torch 2.12 releases a stream's cuBLAS workspaces whenever a graph of
-        that stream is released, although other graphs use them: in a pool of their own, nothing else gets their bytes,
-        and the next ones lie where they lay."""
+        """Handles and workspaces of libraries. Torch 2.12 releases a stream's cuBLAS workspaces with any graph of that
+        stream, although other graphs use them. In a separate pool, only the next workspaces can get their bytes, at the
+        same addresses."""
 
     @staticmethod
     def open(index: int = 0) -> "CudaDriver":
-        """Take a device into use. Raises DeviceError if there is none of that index."""
+        """Open a device. Raises DeviceError for an unknown index or unusable allocator settings."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if index >= count:
             raise DeviceError(
@@ -92,7 +91,7 @@ class CudaDriver:
             adopted.add(compute.cuda_stream)
 
     def _make_workspaces(self, compute: torch.cuda.Stream) -> None:
-        """Let the libraries allocate what they keep per thread and stream, in a pool that no program has."""
+        """Make the libraries allocate their memory per thread and stream, in a pool that no program uses."""
         torch.cuda.set_device(self._index)
         pool = _cuda.use_mem_pool(self._libraries, self.device)
         with torch.cuda.stream(compute), pool, torch.inference_mode():
@@ -127,7 +126,7 @@ class CudaDriver:
 
     @property
     def _current(self) -> torch.cuda.Stream:
-        """The calling thread's stream. To ask torch makes a new object of it, which costs as much as a launch."""
+        """The calling thread's stream. Asking torch creates a new object, which costs as much as a launch."""
         stream: torch.cuda.Stream | None = getattr(self._thread, "current", None)
         return torch.cuda.current_stream(self._index) if stream is None else stream
 
@@ -220,7 +219,7 @@ class CudaDriver:
             del self._allocated[memory.data_ptr()]
 
     def _enter(self) -> None:
-        """Make the device's context the calling thread's: the runtime API's first call does."""
+        """Make the device's context current in the calling thread: the runtime API's first call does."""
         torch.cuda.set_device(self._index)
         torch.cuda.mem_get_info(self._index)
 
@@ -301,13 +300,13 @@ class CudaDriver:
             try:
                 graph.capture_end()
             except RuntimeError as raised:
-                with suppress(RuntimeError):  # torch may still send allocations to the pool; 2.12 and later do not
+                with suppress(RuntimeError):  # torch before 2.12 may still send allocations to the pool
                     torch._C._cuda_endAllocateToPool(self._index, pool.id)
                 error = error or raised
         if error is not None:
             with suppress(RuntimeError):
                 graph.reset()
-            for _ in range(pool.use_count - users):  # users that neither of them has released
+            for _ in range(pool.use_count - users):  # references that neither call has released
                 torch._C._cuda_releasePool(self._index, pool.id)
             lacks_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
             try:
@@ -320,7 +319,7 @@ class CudaDriver:
                     ) from error
                 raise CaptureFailed(f"{_NOT_CAPTURED}: {str(error).splitlines()[0]}") from error
             finally:
-                del error  # it and this frame would keep each other, and the tensors that were made in the pool
+                del error  # a cycle of error and frame would keep the pool's tensors alive
         return CudaGraph(graph, pool, self._current)
 
     def release(self, graphs: Sequence["CudaGraph"]) -> None:
@@ -333,7 +332,7 @@ class CudaDriver:
 
     @contextmanager
     def tf32(self, allowed: Tf32) -> Iterator[None]:
-        # These switches also set the newer per-op ones; setting only the newer ones would leave the two contradictory.
+        # These switches also set the newer per-op ones. Setting only the newer ones would make the two contradict.
         wanted = {_backends.cuda.matmul: allowed == "all", _backends.cudnn: allowed != "none"}
         before = {module: module.allow_tf32 for module in wanted}
         _set_tf32(wanted)
@@ -344,7 +343,7 @@ class CudaDriver:
 
 
 def _refuse_allocator_settings(environment: Mapping[str, str]) -> None:
-    """Raise DeviceError for settings of torch's allocator with which pools of our own memory do not work."""
+    """Raise DeviceError for settings of torch's allocator that break pools of given memory."""
     for variable in _ALLOCATOR_VARIABLES:
         for key, value in _ALLOCATOR_SETTING.findall(environment.get(variable, "")):
             if value != _USABLE_SETTINGS.get(key, value) or key in _UNUSABLE_SETTINGS:
@@ -361,7 +360,7 @@ def _set_tf32(allowed: Mapping[Any, bool]) -> None:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Collect no cycles: a CUDA object that is finalised during a capture ends it."""
+    """Disable garbage collection: finalising a CUDA object during a capture ends the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -372,11 +371,11 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 _STAGED = ("directly", "by graphs of this stream", "by graphs of another stream")
-"""Who uses a lane's staging memory, one part each. What one part has is in the order of one stream."""
+"""Users of a lane's staging memory, one part each: uses of one part are ordered by one stream."""
 
 
 class _LaneStaging:
-    """The staging memory of a stream that decodes."""
+    """The staging memory of a decoding stream."""
 
     def __init__(self, memory: torch.Tensor, link: torch.cuda.Stream) -> None:
         self.link = link
@@ -392,7 +391,7 @@ class _Capture:
         self._staging: Staging | None = None
 
     def staging(self, stream: torch.cuda.Stream, lane: _LaneStaging) -> Staging:
-        """Return the slots of the stream that decodes; a capture has one such stream."""
+        """Return the slots of the decoding stream. A capture has only one."""
         if self._staging is None:
             own = "by graphs of this stream" if stream is self._origin else "by graphs of another stream"
             self._staging = Staging(lane.parts[own], lane.link, captured=True)
@@ -400,11 +399,11 @@ class _Capture:
 
 
 class CudaGraph:
-    """A captured graph. It keeps its pool, whose bytes its kernels use."""
+    """A captured graph. It keeps a reference to its pool, whose bytes its kernels use."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: CarvedPool, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        """Where it was captured."""
+        """The stream it was captured on."""
         self._graph = graph
         self._pool = pool
         _graphs.add(self)
@@ -413,14 +412,14 @@ class CudaGraph:
         self._graph.replay()
 
     def reset(self) -> None:
-        """Release the graph and its reference to the pool, and no more."""
+        """Release the graph and its reference to the pool only."""
         _graphs.discard(self)
         with suppress(RuntimeError):  # a lost device
             self._graph.reset()
 
 
 class _AtAddress:
-    """Bytes that the device can address, in the form in which torch takes memory of others over."""
+    """Device-addressable bytes with the interface through which torch imports foreign memory."""
 
     def __init__(self, address: int, nbytes: int, owner: object = None) -> None:
         self._owner = owner
@@ -434,7 +433,7 @@ class _AtAddress:
 
 
 class _Nvml:
-    """NVML for one device, opened once: to open it takes longer than a question."""
+    """NVML for one device, opened once: opening takes longer than a query."""
 
     def __init__(self, index: int) -> None:
         self._handle: Any = None
@@ -448,7 +447,7 @@ class _Nvml:
             self._handle = _nvml_handle(pynvml, str(uuid))
 
     def process_bytes(self) -> int | None:
-        """Device memory of this process; None if NVML is not there, or does not know the process."""
+        """Return this process's device memory; None without NVML, or if NVML does not know the process."""
         if self._handle is None:
             return None
         import pynvml
@@ -462,7 +461,7 @@ class _Nvml:
 
 
 def _nvml_handle(pynvml: Any, uuid: str) -> Any:
-    """Return NVML's handle of a GPU, or of a part of one (MIG): torch leaves out what tells the two apart."""
+    """Return NVML's handle of a GPU or a MIG part: torch's UUID lacks the prefix that tells them apart."""
     try:
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
     except pynvml.NVMLError:

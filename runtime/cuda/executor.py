@@ -1,10 +1,10 @@
-"""The CUDA executor: one launch per inference where the program could be captured, streams and events elsewhere.
+"""CUDA executor: one graph launch per captured inference; other programs use streams and events.
 
     compute   | inputs, kernels, outputs of A          | ... of B                    one graph each, copies inside
     swap_in   |    (A's copies)                        |    (B's copies)   epilogue of A, piece by piece
 
-The thread that calls `run` waits for the outputs, so an inference begins when the kernels of the one before have
-ended. What it must still wait for on the device is the epilogue of its model's last run.
+The thread that calls `run` waits for the outputs, so an inference begins after the kernels of the previous one have
+ended. On the device it waits only for the epilogue of its model's last run.
 """
 
 import logging
@@ -34,7 +34,7 @@ from cohabit.runtime.recording import Follow, Recording
 
 _log = logging.getLogger("cohabit.cuda")
 _MOST_TRIALS = 16
-"""Runs until the gaps in a pool are those that a run before has found; two or three are usual."""
+"""Maximum runs until the gaps in a pool repeat those of an earlier run; usually two or three."""
 
 
 @dataclass(slots=True)
@@ -45,11 +45,11 @@ class SharedDevice:
     """Held to allocate, to capture, and to synchronise the whole device. Replays do not need it."""
     lost: str | None = None
     outside_bytes: int = 0
-    """Device memory of this process that is in no arena: the context, what libraries keep per lane, constants, and
-    graphs. Where the driver does not tell processes apart, others' memory is included."""
+    """Device memory of this process outside the arena: the context, libraries' memory per lane, constants, and graphs.
+    Includes other processes if the driver does not report memory per process."""
 
     def note_memory(self, driver: Driver) -> None:
-        """Ask the driver how much that is now."""
+        """Update `outside_bytes` from the driver."""
         memory = driver.memory()
         used_bytes = memory.process_bytes
         if used_bytes is None:
@@ -58,7 +58,7 @@ class SharedDevice:
 
 
 class CudaExecutor:
-    """Runs programs one at a time. Every method is called by one thread; a device has an executor per compute lane."""
+    """Runs programs one at a time, in one thread. A device has one executor per compute lane."""
 
     swap_busy_s = None
 
@@ -72,7 +72,7 @@ class CudaExecutor:
         self._transfers = Transfers(streams)
         self._began, self._answered = self._driver.event(timed=True), self._driver.event(timed=True)
         self._stale: set[str] = set()
-        """Models whose residents may be wrong: a copy or a kernel failed, or their bytes were another's."""
+        """Models whose residents may be wrong: a copy or kernel failed, or another model used their memory."""
         self._admitted: list[CudaProgram] = []
 
     @property
@@ -94,7 +94,7 @@ class CudaExecutor:
             self._thread = threading.current_thread()
 
     def close(self) -> None:
-        """Let the streams finish and end; programs that were admitted are released."""
+        """Release the admitted programs, wait for the streams, and stop the threads."""
         for program in self._admitted:
             self.release(program)
         if self._shared.lost is None:
@@ -109,8 +109,8 @@ class CudaExecutor:
     def load(self, program: CudaProgram, *, follow: Follow | None = None) -> float:
         """Copy a program's initial residents in and wait for them. Returns the seconds.
 
-        A program that is new to the device is admitted. Raises DeviceError, and MemoryExceeded if its kernels have
-        too little memory.
+        Admits a program that is new to the device. Raises DeviceError, and MemoryExceeded if its kernels have too
+        little memory.
         """
         start = time.perf_counter()
         is_counted = program.plan.memory.counted
@@ -118,13 +118,13 @@ class CudaExecutor:
             self._load_residents(program)
         if program.admission.pool is None:
             with self._shared.exclusive:
-                self._admit(program)  # runs it, so that counted residents are there
+                self._admit(program)  # runs it, which also loads counted residents
         elif is_counted:
             self._load_counted(program)
         return time.perf_counter() - start
 
     def load_in_pieces(self, programs: Sequence[CudaProgram]) -> Iterator[None]:
-        """Load one program per step of the iterator: each is admitted by loading it."""
+        """Load and admit one program per step of the iterator."""
         for n, program in enumerate(programs):
             if n:
                 yield
@@ -142,7 +142,7 @@ class CudaExecutor:
             self._stale.discard(program.name)
 
     def _load_counted(self, program: CudaProgram) -> None:
-        """Bring the residents of a program without addresses, in its pool: to where they lie, if they do."""
+        """Load the residents of a counted program into its pool, in place where they are allocated."""
         with self._faults(program), self._shared.exclusive:
             self._adopt()
             residents = program.counted_residents
@@ -154,9 +154,9 @@ class CudaExecutor:
             self._stale.discard(program.name)
 
     def _return_to_places(self, program: CudaProgram) -> None:
-        """Have residents that the last run has moved lie where they lay before: the next run then finds the same gaps.
+        """Move residents back to where they lay before the last run, so that the next run finds the same gaps.
 
-        They pass through the host, as torch's allocator gives out no address that is asked for.
+        They are copied through the host: torch's allocator cannot allocate at a given address.
         """
         moved = [tensor for tensor in program.counted_residents if tensor.moves]
         with self._faults(program), self._shared.exclusive:
@@ -168,7 +168,7 @@ class CudaExecutor:
     def _bring(
         self, program: CudaProgram, tensors: Sequence[OffloadedTensor], renewed: Sequence[OffloadedTensor] = ()
     ) -> None:
-        """Fill tensors from their host buffers, and wait. Before that, those in `renewed` leave and get new bytes."""
+        """Fill tensors from their host buffers, and wait. With `renewed`, frees these, then reallocates `tensors`."""
         driver, streams = self._driver, self._streams
         made, loaded = driver.event(), driver.event()
         with driver.allocating(program.pool), driver.on(streams.compute):
@@ -185,7 +185,7 @@ class CudaExecutor:
         driver.synchronize(loaded)
 
     def _copy_out(self, tensors: Sequence[OffloadedTensor]) -> None:
-        """Copy tensors to their host buffers, and wait. Nothing may be in progress."""
+        """Copy tensors to their host buffers, and wait. No work may be in progress."""
         driver, saved = self._driver, self._driver.event()
         with driver.on(self._streams.swap_out):
             for tensor in tensors:
@@ -203,7 +203,7 @@ class CudaExecutor:
         self._driver.synchronize(end)
 
     def finish(self, program: CudaProgram) -> None:
-        """Copy the state that stays in the pool between runs to its host buffers. A run waits for its other copies."""
+        """Copy state that stays in the pool between runs to the host. Runs wait for their own copies of the rest."""
         if program.admission.pool is None:
             return
         with self._faults(program), self._shared.exclusive:
@@ -220,8 +220,8 @@ class CudaExecutor:
     ) -> Result:
         """Run one inference. See `runtime.backend.ProgramRunner`.
 
-        `follow` gets the steps where the run is traced, or everything is counted, which is issued step by step.
-        Elsewhere it gets when the inference began and ended.
+        `follow` gets every step of a traced run or a counted program, which is issued step by step. Otherwise it gets
+        only the start and end of the inference.
 
         Residents that the last run could not restore are loaded again; this run fails only if that fails, too.
         """
@@ -229,6 +229,7 @@ class CudaExecutor:
         with self._faults(program):
             self._adopt()
         start = time.perf_counter()
+        # Residents first: a failed epilogue leaves wrong bytes, and a moved resident leaves other gaps in the pool.
         epilogue = self._transfers.take(program.name)
         is_restored = epilogue is None or epilogue.error is None
         if program.admission.pool is None or program.name in self._stale or not is_restored:
@@ -242,13 +243,14 @@ class CudaExecutor:
             with self._transfers.paused(program.copying_s):
                 self._issue(program, inputs, watch, epilogue)
                 self._driver.synchronize(self._answered)
+            # The outputs are ready; the epilogue runs after the answer.
             device_s = self._driver.seconds(self._began, self._answered)
             outputs = program.buffers.taken()
             program.admission.moved = any(tensor.moves for tensor in program.counted_residents)
             latency_s = time.perf_counter() - start
             self._submit_epilogue(program, watch)
         if watch is not None:
-            self.settle()
+            self.settle()  # timed events are read after the epilogue's copies
             recording = watch.recording(start)
         else:
             recording = Recording(program)
@@ -284,29 +286,29 @@ class CudaExecutor:
             if graph is not None:
                 graph.replay()
         if graph is None:
-            with self._shared.exclusive:  # until its activations are gone, too
+            with self._shared.exclusive:  # held until the activations are freed
                 self._stream(program, watch)
         with self._driver.on(self._streams.compute):
             self._driver.record(self._answered)
 
     def _graph(self, program: CudaProgram) -> CapturedGraph | None:
-        """Return the graph of the current inputs' shapes, which is captured when they come for the second time."""
+        """Return the graph of the current inputs' shapes. Smaller shapes are captured at their second request."""
         shapes, sized = program.buffers.smaller, program.admission.sized
         if shapes is None:
             return program.admission.graph
         if shapes not in sized and is_wanted(program, shapes):
-            self.settle()  # what is issued to a stream of the capture would be part of it
+            self.settle()  # copies issued to a captured stream would become part of the graph
             with self._shared.exclusive:
                 capture_sized(self._streams, program, shapes)
                 self._shared.note_memory(self._driver)
         if shapes not in sized:
             return None
-        known = sized[shapes] = sized.pop(shapes)  # the last
+        known = sized[shapes] = sized.pop(shapes)  # now the most recently used
         program.buffers.outputs = known.outputs
         return known.graph
 
     def _stream(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
-        """Issue command by command. The swap-in stream's own order puts later copies after these."""
+        """Issue command by command. Later copies follow these in the order of the swap-in stream."""
         frame = program.new_frame()
         perform = program.performing(self._driver, frame)
         if watch is not None:
@@ -318,7 +320,7 @@ class CudaExecutor:
             with self._driver.allocating(program.pool):
                 issue_inference(self._streams, program, frame, perform, feeder)
         except BaseException:
-            frame.clear()  # tracebacks keep it, and its tensors must not outlive the pool
+            frame.clear()  # tracebacks keep the frame, and its tensors must not outlive the pool
             raise
 
     def _submit_epilogue(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
@@ -332,11 +334,11 @@ class CudaExecutor:
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
 
-        An op's scratch may be several small tensors, which need more segments than a dry run shows: a refused pool is
-        followed by the next one that the dry run accepts.
+        Several small scratch tensors of an op may need more segments than a dry run shows. Then the next pool that
+        the dry run accepts is tried.
         """
         refused: MemoryExceeded | None = None
-        waste = min((op.scratch_bytes for op in program.graph.ops), default=0)  # measuring adds it to every op
+        waste = min((op.scratch_bytes for op in program.graph.ops), default=0)  # profiling adds it to every op
         plan = program.plan
         residents = [tensor.spill.tensor for tensor in program.counted_residents]
         pools = fitting_pools(self._streams, program.graph, plan.steps, program.pool_memory, waste, residents)
@@ -348,7 +350,7 @@ class CudaExecutor:
             program.admission.pool = pool
             try:
                 self._try_out(program)
-            except CohabitError as error:
+            except CohabitError as error:  # release the pool first: the next one has the same bytes
                 for tensor in program.offloaded:
                     tensor.reset()
                 program.admission.pool = None
@@ -378,10 +380,10 @@ class CudaExecutor:
         self._shared.note_memory(self._driver)
 
     def _try_out(self, program: CudaProgram) -> None:
-        """Run a program for the first time, and leave everything as before but for what libraries then know.
+        """Run a program for the first time, to initialise libraries; all other state is restored.
 
-        Where everything is counted, it is run until it finds the pool as a run before has found it: then no later run
-        lacks room. The first one leaves segments for small tensors that it did not find.
+        A counted program runs until the pool's layout repeats: then no later run can run out of memory. The first run
+        adds segments for small tensors.
         """
         if not program.plan.memory.counted:
             self._first_run(program)
@@ -426,9 +428,9 @@ class CudaExecutor:
         self._stale.add(program.name)
 
     def release(self, program: CudaProgram) -> None:
-        """Release the graph, the pool and the buffers of a program that will not run any more."""
+        """Release the graphs, the pool and the buffers of a program that will not run again."""
         if self._shared.lost is not None:
-            return  # a device that does not answer releases nothing before the process ends
+            return  # a lost device releases memory only when the process ends
         self.settle()
         self._admitted = [p for p in self._admitted if p is not program]
         with self._shared.exclusive:
@@ -437,7 +439,7 @@ class CudaExecutor:
 
     @contextmanager
     def _faults(self, program: CudaProgram) -> Iterator[None]:
-        """Turn any exception into DeviceError, or into DeviceLost where the device does not work any more."""
+        """Turn any exception into DeviceError, or into DeviceLost if the device no longer works."""
         if self._shared.lost is not None:
             raise DeviceLost(f"{program.graph.name}: the device is lost ({self._shared.lost}); restart the server")
         try:
@@ -445,7 +447,7 @@ class CudaExecutor:
         except Exception as error:
             self._stale.add(program.name)
             with self._shared.exclusive:
-                traceback.clear_frames(error.__traceback__)  # activations of the run that failed
+                traceback.clear_frames(error.__traceback__)  # frees activations of the failed run
                 well = self._driver.well()
             if not well:
                 self._shared.lost = str(error)
@@ -464,10 +466,10 @@ def _timeline(program: CudaProgram, spans: tuple[Span, ...]) -> Timeline:
 
 
 def _check_refusal(program: CudaProgram, *, failed: bool) -> None:
-    """Raise MemoryExceeded if the pool refused what the plan has, even if the run did not fail.
+    """Raise MemoryExceeded if the pool refused planned memory, even if the run succeeded.
 
-    A kernel that makes do with less than was measured may have other bits. More than the most that a kernel gets was
-    refused when it was measured, too.
+    A kernel that falls back to less scratch may give other bits. After a run that succeeded, refused allocations
+    above `MOST_SCRATCH_BYTES` are ignored: profiling refused them, too.
     """
     wanted = program.pool.refused_bytes
     if wanted is not None and (failed or wanted <= MOST_SCRATCH_BYTES):

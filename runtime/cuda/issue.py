@@ -1,7 +1,7 @@
-"""Issues an inference to the three streams: by one thread in the order of its commands, or copies by another thread.
+"""Issues an inference to the three streams, from one thread, or with the copies in a second thread.
 
-A wait issued before its record waits for nothing. Where two threads issue, each event has a mark, which delays a thread
-until the other one has issued the record.
+A wait issued before its event's record waits for nothing. With two threads, each event has a mark: a thread blocks on
+it until the other one has issued the record.
 """
 
 import threading
@@ -25,7 +25,7 @@ Perform = Callable[[Command], None]
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A lane's three streams, each under its name."""
+    """A compute lane's three streams; the fields have the names of the plan's lanes."""
 
     driver: Driver
     compute: Stream
@@ -38,22 +38,22 @@ class Streams:
 
 
 class Feeder(ThreadPoolExecutor):
-    """A thread that makes calls which need host work and do not raise, in order. It starts when it is first needed."""
+    """Thread that issues copies which need host work, in order; calls must not raise. Started on first use."""
 
     def __init__(self) -> None:
         super().__init__(1, "swap-in")
 
     def drain(self) -> None:
-        """Return when every call has been made."""
+        """Wait until every submitted call has returned."""
         self.submit(int).result()
 
 
 def issue_inference(
     streams: Streams, program: CudaProgram, frame: Frame, perform: Perform, feeder: Feeder | None = None
 ) -> None:
-    """Issue inputs, commands and outputs. With a feeder, its thread issues the copies, in step with this one.
+    """Issue inputs, commands and outputs. With a feeder, its thread issues the copies.
 
-    Raises what a kernel or a copy raises, when everything that could be issued has been.
+    Raises the error of a kernel or copy. With a feeder, waits for its thread first; its copies raise DeviceError.
     """
     driver, commands = streams.driver, program.schedule.inference
     events = [driver.event() for _ in range(program.schedule.events)]
@@ -77,14 +77,14 @@ def _issue_by_two(
     def attempt(command: Command) -> None:
         try:
             perform(command)
-        except Exception as error:  # the lane goes on, because the other one waits for its records
+        except Exception as error:  # the lane goes on, because the other thread waits for its records
             errors.append(error)
 
     feeder.submit(lambda: _issue(streams, commands, events, attempt, ["swap_in"], marks))
     try:
         _issue(streams, commands, events, perform, ["compute", "swap_out"], marks)
     finally:
-        for mark in marks:  # after an error, the remaining records will not be made
+        for mark in marks:  # after an error, the remaining records are not issued
             mark.set()
         feeder.drain()
     if errors:
@@ -99,7 +99,7 @@ def _issue(
     lanes: Sequence[Lane] = LANES,
     marks: Sequence[threading.Event] | None = None,
 ) -> None:
-    """Issue the commands of these lanes from this thread; with `marks`, while another thread issues the others."""
+    """Issue the commands of these lanes. With `marks`, another thread issues the other lanes meanwhile."""
     driver = streams.driver
     for lane, part in groupby((c for c in commands if c.lane in lanes), key=lambda c: c.lane):
         with driver.on(getattr(streams, lane)):

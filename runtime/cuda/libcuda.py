@@ -1,6 +1,6 @@
-"""The calls of CUDA's driver API for which torch has no binding: device memory of our own, and pinned host memory.
+"""Calls of CUDA's driver API without a torch binding: device memory outside torch, and pinned host memory.
 
-Unlike the runtime API's, its errors leave nothing behind that a later call would report again.
+Unlike errors of the runtime API, its errors are not reported again by a later call.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 class LibCudaError(RuntimeError):
-    """A call failed; the text has CUDA's name of the error."""
+    """A call failed; the text has CUDA's error name."""
 
 
 class OutOfDeviceMemory(LibCudaError):
@@ -18,7 +18,7 @@ class OutOfDeviceMemory(LibCudaError):
 
 
 class LibCuda:
-    """Calls for the calling thread's current context. Raises OSError where there is no CUDA driver."""
+    """Calls in the calling thread's current context. Raises OSError without a CUDA driver."""
 
     def __init__(self, library: ctypes.CDLL | None = None) -> None:
         self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
@@ -33,7 +33,7 @@ class LibCuda:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Let the device read and write host memory, for all contexts, at the same address."""
+        """Pin host memory and map it into the device's address space, for all contexts, at the same address."""
         flags = ctypes.c_uint(_PORTABLE | _MAPPED)
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags)
 

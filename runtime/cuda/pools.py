@@ -1,8 +1,8 @@
-"""Memory pools of torch's allocator with segments from given bytes, by two native callbacks made in Python.
+"""Memory pools of torch's allocator over given bytes, through two native callbacks implemented in Python.
 
-The callbacks run under the allocator's lock and take the interpreter's: a thread that holds the interpreter and frees
-a CUDA tensor while another one allocates in a pool would wait for ever. So only the thread that owns the device may
-hold CUDA tensors of torch's allocator. Once a pool has its segments, nothing is called back any more.
+The callbacks run under the allocator's lock and take the GIL. A thread that holds the GIL and frees a CUDA tensor while
+another one allocates in a pool would deadlock. So only the thread that owns the device may hold CUDA tensors of torch's
+allocator. A pool that has its segments calls back no more.
 """
 
 import ctypes
@@ -15,24 +15,24 @@ import torch
 
 from cohabit.planner.free_list import FreeList
 
-_cuda: Any = torch.cuda  # in large part without types
+_cuda: Any = torch.cuda  # largely untyped
 _ROUNDED_BYTES = 512
-"""Torch's allocator rounds sizes to multiples of this."""
+"""Rounding of torch's allocator."""
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _callbacks: dict["_Carver", tuple[object, object]] = {}
-"""Of every carver whose segments torch has: it calls them when it releases the last ones, perhaps after the pool."""
+"""Callbacks of carvers whose segments torch still holds. Torch may release the last ones after the pool is closed."""
 _open: "WeakSet[CarvedPool]" = WeakSet()
 
 
 def close_open_pools() -> None:
-    """Close every pool, at the end of the process: torch must not release segments when the callbacks are gone."""
+    """Close every pool, at process exit: torch must not release segments after the callbacks are gone."""
     for pool in list(_open):
         pool.close()
 
 
 class _Carver:
-    """Gives out segments of a range. Callbacks are made of it, and not of the pool, which would keep itself alive."""
+    """Allocates segments of a range. The callbacks refer to it, since references to the pool would keep that alive."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -57,15 +57,15 @@ class _Carver:
 
 
 class CarvedPool:
-    """A `torch.cuda.MemPool` over a range of device memory. Tensors belong to the stream that they were made on."""
+    """A `torch.cuda.MemPool` over a range of device memory. Tensors belong to the stream they were allocated on."""
 
     def __init__(self, memory: torch.Tensor, large_bytes: int) -> None:
-        """Seed the pool with one large segment, which must fit, for tensors of the current stream."""
+        """Allocate one large segment for tensors of the current stream. It must fit."""
         self._device = memory.device
         self._carver = carver = _Carver(memory)
         # Torch keeps the addresses, not the objects.
         _callbacks[carver] = callbacks = (_Allocate(carver.take), _Free(carver.release))
-        # Their addresses are read without `ctypes.cast`, which makes a reference cycle.
+        # `ctypes.cast` would make a reference cycle.
         take, release = (ctypes.c_void_p.from_buffer(callback).value or 0 for callback in callbacks)
         self._allocator = torch._C._cuda_customAllocator(take, release)
         self._pool: Any = _cuda.MemPool(self._allocator)
@@ -77,7 +77,7 @@ class CarvedPool:
 
     @property
     def refused_bytes(self) -> int | None:
-        """The size of the least segment that did not fit."""
+        """Size of the smallest segment that did not fit."""
         return self._carver.refused_bytes
 
     @property
@@ -88,7 +88,7 @@ class CarvedPool:
 
     @property
     def use_count(self) -> int:
-        """How many users torch counts: this object, graphs, and captures that have not ended."""
+        """Torch's reference count: this object, graphs, and captures in progress."""
         assert self._pool is not None
         return int(self._pool.use_count())
 
@@ -99,8 +99,8 @@ class CarvedPool:
     @property
     def layout(self) -> tuple[tuple[int, int, str], ...]:
         """Address, size and state of each block. Torch's allocator joins free neighbours and takes the best fit."""
-        # A snapshot of this pool alone releases a reference too many to the pool's number (pytorch/pytorch#196366):
-        # from the 257th pool on, the process crashes. One of all pools does not.
+        # A snapshot of this pool alone releases one reference too many to the pool's number (pytorch/pytorch#196366):
+        # from the 257th pool on, the process crashes. A snapshot of all pools does not.
         segments = [s for s in _cuda.memory_snapshot() if self._carver.has(s["address"])]
         blocks = (block for segment in segments for block in segment["blocks"])
         return tuple(sorted((int(b["address"]), int(b["size"]), str(b["state"])) for b in blocks))
@@ -113,7 +113,7 @@ class CarvedPool:
 
     @contextmanager
     def leaving(self, nbytes: int) -> Iterator[None]:
-        """Fill free ranges until none is larger than `nbytes`. The block allocates in the pool."""
+        """Fill free ranges until none is larger than `nbytes`. Called while allocating from the pool."""
         held: list[torch.Tensor] = []
         while (largest := max((n for _, n, state in self.layout if state == "inactive"), default=0)) > nbytes:
             filled = max((largest - nbytes) // _ROUNDED_BYTES * _ROUNDED_BYTES, _ROUNDED_BYTES)
@@ -124,7 +124,7 @@ class CarvedPool:
             held.clear()
 
     def close(self) -> None:
-        """Release the segments. No tensor or graph of the pool may be left."""
+        """Release the segments. The pool's tensors and graphs must be released before."""
         self._pool = None
         _open.discard(self)
         if not self._carver.segments:

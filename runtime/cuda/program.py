@@ -27,50 +27,50 @@ from cohabit.runtime.shared_region.region import FetchPlan
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 ALIGNMENT_BYTES = 512
-"""What torch's allocator rounds to."""
+"""Rounding of torch's allocator."""
 MOST_SCRATCH_BYTES = 64 << 20
-"""The most scratch that a kernel may have where its library chooses among several. cuDNN tries them in the order of
-their expected speed, and keeps the first that gets its memory, for all models of the process: with a limit that no
-model changes, bits are the same at every budget, and no kernel's wish for gigabytes decides what a model needs."""
+"""Maximum scratch of a kernel that its library chooses among several. cuDNN tries kernels in order of expected speed
+and keeps the first that gets its memory, for all models of the process. One limit for all models keeps outputs
+bit-equal at every budget, and no kernel can claim gigabytes."""
 _CHOOSES = "conv"
-"""In the names of operators whose library does that."""
+"""Substring of the names of operators whose library chooses kernels."""
 _READS_ON_HOST = ("item", "_local_scalar_dense")
 _RELOCATED = "its parameters lie elsewhere at every run"
 
 
 @dataclass(frozen=True, slots=True)
 class SizedGraph:
-    """A graph of inputs smaller than the bucket's largest, and its outputs' places in the buffers."""
+    """A graph for inputs smaller than the bucket's largest, and its outputs' views of the buffers."""
 
     graph: CapturedGraph
     outputs: tuple[torch.Tensor, ...]
     nbytes: int
-    """Device memory that it takes outside of the arena."""
+    """Device memory outside the arena."""
 
 
 @dataclass(slots=True)
 class AdmissionState:
-    """What a program gets when it is admitted to the device, by the thread that owns the device."""
+    """A program's pool and graphs on the device. Written by the thread that owns the device."""
 
     pool: AllocatorPool | None = None
     graph: CapturedGraph | None = None
-    """Of the bucket's largest shapes."""
+    """For the bucket's largest shapes."""
     sized: dict[Shapes, SizedGraph] = field(default_factory=dict)
-    """Of smaller shapes that came more than once; those used last are the last."""
+    """For smaller shapes that came more than once, least recently used first."""
     seen: dict[Shapes, None] = field(default_factory=dict)
     """Smaller shapes that came once."""
     residents: CapturedGraph | None = None
-    """The copies of initial residents, where there are any."""
+    """The copies of initial residents, if any."""
     refused: str | None = None
     """Why there is no graph."""
     sized_refused: bool = False
-    """Smaller shapes cannot be captured any more."""
+    """Capture of smaller shapes has failed and is not tried again."""
     graph_bytes: int = 0
-    """Device memory that the graphs take outside of the arena."""
+    """Device memory of `graph` and `residents` outside the arena."""
     moved: bool = False
-    """A run has left residents without addresses in other places than it found them."""
+    """The last run has moved counted residents."""
     choosing: bool = False
-    """Libraries choose its kernels in this run: they may not have more scratch than `MOST_SCRATCH_BYTES`."""
+    """Libraries choose kernels in this run: scratch is limited to `MOST_SCRATCH_BYTES`."""
 
     @property
     def graphs(self) -> list[CapturedGraph]:
@@ -84,22 +84,22 @@ class CudaProgram(Program):
 
     schedule: IssueSchedule
     copies: tuple[Callable[[], None], ...]
-    """Issue those of the schedule, one each."""
+    """One call per copy of the schedule, which issues it."""
     buffers: Buffers
     pool_memory: torch.Tensor
-    """The bytes of the arena for activations and scratch."""
+    """The arena's bytes for activations and scratch."""
     examples: Callable[[], list[torch.Tensor]]
     device: torch.device
     staged: bool
-    """Copies pass through host code, which no graph can contain."""
+    """Copies pass through host code, which a graph cannot contain."""
     compute_s: float | None
-    """Time of the kernels alone, where there is a profile."""
+    """Time of the kernels alone; None without a profile."""
     copying_s: float
-    """When the last of an inference's copies that its ops wait for is expected to end; 0 without a profile."""
+    """Expected end of the last copy that the inference waits for, from its start; 0 without a profile."""
     tf32: Tf32
     admission: AdmissionState
     borrows_buffers: bool = False
-    """Its buffers belong to another program of its model."""
+    """The buffers belong to another program of the same model."""
 
     @property
     def pool(self) -> AllocatorPool:
@@ -113,12 +113,12 @@ class CudaProgram(Program):
             tensor.start(frame)
 
     def compute(self, index: int, frame: Frame) -> None:
-        """Run one op's kernels."""
+        """Launch one op's kernels."""
         for call in self.computes[index].calls:
             call(frame)
 
     def finish(self, frame: Frame) -> None:
-        """Make the outputs that are views, and copy all outputs out."""
+        """Create the outputs that are views, copy all outputs to the buffers, and clear the frame."""
         for call in self.final_calls:
             call(frame)
         values = [self.constants[s] if s in self.constants else frame[s] for s in self.output_slots]
@@ -127,18 +127,18 @@ class CudaProgram(Program):
 
     @property
     def counted_residents(self) -> list[OffloadedTensor]:
-        """Residents without addresses: first those that stay, so that they always lie in the same place."""
+        """Residents allocated from the pool. Those that stay come first, so that they always lie in the same place."""
         residents = [step.offloaded for step in self.residents if step.offloaded is not None]
         return sorted(residents, key=lambda tensor: tensor.moves)
 
     @property
     def state(self) -> list[OffloadedTensor]:
-        """What runs change of the weights. Only where everything is counted is there any."""
+        """Weights that runs change. Only counted programs have any."""
         return [t for t in self.offloaded if self.graph.tensors[t.spill.tensor].kind == "state"]
 
     @contextmanager
     def state_kept(self) -> Iterator[None]:
-        """Put back the state's host buffers after the block, in which the program runs on trial."""
+        """Restore the state's host buffers after the block, which runs the program on trial."""
         leaving = {step.tensor for step in self.swap_outs}
         saved = [(t.pinned, t.pinned.clone()) for t in self.state if t.spill.tensor in leaving]
         try:
@@ -148,12 +148,12 @@ class CudaProgram(Program):
                 pinned.copy_(before)
 
     def forget(self) -> None:
-        """Drop the activations that a failed inference has left."""
+        """Drop the activations left by a failed inference."""
         for tensor in self.offloaded:
             tensor.forget()
 
     def close(self, driver: Driver) -> None:
-        """Release graph, pool, buffers and spill buffers. Nothing may be in progress."""
+        """Release graphs, pool, buffers and spill buffers. No work may be in progress."""
         for tensor in self.offloaded:
             tensor.reset()
             tensor.close()
@@ -168,7 +168,7 @@ class CudaProgram(Program):
             self.buffers.close()
 
     def performing(self, driver: Driver, frame: Frame) -> Callable[[Command], None]:
-        """Return a call that issues a command of one inference to the current stream."""
+        """Return a function that issues a command of one inference to the current stream."""
 
         def perform(command: Command) -> None:
             index = command.index
@@ -192,7 +192,7 @@ class CudaProgram(Program):
         return perform
 
     def _limited(self, index: int) -> AbstractContextManager[None]:
-        """Limit the scratch of an op whose kernel is being chosen, for the block."""
+        """Limit an op's scratch inside the block, if its kernel is being chosen."""
         step = self.plan.steps[self.draft.computes[index].step]  # a relocated program numbers its own steps
         assert isinstance(step, Compute)
         op = self.graph.ops[step.op]
@@ -208,7 +208,7 @@ def _offloaded(tensor: OffloadedTensor | None) -> OffloadedTensor:
 
 
 class CudaRelocatableModel(RelocatableModel):
-    """Lasting programs have a pool and graphs of their own; others share a pool and are issued command by command.
+    """Lasting programs have their own pool and graphs. Others share a pool and are issued command by command.
 
     The workspace is at the arena's start.
     """
@@ -250,9 +250,9 @@ def prepare(
     bases: Bases,
     store: HostStore[torch.Tensor],
 ) -> CudaProgram:
-    """Prepare a bound program to be issued; nothing runs. Any thread.
+    """Prepare a bound program for issuing; nothing runs. Any thread.
 
-    Raises UnsupportedPlan, and MemoryExceeded for its buffers.
+    Raises UnsupportedPlan, and MemoryExceeded if its buffers cannot be pinned.
     """
     if program.plan.memory.counted and store.staged:
         raise UnsupportedPlan(f"{program.name}: one budget for everything needs parameters in pinned memory")
@@ -283,20 +283,20 @@ def prepare(
 
 
 def _copying_s(program: Program, scheduled: IssueSchedule) -> float:
-    """Return when the last copy that belongs to an inference itself ends, by the profile's times."""
+    """Return the predicted end of the last copy before the epilogue, from the inference's start."""
     copied = max((scheduled.copies[c.index].last for c in scheduled.inference if c.verb == "copy"), default=0)
     return Forecast.of(program).arrivals_s[copied - 1] if copied else 0.0
 
 
 def _pool_bytes(plan: Plan) -> int:
-    """Return the bytes at the workspace's start that no parameter passes through: the plan's pool, or more."""
+    """Return the bytes at the workspace's start below all swap-ins: the plan's pool, or more."""
     addresses = (step.address for step in plan.steps if isinstance(step, SwapIn))
     lowest = min((a.offset for a in addresses if a is not None and a.region == "workspace"), default=None)
     return (plan.memory.workspace_bytes if lowest is None else lowest) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
 def _obstacle(program: Program, *, staged: bool) -> str | None:
-    """Return why a program cannot be captured, as far as its trace shows; else None."""
+    """Return why a program cannot be captured, or None if nothing in its plan, store or trace prevents it."""
     if program.plan.memory.counted:
         return _RELOCATED
     if staged:
@@ -312,5 +312,5 @@ def _obstacle(program: Program, *, staged: bool) -> str | None:
 def _prepared_copies(
     scheduled: IssueSchedule, arena: DeviceArena[torch.Tensor], store: HostStore[torch.Tensor]
 ) -> tuple[Callable[[], None], ...]:
-    """Return every copy of a schedule, ready to be issued."""
+    """Return one call per copy of a schedule."""
     return tuple(store.copy(c.segment, arena.bytes(c.offset, c.nbytes)) for c in scheduled.copies)

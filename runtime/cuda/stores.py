@@ -1,7 +1,7 @@
 """Host stores of a CUDA device: pinned up to a cap, beyond it staged through a small pinned ring.
 
-Pinned parameters are copied from where they are. Any other store (pageable memory, a file) fills the ring's slots in
-turn, in the thread that issues the copies: the link then waits for the host, not for a page fault.
+Pinned parameters are copied directly. Other stores (pageable memory, a file) fill the ring's slots in turn, in the
+thread that issues the copies: the link waits for the host, never for a page fault.
 """
 
 import threading
@@ -27,7 +27,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class PinnedMemory:
-    """Pinned host memory, with a cap on its sum. Any thread."""
+    """Pinned host memory with a cap on its total size. Any thread."""
 
     def __init__(self, driver: Driver, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -48,13 +48,13 @@ class PinnedMemory:
             )
 
     def take(self, nbytes: int, what: str) -> HostBytes:
-        """Zeroed pinned memory near the device, page aligned. Raises MemoryExceeded over the cap."""
+        """Return zeroed, page-aligned pinned memory near the device. Raises MemoryExceeded over the cap."""
         self.require(nbytes, what)
         host = np.frombuffer(anonymous_memory(nbytes), np.uint8, count=nbytes)
-        with self._driver.near():  # what is not touched yet, pinning touches
+        with self._driver.near():  # pinning touches all pages not touched yet
             if nbytes >= _HUGE_PAGE_BYTES:
                 host.fill(0)
-                use_huge_pages(host)  # pages that are pinned cannot be moved any more
+                use_huge_pages(host)  # before pinning: pinned pages cannot be moved
             if nbytes:
                 self._driver.pin(host)
         if nbytes:
@@ -64,7 +64,7 @@ class PinnedMemory:
         return host
 
     def release(self, host: HostBytes) -> None:
-        """Unpin memory, unless that has been done. No copy may be in progress."""
+        """Unpin memory; does nothing if it is unpinned already. No copy may be in progress."""
         with self._lock:
             held = self._held.pop(host.ctypes.data, None)
             self.used_bytes -= host.nbytes if held is not None else 0
@@ -78,9 +78,9 @@ class PinnedMemory:
 
 
 class PinnedStore:
-    """A whole weights file in one pinned region, as it is stored: the device decodes what is encoded.
+    """A whole weights file in one pinned region, as stored: the device decodes encoded segments.
 
-    A copy may continue into the segments that follow.
+    A copy may continue into the following segments.
     """
 
     kind: StoreKind = "ram"
@@ -95,7 +95,7 @@ class PinnedStore:
         self._manifest = manifest
         self._host = pinned.take(manifest.file_bytes, path.parent.name)
         self._decoded: dict[int, HostBytes] = {}
-        """Segments that are encoded in the file, where programs keep tensors of their own in their host memory."""
+        """Decoded host copies of encoded segments, for counted parameters."""
         read_weights(path, manifest, self._host, verify_reads=verify_reads)
         self._region = torch.from_numpy(self._host)
 
@@ -108,7 +108,7 @@ class PinnedStore:
         return lambda: self._driver.copy(destination, source)
 
     def _from(self, segment: int, nbytes: int) -> list[Segment]:
-        """Return the segments that so many bytes of memory hold, from this one on."""
+        """Return the segments that fill `nbytes` of device memory, from this one on."""
         ends = accumulate(s.nbytes for s in self._manifest.segments[segment:])
         count = next(n for n, end in enumerate(ends, 1) if end >= nbytes)
         return list(self._manifest.segments[segment : segment + count])
@@ -141,7 +141,7 @@ class PinnedStore:
 
 
 def pinned_spill_buffers(pinned: PinnedMemory, sizes: Sequence[int]) -> list[SpillBuffer]:
-    """Return pinned buffers for activations. Raises MemoryExceeded over the cap on pinned memory."""
+    """Return pinned buffers for activations. Raises MemoryExceeded over the cap."""
     pinned.require(sum(sizes), "activations that leave memory")
     return [_PinnedSpillBuffer(pinned, nbytes) for nbytes in sizes]
 
@@ -153,7 +153,7 @@ class _PinnedSpillBuffer:
         self.pinned: torch.Tensor | None = torch.from_numpy(self._host)
 
     def save(self, source: torch.Tensor) -> None:
-        """Copy bytes in and wait for that; programs issue their copies by `pinned` instead."""
+        """Copy bytes in, synchronously. Programs issue their copies through `pinned` instead."""
         assert self.pinned is not None
         self.pinned[: source.nbytes].copy_(source)
 
@@ -173,7 +173,7 @@ class _Slot:
 
 
 class Ring:
-    """A few pinned slots that the copies of all lanes pass through, one after the other. Any thread."""
+    """Pinned staging slots shared by the copies of all lanes, one copy at a time. Any thread."""
 
     def __init__(self, driver: Driver, pinned: PinnedMemory) -> None:
         self._driver = driver
@@ -184,7 +184,7 @@ class Ring:
         self._turn = threading.Lock()
 
     def fit(self, nbytes: int) -> None:
-        """Make the slots at least this large. Raises MemoryExceeded over the cap on pinned memory."""
+        """Grow the slots to at least `nbytes` each. Raises MemoryExceeded over the cap on pinned memory."""
         with self._turn:
             if nbytes <= self.slot_bytes:
                 return
@@ -195,7 +195,7 @@ class Ring:
             self.slot_bytes = nbytes
 
     def pass_through(self, fill: Callable[[HostBytes], None], destination: torch.Tensor) -> None:
-        """Fill the next slot, when the copy out of it has ended, and issue the copy to the device."""
+        """Fill the next slot, after the copy out of it has ended, and issue the copy to the device."""
         with self._turn:
             slot = self._slots[self._next]
             self._next = (self._next + 1) % len(self._slots)
@@ -218,7 +218,7 @@ class Ring:
 
 
 class StagedStore:
-    """A store whose copies pass through the staging ring. Embedding tables are pinned: kernels read them in place."""
+    """Store whose copies pass through the staging ring. Embedding tables are pinned: kernels read them in place."""
 
     staged = True
     check_tables = None

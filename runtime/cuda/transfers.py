@@ -1,8 +1,8 @@
-"""Copies that restore residents between inferences. They give way to the copies of inferences.
+"""Copies that restore residents between inferences. They yield to the copies of inferences.
 
-A restore is issued piece by piece by a thread of its own, to the swap-in stream. While an inference copies, no piece is
-issued: its ops wait for its copies, and nothing waits for a restore before its model's next inference. That inference
-issues what is left of it at once.
+A separate thread issues a restore piece by piece to the swap-in stream. It pauses while an inference copies: ops wait
+for those copies, but only the model's next inference waits for a restore. That inference issues the remaining pieces
+at once.
 """
 
 import threading
@@ -22,7 +22,7 @@ from cohabit.runtime.cuda.program import CudaProgram
 Piece = Callable[[], None]
 """Issues some copies to the current stream."""
 _PIECE_BYTES = 8 << 20
-"""Bytes after which a restore gives way to an inference's copies."""
+"""Size of a restore's pieces; it yields to an inference's copies between them."""
 
 
 @dataclass(slots=True)
@@ -30,9 +30,9 @@ class Transfer:
     """One model's restore."""
 
     event: Event
-    """Reached when all copies that have been issued have ended."""
+    """Reached when all issued copies have ended."""
     pieces: deque[Piece] = field(default_factory=deque)
-    """Those that are not issued yet."""
+    """Pieces not issued yet."""
     error: BaseException | None = None
 
 
@@ -48,7 +48,7 @@ class Transfers:
         self._paused_until_s = 0.0
 
     def submit(self, model: str, pieces: Sequence[Piece]) -> None:
-        """Have pieces issued in the background, in order."""
+        """Issue pieces in the background, in order."""
         transfer = Transfer(self._streams.driver.event(), deque(pieces))
         self._pending[model] = transfer
         self._thread.submit(self._work, transfer)
@@ -61,14 +61,14 @@ class Transfers:
         return transfer
 
     def take(self, model: str) -> Transfer | None:
-        """Return a model's last transfer, all of it issued; None if there was none since the last call."""
+        """Return a model's last transfer, fully issued; None if there was none since the last call."""
         transfer = self._pending.pop(model, None)
         if transfer is not None:
             self._issue_rest(transfer)
         return transfer
 
     def flush(self) -> None:
-        """Issue all that is left of every transfer."""
+        """Issue the remaining pieces of every transfer."""
         for transfer in self._pending.values():
             self._issue_rest(transfer)
 
@@ -78,7 +78,7 @@ class Transfers:
 
     @contextmanager
     def paused(self, seconds: float) -> Iterator[None]:
-        """Issue no piece in the background for so long, or until the block ends."""
+        """Issue no pieces in the background for `seconds`, or until the block ends."""
         self._pause_until(self._clock() + seconds)
         try:
             yield
@@ -101,7 +101,7 @@ class Transfers:
             try:
                 self._streams.driver.synchronize(
                     transfer.event
-                )  # no second piece is ahead of an inference's copies
+                )  # at most one piece is ahead of an inference's copies
             except Exception as error:
                 self._fail(transfer, error)
 
@@ -112,7 +112,7 @@ class Transfers:
             self._changed.notify()
 
     def _issue_next(self, transfer: Transfer) -> None:
-        """Issue a piece. The caller holds the lock. An error is for the model's next run."""
+        """Issue a piece. The caller holds the lock. Errors are kept for the model's next run."""
         driver, piece = self._streams.driver, transfer.pieces.popleft()
         try:
             with driver.on(self._streams.swap_in):
@@ -129,7 +129,7 @@ class Transfers:
 
 
 def pieces_of(program: CudaProgram, commands: Commands) -> list[Piece]:
-    """Return calls that issue copies, neighbours in the order together up to `_PIECE_BYTES`."""
+    """Return calls that issue the copies in order, each up to `_PIECE_BYTES` or one copy."""
     groups: list[list[int]] = []
     group_bytes = 0
     for command in commands:

@@ -1,1 +1,1 @@
-"""A user's training loop under a byte budget: eager ops, whose storages leave memory and come back."""
+"""Training loops under a byte budget: ops run eagerly, their storages are evicted and swapped in."""

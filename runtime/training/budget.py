@@ -1,10 +1,10 @@
-"""`cohabit.budget`: the tensors of a training loop within a byte budget.
+"""`cohabit.budget`: keeps the tensors of a training loop within a byte budget.
 
-The loop runs eagerly. A dispatch mode sees every op of it, forward, backward and optimizer: before an op, the storages
-that it reads are brought back, and others leave memory to make room. So an op never reads what is not there, whatever
-the loop does. Which storages leave, and which come back ahead of time, follows from what the loop did before
-(`history.py`); where it does something else, the least recently used leave and are brought back on demand, as in the
-passive mode of Capuchin (ASPLOS 2020, section 4.2).
+The loop runs eagerly. A dispatch mode intercepts its ops, forward, backward and optimizer: before an op, the storages
+that it reads are swapped in, and others are evicted to make room. So ops always read valid bytes, whatever the loop
+does. Evictions and prefetches follow the loop's recorded ops (`history.py`). Where the loop does something new, the
+least recently used storages are evicted, and swapped in on demand, as in the passive mode of Capuchin (ASPLOS 2020,
+section 4.2).
 """
 
 import logging
@@ -38,14 +38,14 @@ from cohabit.runtime.training.spill import FileSpill, RamSpill
 _log = logging.getLogger("cohabit.training")
 
 _WINDOW = 48
-"""Ops that are looked ahead."""
+"""Ops to look ahead."""
 _LOOK_EVERY = 8
-"""Ops between two looks ahead."""
+"""Ops between two lookaheads."""
 _MEASURE_EVERY = 32
 """Ops between two measurements of the process, where the budget is its total."""
 _TOTAL = " total"
 _PART = 4
-"""A call on lists of tensors is made in parts of at most a quarter of the budget."""
+"""Calls on lists of tensors are split into parts of at most 1/4 of the budget. Lookaheads stop once they need more."""
 
 
 def budget(
@@ -64,20 +64,20 @@ def budget(
                 optimizer.zero_grad()
 
     `memory` is in bytes, a size such as "2GiB", or a share such as "60%" of the peak of the loop's first step, which
-    then takes what it takes. "3GiB total" is for the whole process: tensors get what the rest of it leaves, as measured
-    again and again; the store has to be "file". `owners` are the modules, optimizers and tensors whose memory counts,
-    beside all that ops inside of the context make. What leaves memory goes to RAM, or to a file without a name in
-    `folder`, by default the system's temporary folder. Leaving the context brings everything back, also after an error.
+    runs without a limit. "3GiB total" limits the whole process: tensors may take what the rest of it leaves, measured
+    every few ops; the store must be "file". `owners` are the modules, optimizers and tensors whose memory counts, in
+    addition to all tensors made by ops inside the context. Evicted bytes go to RAM, or to an unnamed file in `folder`
+    (default: the system's temporary folder). Leaving the context swaps everything back in, also after an error.
 
-    Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for tensors on another device
-    than the CPU; MemoryExceeded for a total that the process exceeds without tensors. Inside of the context, an op that
-    needs more than a given size raises MemoryExceeded; one that needs more than a share runs, with a warning.
+    Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for tensors on a device other
+    than the CPU; MemoryExceeded for a total that the process exceeds without tensors. Inside the context, an op that
+    needs more than a given size raises MemoryExceeded. An op that needs more than a share runs, with a warning.
     """
     return Budget(memory, owners, store, folder)
 
 
 class Budget:
-    """The context that `budget` makes. It may be entered again after it was left, but not twice at a time."""
+    """The context returned by `budget`. Reusable after it was left, but not reentrant."""
 
     def __init__(
         self,
@@ -119,22 +119,22 @@ class Budget:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The budget; None as long as a share's first step has not ended."""
+        """The budget; None until the first step has ended, if the budget is a share."""
         return None if self._residency.limit_bytes == NEVER else self._residency.limit_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the tensors that are in memory now."""
+        """Bytes of the tensors in memory now."""
         return self._residency.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that tensors have taken at a time since the context was entered, or `reset_peak` was called."""
+        """Peak bytes of tensors in memory since the context was entered, or since `reset_peak`."""
         return self._residency.peak_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that were copied out and in."""
+        """Bytes copied out and in so far."""
         return self._residency.moved_bytes
 
     def reset_peak(self) -> None:
@@ -182,10 +182,10 @@ class Budget:
         self._context.close()
 
     def run(self, op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an op with everything that it reads in memory. Raises MemoryExceeded, and what the op raises."""
+        """Run an op after swapping in the storages it reads. Raises MemoryExceeded, and the op's own errors."""
         if not all(map(_is_plain, types)):
-            return NotImplemented  # the subclass takes itself apart, and its parts come here
-        if not self._is_active:  # in a thread that has outlived the context
+            return NotImplemented  # the subclass unwraps itself, and its inner tensors are dispatched here
+        if not self._is_active:  # in a thread that outlived the context
             return op(*args, **kwargs)
         if not isinstance(op, OpOverload):
             raise UnsupportedModel(f"budget: {op} calls other functions from within torch, where no op can be seen")
@@ -246,7 +246,7 @@ class Budget:
     def _run_in_parts(
         self, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run an op on lists of tensors, whose elements it computes one by one, on parts of them that fit."""
+        """Run an op that computes elements of tensor lists independently, on parts of the lists that fit."""
         length = next((len(a) for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)), 0)
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and len(a) == length]
         tensors = [[x for x in elements if isinstance(x, torch.Tensor)] for elements in zip(*lists, strict=True)]
@@ -274,7 +274,7 @@ class Budget:
     def _used(
         self, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[Tracked], list[Hashable]]:
-        """Return the tracked storages of an op's arguments, each once, and all sizes. Note which it writes."""
+        """Return the distinct tracked storages of an op's arguments, and all sizes. Marks written storages changed."""
         used: dict[Tracked, None] = {}
         sizes: list[Hashable] = []
         for key, value in (*enumerate(args), *kwargs.items()):
@@ -301,7 +301,7 @@ class Budget:
         return list(used), sizes
 
     def _made(self, result: Any, used: Sequence[Tracked]) -> list[Tracked]:
-        """Track the storages that an op has made."""
+        """Track an op's new storages, and mark them as in use."""
         made: dict[Tracked, None] = {}
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, torch.Tensor):
@@ -320,7 +320,7 @@ class Budget:
         kwargs: Mapping[str, Any],
         used: Sequence[Tracked],
     ) -> int:
-        """Return the bytes that an op will make that was not seen before, by running it without data."""
+        """Return the bytes of a new op's results, by running it on meta tensors."""
         if not schema.makes_results or self._residency.limit_bytes == NEVER:
             return 0
         given: set[int] = set()
@@ -338,14 +338,14 @@ class Budget:
             result = op(*map(without_data, args), **{key: without_data(value) for key, value in kwargs.items()})
             results = result if isinstance(result, list | tuple) else [result]
             made = [tensor.untyped_storage() for tensor in results if isinstance(tensor, torch.Tensor)]
-        except Exception:  # it depends on values, or has no such form: like its largest argument
+        except Exception:  # data-dependent, or without a meta kernel: assume its largest argument's size
             return max((tracked.nbytes for tracked in used), default=0)
         sizes = {storage._cdata: storage.nbytes() for storage in made}
         return sum(nbytes for storage, nbytes in sizes.items() if storage not in given)
 
     @contextmanager
     def _sized(self, used: Sequence[Tracked]) -> Iterator[None]:
-        """Give storages that are out their size for the block: views check it, and read no bytes."""
+        """Give evicted storages their size inside the block: views check the size, and read no bytes."""
         sized = [tracked for tracked in used if tracked.is_out and tracked.copy is None]
         try:
             for tracked in sized:
@@ -356,7 +356,7 @@ class Budget:
                 self._residency.take_size(tracked)
 
     def _require(self, schema: OpSchema, nbytes: int) -> None:
-        """Raise MemoryExceeded for an op that needs more than a size that was given; warn where a share was."""
+        """Raise MemoryExceeded for an op that exceeds a given size. If the budget is a share, warn instead."""
         limit_bytes = self._residency.limit_bytes
         if nbytes <= limit_bytes:
             return
@@ -370,13 +370,13 @@ class Budget:
             )
 
     def _measure(self, process: ProcessLimit) -> None:
-        """Set the limit of tensors to what the rest of the process leaves."""
+        """Limit tensors to the part of the total that the rest of the process leaves."""
         residency = self._residency
         residency.limit_bytes = process.tensor_bytes(residency.used_bytes, residency.recent_peak_bytes)
         residency.recent_peak_bytes = residency.used_bytes
 
     def _look_ahead(self) -> None:
-        """Begin copies that the next ops will need."""
+        """Start copies for the next ops: writes that make room, then prefetches."""
         limit_bytes = self._residency.limit_bytes
         if limit_bytes == NEVER:
             return
@@ -395,9 +395,9 @@ class Budget:
 
     @contextmanager
     def _measured_step(self, share: float) -> Iterator[None]:
-        """Set the limit to a share of what the first step takes, once every optimizer has made one.
+        """Set the limit to a share of the first step's peak, once every optimizer has made a step.
 
-        The state that an optimizer makes in its first step is there in the whole of later ones.
+        The peak includes optimizer state: an optimizer's first step creates it, and it stays during later steps.
         """
         residency = self._residency
         left = set(map(id, self._optimizers))
@@ -406,7 +406,7 @@ class Budget:
 
         def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal peak_bytes
-            if not left:  # the hooks stay until the end: other hooks may be running beside them
+            if not left:  # the hooks stay registered until the end: other hooks may be running meanwhile
                 return
             residency.bury()
             before[id(optimizer)] = residency.used_bytes
@@ -435,7 +435,7 @@ class Budget:
 
     @contextmanager
     def _interrupts_held(self) -> Iterator[None]:
-        """Deliver an interrupt that comes in the middle of a move, or of an op, after it."""
+        """Inside the block, postpone an interrupt that arrives during an op or a copy until that has ended."""
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(handler):
             yield
@@ -465,13 +465,13 @@ class Budget:
             self._handler(*interrupt)
 
     def _after_fork(self) -> None:
-        """Go on in a forked process, which has no copy thread: everything stays that comes in."""
+        """Continue in a forked process, which has no copy thread: swapped-in storages then stay in memory."""
         self._lock = threading.RLock()
         self._residency.after_fork()
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the ops of one thread."""
+    """Intercepts the ops of one thread."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -502,7 +502,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @cache
 def _is_plain(kind: type) -> bool:
-    """Whether ops on such tensors are torch's own, and not the subclass's."""
+    """Whether torch dispatches ops on such tensors itself: the subclass does not override dispatch."""
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 

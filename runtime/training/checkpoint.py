@@ -1,8 +1,8 @@
-"""Checkpoints of a training loop: one `safetensors` file with everything that the next step depends on.
+"""Checkpoints of a training loop: one `safetensors` file with all state that the next step depends on.
 
-It has the model's parameters and buffers, the optimizer's state and settings, and the states of the random generators
-of torch, numpy and Python. It is written tensor by tensor, so that it takes the memory of one, and whole or not at all.
-Its checksum is of the whole file, the header included.
+A checkpoint holds the model's parameters and buffers, the optimizer's state and settings, and the random states of
+torch, numpy and Python. It is streamed tensor by tensor, which takes the memory of one, and committed atomically. Its
+checksum covers the whole file, including the header.
 """
 
 import json
@@ -23,7 +23,7 @@ from cohabit.planner.errors import FormatError
 
 _FORMAT: Final = "2"
 _TENSOR: Final = "$tensor"
-"""The key of a reference to a tensor of the file, in what is stored as JSON."""
+"""Key of a reference to one of the file's tensors, in the state stored as JSON."""
 _DTYPES: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -32,8 +32,8 @@ _NO_CHECKSUM: Final = "0" * 8
 
 
 def write_checkpoint(path: Path, steps: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write a checkpoint to a file beside `path`, then give it that name. Raises OSError, and ValueError for state that
-    is neither tensors nor plain values."""
+    """Write a checkpoint to a file beside `path`, then rename it to `path`. Raises OSError, and ValueError for state
+    that is neither tensors nor plain values."""
     tensors: dict[str, torch.Tensor] = {}
     about = {
         "format": _FORMAT,
@@ -46,6 +46,7 @@ def write_checkpoint(path: Path, steps: int, model: nn.Module, optimizer: torch.
             }
         ),
     }
+    # The header precedes the data, so offsets are computed from sizes first.
     fields: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -64,7 +65,7 @@ def write_checkpoint(path: Path, steps: int, model: nn.Module, optimizer: torch.
                 data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
                 file.write(data)
                 checksum = zlib.crc32(data, checksum)
-            file.seek(0)
+            file.seek(0)  # the checksum is known only now; it has the length of its placeholder
             _write_header(file, fields, about, f"{checksum:08x}")
             file.flush()
             os.fsync(file.fileno())
@@ -72,14 +73,14 @@ def write_checkpoint(path: Path, steps: int, model: nn.Module, optimizer: torch.
     finally:
         beside.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # so that the name survives a loss of power, too
+    os.fsync(folder)  # so that the rename survives a power failure
     os.close(folder)
 
 
 def read_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load a checkpoint into a model and an optimizer, and set the random generators. Returns the number of steps.
+    """Load a checkpoint into a model and an optimizer, and set the random states. Returns the number of steps.
 
-    Raises FormatError for a damaged file, and for one of another model or optimizer; then nothing has changed.
+    Raises FormatError for a damaged file, and for a checkpoint of another model or optimizer; then nothing changes.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -112,7 +113,7 @@ def read_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _stored(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a value for JSON, in which tensors are references to those that are put into `tensors`."""
+    """Return a JSON-compatible value, with tensors added to `tensors` and replaced by references."""
     if isinstance(value, torch.Tensor):
         if value.dtype not in _DTYPES or value.layout is not torch.strided:
             raise ValueError(f"{name} is a {value.layout} tensor of {value.dtype}, which a checkpoint cannot have")
@@ -159,7 +160,7 @@ def _write_header(file: BinaryIO, fields: Mapping[str, Any], about: Mapping[str,
 
 
 def _checksum(path: Path, found: str) -> str:
-    """Return the checksum of a file, in whose header no checksum stands in the place of `found`."""
+    """Return the checksum of a file, computed with a zero checksum in the header in place of `found`."""
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(int.from_bytes(length, "little"))

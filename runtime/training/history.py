@@ -1,8 +1,8 @@
-"""What a loop will do next: what it did when it last was at this place.
+"""Predicts a loop's next ops from the last time it ran the same sequence of ops.
 
-A loop repeats itself from step to step, and within a step from layer to layer. So a pointer follows the recorded ops at
-the place where this sequence of ops was seen before. A storage's next use is as far away as its counterpart's was
-there. Nothing of it has to be right: a wrong guess costs a copy.
+A loop repeats itself from step to step, and within a step from layer to layer. A pointer follows the recorded ops where
+the current sequence occurred before. A storage's next use is predicted as far away as its counterpart's was there.
+Predictions may be wrong: that costs only a copy.
 """
 
 import itertools
@@ -16,37 +16,37 @@ Signature = tuple[Hashable, ...]
 """An op, and the sizes and integers among its arguments."""
 
 _MATCHED: Final = 6
-"""Ops that must agree for a place to be found again."""
+"""Number of last ops that must match a recorded sequence."""
 _MOST_RECORDS: Final = 1 << 15
 
 
 @dataclass(slots=True)
 class _Record:
-    """An op that ran. `next_uses` and `last_uses` are distances in ops, 0 and None where there is none."""
+    """An op that ran. `next_uses` and `last_uses` are distances in ops per storage; 0 and None if there is none."""
 
     number: int
     """Of its signature."""
     storages: Sequence[Tracked]
-    """Those that it read or wrote, then those that it made."""
+    """Storages read or written, then new ones."""
     before_bytes: int
-    """Made minus freed by all ops before it."""
+    """Bytes made minus bytes freed by all earlier ops."""
     made_bytes: int
     next_uses: list[int]
     last_uses: list[tuple[int, int] | None]
     freed_bytes: int = 0
-    """Of storages that died before the next op."""
+    """Bytes of storages that died before the next op."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What the next ops need."""
+    """Predicted needs of the next ops."""
 
     wanted: Sequence[Tracked]
-    """Storages that are out, in the order of need."""
+    """Evicted storages, in order of first use."""
     needed_bytes: int
-    """The most that these and the ops' results take at a time, beyond what is there now."""
+    """Peak bytes of these and of the ops' results, on top of current memory use."""
     position: int
-    """How far this looks."""
+    """End of the lookahead window."""
 
 
 class History:
@@ -55,20 +55,20 @@ class History:
     def __init__(self) -> None:
         self._records: list[_Record] = []
         self._first = 0
-        """The position of the first record that is kept."""
+        """Position of the oldest record kept."""
         self._place: int | None = None
-        """Where this sequence was seen before: the record that is like the op that runs."""
+        """Position of the record that matches the current op; None if the sequence is new."""
         self._numbers: dict[Signature, int] = {}
-        """A number for each signature: hashing one takes microseconds, and is done once per op."""
+        """One number per signature, so that a signature is hashed once per op."""
         self._next_number = itertools.count()
         self._recent: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
-        """The last position after each sequence of numbers, by its hash."""
+        """Last position of each sequence of `_MATCHED` ops, by hash: that of its last op."""
         self._made_bytes: dict[int, int] = {}
         self._seen_place = -1
-        """How far `ahead` has looked."""
+        """Position of the last record that `ahead` has examined."""
         self._wanted: dict[Tracked, int] = {}
-        """Storages that are out and will be needed, with the places of the ops that need them."""
+        """Evicted storages with the positions of the records whose counterparts will read them."""
 
     @property
     def position(self) -> int:
@@ -76,11 +76,11 @@ class History:
         return self._first + len(self._records)
 
     def made_bytes(self, number: int) -> int | None:
-        """Return the bytes that an op with this number has made before."""
+        """Return the bytes of an earlier such op's results; None if there was none."""
         return self._made_bytes.get(number)
 
     def begin(self, signature: Signature) -> int:
-        """Find the place of an op that is about to run, and return its signature's number."""
+        """Find the record that matches an op about to run. Returns the number of its signature."""
         number = self._numbers.get(signature)
         if number is None:
             number = self._numbers[signature] = next(self._next_number)
@@ -95,7 +95,7 @@ class History:
         return number
 
     def record(self, number: int, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
-        """Record the op that has run, and predict the next use of each of its storages."""
+        """Record an op that has run, and predict the next use of each of its storages."""
         records, first = self._records, self._first
         now = first + len(records)
         distances = [] if self._place is None else records[self._place - first].next_uses
@@ -120,20 +120,20 @@ class History:
             self._forget(_MOST_RECORDS // 2)
 
     def died(self, nbytes: int) -> None:
-        """Note bytes that were freed since the last op."""
+        """Record bytes freed since the last op."""
         if self._records:
             self._records[-1].freed_bytes += nbytes
 
     def ahead(self, window: int, most_bytes: int) -> Ahead | None:
-        """Look ahead for as many ops, or until they need `most_bytes`. None where nothing is known.
+        """Look ahead `window` ops, or until they need `most_bytes`. Returns None if the sequence is new.
 
-        Each op is looked at once, by the call that comes within a window of it.
+        Each record is examined once, by the first call whose window reaches it.
         """
         here, first, now = self._place, self._first, self.position - 1
         if here is None or not first <= here < now:
             return None
         if not first <= self._seen_place or self._seen_place - here not in range(window + 1):
-            self._seen_place = here  # the loop is at another place than expected
+            self._seen_place = here  # the loop has departed from the predicted sequence
             self._wanted.clear()
         self._wanted = {
             tracked: place for tracked, place in self._wanted.items() if place > here and _is_needed(tracked)
@@ -157,11 +157,11 @@ class History:
         return Ahead(list(self._wanted), needed, now + window)
 
     def _counterparts(self, record: _Record, place: int, here: int) -> Iterator[Tracked]:
-        """Yield the storages there are now that an op will use which is as far from this one as `place` from `here`."""
+        """Yield the existing storages that the op predicted by `record` will use."""
         records, first = self._records, self._first
         shift = self.position - 1 - here
         for last in record.last_uses:
-            # None: the op makes it. Used first by an op still to come: that one needs it.
+            # The op makes it, or an op before it that is still to come uses it first.
             if last is None or (earlier := place - last[0]) > here:
                 continue
             storages = records[earlier + shift - first].storages if earlier + shift >= first else ()

@@ -1,8 +1,8 @@
-"""Reads that no op makes: numpy views, pointers, pickling, storages' own methods, other threads.
+"""Reads that bypass the dispatcher: numpy views, pointers, pickling, storages' methods, other threads.
 
-A dispatch mode does not see them, and an empty storage read by one would be a null pointer. So the ways to a tensor's
-bytes that torch offers are replaced while a budget is active: each brings the bytes in first, and pins them for as long
-as somebody may read them.
+A dispatch mode does not see them, and reading an evicted storage would dereference a null pointer. So torch's methods
+that expose a tensor's bytes are replaced while a budget is active: each swaps the bytes in first, and pins them as long
+as they may be read.
 """
 
 import sys
@@ -20,11 +20,11 @@ from torch._C import StorageBase
 from cohabit.runtime.training.residency import Residency, Tracked
 
 _VIEWED: Final = ("numpy", "__array__")
-"""Methods of tensors that return an array of the same bytes: pinned until the array and its views are gone."""
+"""Tensor methods that return an array over the same bytes: pinned until the array and its views are gone."""
 _READ: Final = ("__deepcopy__", "apply_", "map2_", "map_", "tolist")
-"""Those that read, or write, during the call only."""
+"""Tensor methods that read or write only during the call."""
 _TAKEN: Final = ("__dlpack__", "data_ptr", "share_memory_")
-"""Those after which nobody knows who reads: pinned until the budget's end, or the end of a call that saves."""
+"""Tensor methods with unknown later readers: pinned until the budget's end, or the end of a call that saves."""
 _STORAGE_READ: Final = (
     "__copy__", "__deepcopy__", "__getitem__", "__iter__", "__reduce__", "__repr__", "__setitem__", "__str__",
     "_byteswap", "_set_from_file", "_to", "_write_file", "bfloat16", "bool", "byte", "byteswap", "char", "clone",
@@ -39,24 +39,24 @@ _STORAGE_SIZE: Final = ("__len__", "nbytes", "size")
 
 
 class _ArrayRef(weakref.ref[Any]):
-    """Its callback is a function in C, as `StorageRef`'s."""
+    """A weak reference with a C callback; see `StorageRef`."""
 
     __slots__ = ("tracked",)
     tracked: Tracked
 
 
 class Pins:
-    """Counts who reads storages without ops. The lock is held around every call."""
+    """Counts readers of storages that bypass ops. The caller holds a lock around every call."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._arrays: dict[int, _ArrayRef] = {}
-        """By their ids: a reference's hash is its array's, which has none."""
+        """By id of the reference: a reference hashes as its array, and arrays are unhashable."""
         self._gone: deque[_ArrayRef] = deque()
         self._counts: dict[Tracked, int] = {}
         self._temporary: list[Tracked] = []
         self._saving = 0
-        """Depth of calls that save: what they take is theirs until the outermost one returns."""
+        """Depth of nested calls that save: their pins end when the outermost one returns."""
 
     def until_gone(self, tracked: Tracked, array: Any) -> None:
         ref = _ArrayRef(array, self._gone.append)
@@ -65,7 +65,7 @@ class Pins:
         self.add(tracked)
 
     def collect(self) -> None:
-        """End the pins of arrays that are gone."""
+        """Remove the pins of dead arrays."""
         while self._gone:
             ref = self._gone.popleft()
             del self._arrays[id(ref)]
@@ -107,8 +107,10 @@ class Pins:
 def watching(
     residency: Residency, lock: AbstractContextManager[Any], make_mode: Callable[[], AbstractContextManager[Any]]
 ) -> Iterator[Pins]:
-    """Replace the ways to a tensor's bytes besides ops for the block. Threads that start in it get a mode."""
+    """Inside the block, replace methods that expose a tensor's bytes. Threads started in it run in a mode."""
     pins = Pins(residency)
+
+    # Lookup of the arguments' tracked storages
 
     def storage_of(value: Any) -> Any:
         if isinstance(value, torch.UntypedStorage):
@@ -117,13 +119,15 @@ def watching(
             try:
                 return value.untyped_storage()
             except (NotImplementedError, RuntimeError):
-                return None  # of a wrapper, which has none
+                return None  # a wrapper subclass without storage
         return None
 
     def found(*values: Any) -> list[Tracked]:
         storages = [storage_of(value) for value in values]
         trackeds = [residency.find(storage) for storage in storages if storage is not None]
         return [tracked for tracked in trackeds if tracked is not None]
+
+    # Wrappers, by how long the bytes must stay: with an array, during the call, or until the budget's end
 
     def viewed(real: Any) -> Any:
         @wraps(real)
@@ -163,7 +167,7 @@ def watching(
         return method
 
     def pickled(real: Any) -> Any:
-        """`torch.save` reads storages at its end. Other picklers reduce each storage, which reads it at once."""
+        """`torch.save` reads storages at its end, so they are pinned. Other picklers read each storage at once."""
 
         @wraps(real)
         def method(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,6 +177,8 @@ def watching(
                 return real(value, *args, **kwargs)
 
         return method
+
+    # Wrappers that pin nothing: sizes of evicted storages, calls that save, and threads
 
     def sized(real: Any) -> Any:
         @wraps(real)
@@ -204,6 +210,7 @@ def watching(
 
         return start
 
+    # The stack restores all originals, also if a replacement fails.
     with ExitStack() as stack:
         for owner, names, wrap in (
             (torch.Tensor, _VIEWED, viewed),

@@ -1,6 +1,6 @@
 """The tensors of modules and optimizers, and the storages of tensors.
 
-Storages that cannot be resized, from files, shared memory or numpy, get one of torch's own in their place.
+Storages that cannot be resized (from files, shared memory or numpy) are replaced by torch's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,9 +13,9 @@ Owner = nn.Module | torch.optim.Optimizer | torch.Tensor
 
 
 def rehome(tensors: Iterable[torch.Tensor]) -> None:
-    """Move tensors of such storages to new ones; those that share one, tied weights and views, share the new one.
+    """Move tensors with unresizable storages to new ones. Tied weights and views among `tensors` still share one.
 
-    Tensors elsewhere that share it keep the old one.
+    Tensors elsewhere keep the old storage.
     """
     moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
     for tensor in tensors:
@@ -27,7 +27,7 @@ def rehome(tensors: Iterable[torch.Tensor]) -> None:
         if id(storage) not in moved:
             copied = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
             copied.copy_(storage, False)
-            moved[id(storage)] = storage, copied  # the first stays referenced, so that its id is not used again
+            moved[id(storage)] = storage, copied  # the reference to the old storage keeps its id from being reused
         _, copied = moved[id(storage)]
         with torch.no_grad():
             empty = torch.empty(0, dtype=tensor.dtype)
@@ -35,7 +35,7 @@ def rehome(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def storages_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the storages that have a tensor's elements: several for a sparse one, none for what has no storage."""
+    """Return the storages of a tensor's elements: several for a sparse tensor, none for one without storage."""
     try:
         if tensor.layout is torch.strided:
             return (tensor.untyped_storage(),)
@@ -69,7 +69,7 @@ def flat(owners: Iterable[Any]) -> Iterator[Owner]:
 
 
 def tensors_of(owners: Iterable[Owner]) -> Iterator[torch.Tensor]:
-    """Yield the tensors of owners with their gradients."""
+    """Yield the owners' tensors, each followed by its gradient."""
     for owner in owners:
         if isinstance(owner, torch.optim.Optimizer):
             found = [p for group in owner.param_groups for p in group["params"]]

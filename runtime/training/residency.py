@@ -1,6 +1,6 @@
-"""Which storages are in memory, and moving them out and in.
+"""Tracks which storages are in memory, evicts them and swaps them in.
 
-At every moment a storage that is marked as out has all of its bytes in its slot, and any other has them in memory. So
+At every moment a storage marked as out has all of its bytes in its slot, and any other storage has them in memory. So
 an interrupt between two lines loses nothing, and `bring_all_in` restores everything.
 """
 
@@ -16,27 +16,27 @@ from torch._C import StorageBase
 from cohabit.runtime.training.spill import SpillSlot, SpillStore
 
 LEAST_BYTES: Final = 16 << 10
-"""Smaller storages stay: moving them gains nothing, and torch's generators read theirs without an op."""
+"""Smaller storages stay: evicting them gains nothing, and torch's generators read theirs without an op."""
 NEVER: Final = 1 << 62
-"""The position of a next use that is not known."""
+"""Position of an unknown next use; also "no limit" in bytes."""
 _MOST_COPIES: Final = 16
-"""That wait for the copy thread, in each direction."""
+"""Maximum pending copies in each direction."""
 
 _nbytes: Callable[[Any], int] = StorageBase.nbytes  # type: ignore[attr-defined]
 _address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
 _resize: Callable[[Any, int], Any] = StorageBase.resize_  # type: ignore[attr-defined]
-"""As torch has them: reads past the dispatcher are watched by replacing these methods of `UntypedStorage`."""
+"""Torch's originals: `outside.py` replaces these methods of `UntypedStorage`."""
 
 
 class StorageRef(weakref.ref[Any]):
-    """A reference whose callback is a function in C: an interrupt in one of Python's would be swallowed."""
+    """A weak reference whose callback is a C function: an interrupt in a Python callback would be swallowed."""
 
     __slots__ = ("tracked",)
     tracked: "Tracked"
 
 
 class Tracked:
-    """A storage that counts, whether its bytes are in memory or out."""
+    """A storage counted by the budget, in memory or out."""
 
     __slots__ = (
         "copy", "is_clean", "is_dead", "is_out", "is_pinned", "key", "last_use", "nbytes", "next_use", "ref", "slot",
@@ -51,16 +51,16 @@ class Tracked:
         self.slot: SpillSlot | None = None
         self.is_out = self.is_dead = False
         self.is_clean = False
-        """The slot has the bytes as they are in memory."""
+        """The slot's bytes equal those in memory."""
         self.is_pinned = not storage.resizable()
-        """Somebody may read the bytes without an op: they stay."""
+        """The bytes may be read without an op: they stay in memory."""
         self.copy: StorageCopy | None = None
         self.writes = 0
         self.uses = 0
-        """By ops that are running."""
+        """Number of uses by running ops."""
         self.next_use = NEVER
         self.last_use: tuple[int, int] | None = None
-        """The position of an op, and which of its storages this was."""
+        """(position of the op, index among its storages)."""
 
     @property
     def storage(self) -> Any | None:
@@ -68,7 +68,7 @@ class Tracked:
 
 
 class StorageCopy:
-    """A copy that another thread makes. It holds the storage, which cannot die meanwhile."""
+    """A copy made by the copy thread. Its reference keeps the storage alive meanwhile."""
 
     __slots__ = ("done", "error", "is_load", "storage", "tracked", "writes")
 
@@ -85,29 +85,29 @@ class Residency:
     def __init__(self, spill: SpillStore, limit_bytes: int | None = None) -> None:
         self.limit_bytes = NEVER if limit_bytes is None else limit_bytes
         self.used_bytes = self.peak_bytes = self.recent_peak_bytes = 0
-        """`recent_peak_bytes` is the most since the process was measured last."""
+        """`recent_peak_bytes` is the peak since the process was last measured."""
         self.position = 0
-        """Of the op that runs: uses that were expected before it did not come."""
+        """Position of the running op: uses predicted before it did not come."""
         self.moved_bytes = 0
-        """Copied in and out so far."""
+        """Bytes copied in and out so far."""
         self._spill = spill
         self._tracked: dict[int, Tracked] = {}
         self._here: OrderedDict[Tracked, None] = OrderedDict()
-        """Those in memory that may leave it, least recently used first."""
+        """Evictable storages, least recently used first."""
         self._deaths: deque[StorageRef] = deque()
         self._copies: deque[StorageCopy] = deque()
         self._waiting: queue.SimpleQueue[StorageCopy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    # What is tracked.
+    # Tracking
 
     def find(self, storage: Any) -> Tracked | None:
         found = self._tracked.get(id(storage))
-        # The ids of dead storages are used again.
+        # Python reuses the ids of dead storages.
         return found if found is not None and found.ref() is storage else None
 
     def track(self, storage: Any) -> Tracked | None:
-        """Count a storage from now on. Returns None for what is too small, or on another device."""
+        """Count a storage from now on. Returns None if it is too small, or on another device."""
         found = self.find(storage)
         if found is None and _nbytes(storage) >= LEAST_BYTES and storage.device.type == "cpu":
             found = Tracked(storage, self._deaths)
@@ -118,7 +118,7 @@ class Residency:
         return found
 
     def bury(self) -> int:
-        """Forget storages that have died, and complete copies that have ended. Returns the bytes of memory freed."""
+        """Forget dead storages, and complete copies that have ended. Returns the bytes of memory freed."""
         before = self.used_bytes
         while self._deaths:
             tracked = self._deaths.popleft().tracked
@@ -135,7 +135,7 @@ class Residency:
         return freed_bytes
 
     def use(self, tracked: Tracked) -> None:
-        """Bring a storage in that an op reads, as `bring_in` does, and note the use."""
+        """Swap in a storage that an op reads, as `bring_in` does, and make it the most recently used."""
         if tracked.is_out or tracked.copy is not None:
             self.bring_in(tracked)
         if tracked in self._here:
@@ -146,12 +146,12 @@ class Residency:
         self.recent_peak_bytes = max(self.recent_peak_bytes, self.used_bytes)
 
     def changed(self, tracked: Tracked) -> None:
-        """Note that the bytes in memory are, or will be, other ones than those in the slot."""
+        """Mark the bytes in memory as different from the slot's, now or soon."""
         tracked.is_clean = False
         tracked.writes += 1
 
     def resized(self, tracked: Tracked) -> None:
-        """Follow a storage that an op has given another size."""
+        """Update the counts for a storage that an op has resized."""
         storage = tracked.storage
         if storage is not None and not tracked.is_out and (now := _nbytes(storage)) != tracked.nbytes:
             self._wait(tracked)
@@ -164,7 +164,7 @@ class Residency:
                 self._here.pop(tracked, None)
 
     def pin(self, tracked: Tracked) -> None:
-        """Bring bytes in that somebody will read, or write, without an op, and keep them there."""
+        """Swap in bytes that will be read or written without an op, and keep them in memory."""
         self.bring_in(tracked)
         tracked.is_pinned = True
         self.changed(tracked)
@@ -177,15 +177,15 @@ class Residency:
             self.changed(tracked)
             self._here[tracked] = None
 
-    # Moving, while the caller waits.
+    # Synchronous copies
 
     def bring_in(self, tracked: Tracked) -> None:
-        """Raises MemoryExceeded where a full disk lets nothing else leave, and OSError of the file."""
+        """Swap a storage in. Raises MemoryExceeded if a full disk prevents evictions, and OSError for file errors."""
         self._wait(tracked)
         storage = tracked.storage
         if not tracked.is_out or storage is None:
             return
-        tracked.uses += 1  # it must not be chosen to make room for itself
+        tracked.uses += 1  # it must not be evicted to make room for itself
         try:
             self.make_room(tracked.nbytes)
             _resize(storage, tracked.nbytes)
@@ -196,7 +196,7 @@ class Residency:
             tracked.uses -= 1
 
     def make_room(self, nbytes: int) -> bool:
-        """Evict storages until `nbytes` fit below the limit. Returns whether they do."""
+        """Evict storages until `nbytes` more fit into the limit. Returns whether they do."""
         while self.used_bytes + nbytes > self.limit_bytes:
             self.bury()
             if self.used_bytes + nbytes <= self.limit_bytes:
@@ -213,7 +213,7 @@ class Residency:
         return True
 
     def give_size(self, tracked: Tracked) -> None:
-        """Give a storage that is out its size, without its bytes."""
+        """Give an evicted storage its size, without its bytes."""
         storage = tracked.storage
         if storage is not None and tracked.is_out:
             _resize(storage, tracked.nbytes)
@@ -224,7 +224,7 @@ class Residency:
             _resize(storage, 0)
 
     def bring_all_in(self) -> None:
-        """Give every storage its bytes back, whatever the limit is, and forget all."""
+        """Swap in every storage, ignoring the limit, and stop tracking."""
         self.limit_bytes = NEVER
         self.bury()
         for tracked in list(self._tracked.values()):
@@ -237,9 +237,9 @@ class Residency:
         self.used_bytes = 0
 
     def _choose(self, after: int = -1, *, idle: bool = False) -> Tracked | None:
-        """Return the storage whose next use is farthest, if after a position; among unknown ones the least recent.
+        """Return the storage with the farthest next use after `after`; with unknown next uses, the least recently used.
 
-        `idle`: only one that no copy has begun for.
+        `idle`: only storages without a copy in progress.
         """
         chosen, farthest = None, after
         for tracked in self._here:
@@ -285,14 +285,14 @@ class Residency:
         if slot is not None:
             self._spill.give_back(slot, tracked.nbytes)
 
-    # Moving, while ops run.
+    # Asynchronous copies, while ops run
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._copy_all, name="cohabit-budget", daemon=True)
         self._thread.start()
 
     def after_fork(self) -> None:
-        """Go on without the copy thread, which a forked process does not have."""
+        """Continue without the copy thread, which a forked process lacks."""
         self.limit_bytes = NEVER
         self._thread = None
         while self._copies:
@@ -302,7 +302,7 @@ class Residency:
             self._complete(copy)
 
     def stop(self) -> None:
-        """End the copy thread; copies under way are completed."""
+        """Stop the copy thread after pending copies, and complete these."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join()
@@ -310,7 +310,7 @@ class Residency:
             self._complete(self._copies.popleft())
 
     def prefetch(self, tracked: Tracked) -> bool:
-        """Begin to bring a storage in that fits. Returns whether further ones may."""
+        """Start swapping a storage in, if it fits. Returns whether more prefetches may follow."""
         if self.used_bytes + tracked.nbytes > self.limit_bytes or self._copies_of(True) >= _MOST_COPIES:
             return False
         storage = tracked.storage
@@ -322,7 +322,7 @@ class Residency:
         return True
 
     def write_ahead(self, needed_bytes: int, after: int) -> None:
-        """Begin to save storages that are used only after a position, so that `needed_bytes` can be had at once."""
+        """Start saving storages whose next use is after `after`, so that `needed_bytes` become available in time."""
         leaving = sum(copy.tracked.nbytes for copy in self._copies if not copy.is_load)
         while self.used_bytes - leaving + needed_bytes > self.limit_bytes:
             chosen = self._choose(after, idle=True)
@@ -330,7 +330,7 @@ class Residency:
                 return
             storage = chosen.storage
             if storage is None:
-                return  # it has died just now
+                return  # it has just died
             if chosen.is_clean:
                 self._leave(chosen, storage)
                 continue
@@ -365,14 +365,14 @@ class Residency:
             self._complete(copy)
 
     def _complete(self, copy: StorageCopy) -> None:
-        """Take over what a copy has done; the storage may have been used or written since it began."""
+        """Apply a finished copy. The storage may have been used or written since the copy began."""
         tracked, storage = copy.tracked, copy.storage
         copy.storage = None
         if tracked.copy is not copy:
             return
         tracked.copy = None
         if copy.is_load:
-            if copy.error is not None:  # an op that needs it reads again, and raises
+            if copy.error is not None:  # the op that needs it reads again, and raises
                 _resize(storage, 0)
                 self.used_bytes -= tracked.nbytes
                 return

@@ -1,4 +1,4 @@
-"""What an op's schema says of its arguments and results, as far as moving storages needs it."""
+"""Facts from an op's schema that swapping needs: views, new results, written arguments."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -7,23 +7,23 @@ import torch
 from torch._ops import OpOverload
 
 _LIST_OPS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
-"""Each element of their lists is computed by itself, so a call on all equals calls on parts."""
+"""Ops that compute list elements independently: a call on the lists equals calls on parts of them."""
 _UNDECLARED_WRITES = ("running_mean", "running_var")
-"""Batch norm's statistics, which its schema calls unchanged."""
+"""Batch norm's statistics, written although its schema does not say so."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpSchema:
-    """Facts of an op. Arguments are given by position, keyword-only ones by name."""
+    """Properties of an op. Arguments are identified by position, keyword-only ones by name."""
 
     name: str
     is_view: bool
-    """Every result aliases an argument, and nothing is written: the op reads no bytes."""
+    """All results alias arguments, and nothing is written: the op reads no bytes."""
     makes_results: bool
-    """Some result has memory of its own."""
+    """At least one result is newly allocated."""
     written: frozenset[int | str]
     is_trusted: bool
-    """The schema is torch's own. Other libraries' ops may write any argument."""
+    """The schema is torch's. Other libraries' ops may write any argument."""
     takes_lists: bool
 
 

@@ -1,4 +1,4 @@
-"""Where storages' bytes are while they are out of memory: in RAM, or in a file without a name."""
+"""Holds the bytes of evicted storages: in RAM, or in an unnamed file."""
 
 import ctypes
 import os
@@ -19,11 +19,11 @@ from cohabit.runtime.host.pages import Bytes, anonymous_memory
 
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 4 << 20
-"""Size of one read or write. Each thread has an aligned buffer of it: torch's storages have any alignment."""
+"""Size of one read or write, and of each thread's aligned buffer: torch's storages may be unaligned."""
 
 
 class SpillSlot(Protocol):
-    """Room for one storage's bytes. Calls of different slots may come from two threads at once."""
+    """Holds one storage's bytes. Two threads may use different slots at the same time."""
 
     def save(self, address: int) -> None: ...
 
@@ -31,7 +31,7 @@ class SpillSlot(Protocol):
 
 
 class SpillStore(Protocol):
-    """Makes slots, and takes them back for storages of the same size. The owner's lock is held."""
+    """Allocates slots, and reuses released ones for storages of the same size. The caller holds a lock."""
 
     def take(self, nbytes: int) -> SpillSlot: ...
 
@@ -47,14 +47,14 @@ class _RamSlot:
         self._memory = np.frombuffer(anonymous_memory(nbytes), np.uint8)[:nbytes]
 
     def save(self, address: int) -> None:
-        np.copyto(self._memory, bytes_at(address, len(self._memory)))  # releases the interpreter's lock
+        np.copyto(self._memory, bytes_at(address, len(self._memory)))  # releases the GIL
 
     def load(self, address: int) -> None:
         np.copyto(bytes_at(address, len(self._memory)), self._memory)
 
 
 class RamSpill:
-    """Keeps bytes in RAM, as pinned memory does beside a GPU. A process on a CPU saves nothing by it."""
+    """Keeps bytes in RAM, as pinned memory does for a GPU. For a process on a CPU this saves no memory."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[SpillSlot]] = defaultdict(list)
@@ -89,9 +89,9 @@ class _FileSlot:
 
 
 class FileSpill:
-    """Keeps bytes in a file in a folder, without the page cache where the file system has O_DIRECT.
+    """Keeps bytes in a file, bypassing the page cache where the file system supports O_DIRECT.
 
-    The file has no name, so it is gone however the process ends.
+    The file has no name, so it disappears however the process ends.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -106,7 +106,7 @@ class FileSpill:
         self._buffers = threading.local()
 
     def take(self, nbytes: int) -> SpillSlot:
-        """Raises MemoryExceeded where the disk is full."""
+        """Return a slot. Raises MemoryExceeded if the disk is full."""
         free = self._free[nbytes]
         if free:
             return free.pop()

@@ -1,8 +1,8 @@
-"""A dry run: whether a graph's tensors fit into a pool. Torch's allocator makes them, and no kernel runs.
+"""Dry run: whether a graph's tensors fit into a pool. Torch's allocator allocates them, and no kernel runs.
 
-Torch's pools round sizes up, keep tensors of up to 1 MiB in segments of their own, and fragment. How many such
-segments a model needs is found by trying, before its kernels run: a kernel that gets no memory may silently choose
-another algorithm, and keep it.
+Torch's pools round sizes up, keep tensors of up to 1 MiB in separate segments, and fragment. The number of such
+segments is found by trial, before the model's kernels run: a kernel that gets no memory may silently choose another
+algorithm, and keep it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.errors import MemoryExceeded
 
 SMALL_SEGMENT_BYTES = 2 << 20
-"""The size of torch's segments for tensors of up to 1 MiB."""
+"""Size of torch's segments for tensors of up to 1 MiB."""
 LEAST_LARGE_BYTES = 10 << 20
-"""The least segment that its pools use for larger tensors."""
+"""Smallest segment that torch's pools use for larger tensors."""
 
 MOST_SMALL_SEGMENTS = 64
 
@@ -32,12 +32,11 @@ def fitting_pools(
     waste_bytes: int = 0,
     residents: Sequence[int] = (),
 ) -> Iterator[AllocatorPool]:
-    """Yield pools of the given bytes in which a graph's tensors fit in the course of these steps.
+    """Yield pools over `memory` that hold a graph's tensors throughout these steps.
 
-    They differ in the number of segments for small tensors. The caller closes each before it asks for the next one.
-    `waste_bytes` of every op's scratch stand for what the pool wastes by itself; `residents` are counted weights that
-    are in the pool from the start on. Raises MemoryExceeded if there is
-    none, or no further one.
+    The pools differ in the number of segments for small tensors. The caller closes each before asking for the next.
+    `waste_bytes` of every op's scratch account for the pool's own waste and are not allocated. `residents` are counted
+    weights, in the pool from the start. Raises MemoryExceeded if there is no pool, or no further one.
     """
     for small_segments in _divisions(memory.nbytes):
         with streams.driver.on(streams.compute):
@@ -54,7 +53,7 @@ def fitting_pools(
 
 
 def large_bytes(nbytes: int, small_segments: int) -> int:
-    """Return the size of the pool's piece for large tensors: 0 where it would be too small for the allocator."""
+    """Return the size of the pool's segment for large tensors; 0 if it would be too small for the allocator."""
     left = nbytes - small_segments * SMALL_SEGMENT_BYTES
     whole = left // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
     return whole if whole >= LEAST_LARGE_BYTES else 0
@@ -99,7 +98,7 @@ def fits(
 
 
 def _divisions(nbytes: int) -> Iterator[int]:
-    """Numbers of small segments to try: the fewest first, and at last nothing else."""
+    """Yield numbers of small segments to try: the fewest first, small segments only last."""
     for small_segments in range(1, MOST_SMALL_SEGMENTS + 1):
         if large_bytes(nbytes, small_segments):
             yield small_segments

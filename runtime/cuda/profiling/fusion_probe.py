@@ -1,7 +1,7 @@
-"""Fusion probes: which of a model's convolutions cuDNN has a fused kernel for.
+"""Fusion probes: find the convolutions for which cuDNN has a fused kernel.
 
-A program's first run decides, with ample memory and outside of any capture. The decision is part of the measurement;
-nothing is tried at a request.
+A program's first run decides, with ample memory and outside captures. The decision is stored with the measurement;
+requests probe nothing.
 """
 
 import logging
@@ -20,7 +20,7 @@ _log = logging.getLogger("cohabit.cuda")
 
 
 class FusionProbe:
-    """A fused op whose first call decides between the fused kernel and plain ones."""
+    """A fused op whose first call chooses between the fused kernel and plain ones."""
 
     def __init__(self, fused: Callable[..., torch.Tensor], tolerance: float) -> None:
         self._fused = fused
@@ -37,7 +37,7 @@ class FusionProbe:
 
     def _obstacle(self, args: tuple[Any, ...]) -> str | None:
         expected = PLAIN[self._fused](*args)
-        # The fused kernel's result is allocated here: if it reads these bytes, the result shows that.
+        # The fused result reuses these bytes: if the kernel reads them, the result has NaNs.
         torch.full_like(expected, torch.nan)
         try:
             given = self._fused(*args)
@@ -50,7 +50,7 @@ class FusionProbe:
 
 
 def with_probes(lowered: Lowered, bucket: Bucket) -> tuple[Lowered, dict[int, FusionProbe]]:
-    """Return the model with a probe for each fused op of one bucket, and the probes by op."""
+    """Return the model with a probe in each fused op of one bucket, and the probes by op."""
     probes: dict[int, FusionProbe] = {}
 
     def probe(instruction: Instruction) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def with_probes(lowered: Lowered, bucket: Bucket) -> tuple[Lowered, dict[int, Fu
 
 
 def with_plain(lowered: Lowered, bucket: Bucket, refused: Collection[int]) -> Lowered:
-    """The same model with plain kernels for these fused ops of one bucket."""
+    """Return the model with plain kernels for these fused ops of one bucket."""
     return _with_targets(lowered, bucket, refused, lambda instruction: PLAIN[instruction.target])
 
 

@@ -1,4 +1,4 @@
-"""Measures the link between pinned memory and the device: latency and bandwidth, each way."""
+"""Measures the link between pinned memory and the device: latency and bandwidth in each direction."""
 
 import statistics
 import time
@@ -18,23 +18,23 @@ from cohabit.runtime.memory import Copy, HostStore
 from cohabit.runtime.profiling.link import leading
 
 _COPY_BYTES = 4 << 20
-"""Size of a copy as programs have them."""
+"""Typical size of a program's copy."""
 _BLOCK_BYTES = 4 << 10
 _COPIES = 24
 _BLOCKS = 64
 _MOST_COPIES = 4096
 _ROUNDS = 5
 _STAGED_BYTES = 64 << 20
-"""Bytes of a model, the first ones, that are copied to measure the link through the staging ring, and with a codec."""
+"""Leading bytes of a model copied to measure the staging ring; also the bytes per codec."""
 _QUEUE_S = 0.004
-"""How long a stream is kept busy while copies are issued, so that they run without gaps."""
+"""Seconds that a stream is held while copies are issued, so that they run without gaps."""
 _LONG_QUEUE_S = 0.03
-"""The same for copies that are followed by kernels."""
+"""The same for copies followed by kernels."""
 _LEAST_S = 1e-9
 
 
 class LinkBench:
-    """A buffer on either side and copies between them. `close` releases both."""
+    """A host and a device buffer, and copies between them. `close` releases both."""
 
     def __init__(self, streams: Streams, pinned: PinnedMemory) -> None:
         self._streams = streams
@@ -49,11 +49,11 @@ class LinkBench:
         self._pinned.release(self._host)
 
     def links(self) -> tuple[Link, Link]:
-        """Return the link to the device and the one back, each by itself."""
+        """Return the links to the device and back, measured one after the other."""
         return self._link(self._streams.swap_in, self.copy_in), self._link(self._streams.swap_out, self._copy_out)
 
     def staged(self, store: HostStore[torch.Tensor], manifest: Manifest) -> Link:
-        """Return the link to the device through the staging ring: from this store, or else from pageable memory."""
+        """Return the link to the device through the staging ring: from a staged store, else from pageable memory."""
         sample = leading(manifest, _STAGED_BYTES)
         nbytes = sum(s.nbytes for s in sample.segments)
         if not nbytes:
@@ -79,9 +79,9 @@ class LinkBench:
     def encoded(
         self, store: HostStore[torch.Tensor], manifest: Manifest, plain: Link
     ) -> tuple[tuple[str, Link], ...] | UnsetType:
-        """Return the link for encoded segments by codec, whose bytes are those in memory; UNSET where there are none.
+        """Return the link of encoded segments by codec, in decoded bytes; UNSET if there are none.
 
-        What is stored has the plain link's bandwidth. What copies take longer, decoding among it, is their latency.
+        Stored bytes take the plain link's bandwidth. The remaining time, including decoding, is the latency.
         """
         groups: dict[str, list[int]] = defaultdict(list)
         for n, segment in enumerate(manifest.segments):
@@ -95,7 +95,7 @@ class LinkBench:
                 continue
             device = self._streams.driver.allocate(max(s.nbytes for s in segments))
             copies = [store.copy(n, device[: s.nbytes]) for n, s in zip(members, segments, strict=True)]
-            self._all_seconds(copies)  # what is prepared the first time
+            self._all_seconds(copies)  # the first calls prepare kernels
             seconds = statistics.median(self._all_seconds(copies) for _ in range(_ROUNDS))
             self._streams.driver.free(device)
             stored_s = sum(s.file_bytes for s in segments) / plain.bandwidth_bytes_per_s
@@ -116,18 +116,18 @@ class LinkBench:
         return driver.seconds(start, end)
 
     def copy_in(self, nbytes: int) -> None:
-        """Issue one copy to the device, to the current stream."""
+        """Issue one copy to the device on the current stream."""
         self._streams.driver.copy(self._device[:nbytes], self._buffer[:nbytes])
 
     def busy(self, seconds: float, link: Link) -> Callable[[], float]:
-        """Keep the link to the device busy for about so long.
+        """Keep the link to the device busy for about `seconds`.
 
-        The call that is returned waits for the end, and says how many times as long as by this link it took.
+        Returns a function that waits for the end and returns the ratio of the time taken to the time by `link`.
         """
         driver = self._streams.driver
         start, end = driver.event(timed=True), driver.event(timed=True)
         count = min(max(1, round(seconds / link.seconds(_COPY_BYTES))), _MOST_COPIES)
-        with driver.on(self._streams.swap_out):  # so that a program's own copies do not queue behind these
+        with driver.on(self._streams.swap_out):  # a program's own copies must not queue behind these
             driver.record(start)
             for _ in range(count):
                 self.copy_in(_COPY_BYTES)
@@ -143,7 +143,7 @@ class LinkBench:
         self._streams.driver.copy(self._buffer[:nbytes], self._device[:nbytes])
 
     def _link(self, stream: Stream, copy: Callable[[int], None]) -> Link:
-        """Blocks give the latency, large copies the rest."""
+        """Derive the latency from small blocks, the bandwidth from large copies."""
         latency_s = statistics.median(self._seconds(stream, copy, _BLOCK_BYTES, _BLOCKS) for _ in range(_ROUNDS))
         whole_s = statistics.median(self._seconds(stream, copy, _COPY_BYTES, _COPIES) for _ in range(_ROUNDS))
         return Link(latency_s, _COPY_BYTES / max(whole_s - latency_s, whole_s * 0.05, _LEAST_S))

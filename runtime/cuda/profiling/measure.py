@@ -1,8 +1,8 @@
 """Measures a model on a CUDA device: scratch and time of its kernels, and how much copies slow them down.
 
-Kernels are measured layer by layer, each op with its own parameters alone on the device (HOME, section 3.7), so that a
-model may be larger than the device. Times are the device's, between events. A run as one graph, in which there are no
-gaps between kernels, corrects their sum: with everything resident if that fits, else layer by layer.
+Kernels are measured layer by layer, with only the op's own parameters on the device (HOME, section 3.7), so that a
+model may be larger than the device. Times are device times between events. A run as one graph, without gaps between
+kernels, corrects their sum: with everything resident if that fits, else layer by layer.
 """
 
 import fcntl
@@ -41,29 +41,29 @@ FORMAT_VERSION = 6
 CudaDevice = DeviceBackend[CudaProgram]
 _ROUNDS = 7
 _QUEUE_S = 0.03
-"""How long the device is kept busy while an inference is issued op by op, so that it runs without gaps."""
+"""Seconds that the device is held while an inference is issued op by op, so that it runs without gaps."""
 _PAGE_BYTES = 4 << 10
 _SPARE_SHARE, _SPARE_BYTES = 0.05, 256 << 20
-"""Of the free memory, what the corrected run leaves to graphs and libraries."""
+"""Free memory left to graphs and libraries by the correcting run: a fraction, and its maximum in bytes."""
 _LEAST_FACTOR, _MOST_FACTOR = 0.25, 4.0
 """Limits of the correction of op times."""
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured of a model, per bucket in order."""
+    """Measurements of a model, per bucket in order."""
 
     scratch: tuple[tuple[int, ...], ...]
     """Bytes by op."""
     profiles: tuple[Profile, ...]
-    """With the link from pinned memory, or from the file."""
+    """With the link from pinned memory."""
     staged: Link
-    """The link of parameters that pass through the staging ring."""
+    """The link through the staging ring."""
     refused: tuple[tuple[int, ...], ...]
-    """The fused ops for which the device has no kernel."""
+    """Fused ops without a kernel on the device."""
     key: str = ""
-    """Fingerprint of the graphs and the device that were measured."""
+    """Fingerprint of the measured graphs and device."""
     graphs: tuple[str, ...] = ()
-    """Fingerprints of the graphs as they were lowered: those of the profiles have the scratch that was measured."""
+    """Fingerprints of the graphs as lowered; the profiles name the graphs with measured scratch."""
     format_version: int = FORMAT_VERSION
 
 
@@ -81,11 +81,11 @@ def measured(
     *,
     known_only: bool = False,
 ) -> tuple[Lowered, dict[Bucket, Profile]]:
-    """The model with the scratch that its kernels take here, and its profiles; from the cache if it has them.
+    """Return the model with the scratch of its kernels on this device, and its profiles, from the cache if possible.
 
-    One process at a time measures on a device: two would measure each other. `executor` serves nothing else meanwhile.
-    Raises MemoryExceeded if the device cannot hold one op and the activations of that moment, DeviceError, and with
-    `known_only` NotCached.
+    Only one process at a time measures on a device: two would disturb each other. `executor` must serve nothing else.
+    Raises MemoryExceeded if the device cannot hold one op with its live activations, DeviceError, and with `known_only`
+    NotCached.
     """
     graphs = [lowered.graphs[b].fingerprint for b in lowered.buckets]
     key = fingerprint([*graphs, device.name, store.kind, lowered.options.tf32])
@@ -121,13 +121,13 @@ def _read(path: Path, key: str) -> Measurement | None:
 
 @contextmanager
 def _alone(folder: Path | None, device: str) -> Iterator[None]:
-    """Wait until no other process that shares the folder measures on this device, and keep others waiting."""
+    """Hold the lock by which processes that share the folder measure on this device one at a time."""
     if folder is None:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".measuring-{device.replace(':', '-')}").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released with the file, whatever ends the process
+        fcntl.flock(file, fcntl.LOCK_EX)  # released with the file, however the process ends
         yield
 
 
@@ -151,12 +151,14 @@ def _measure(
         for bucket in lowered.buckets:
             on_progress(f"{lowered.name}: measuring batch {bucket}")
             graph, examples = lowered.graphs[bucket], lowered.examples(bucket)
+            # The first run also chooses between fused and plain kernels.
             tried, probes = with_probes(lowered, bucket)
             plan = _layer_plan(graph, streams.driver.memory().free_bytes)
             with loaded(device, executor, tried, store, plan) as program:
                 beyond = kernel_scratch(streams, program, graph, examples)
                 seconds = _op_seconds(executor, program, examples)
                 contended = _op_seconds(executor, program, examples, bench, link_in)
+            # The pool's waste depends on the scratch, and the graph's fingerprint on both.
             refused.append(refused_ops(lowered, bucket, probes))
             lowered = with_plain(with_scratch(lowered, bucket, beyond), bucket, refused[-1])
             waste = wasted_bytes(streams, lowered.graphs[bucket])
@@ -173,6 +175,7 @@ def _measure(
                 slowdown,
                 encoded=encoded,
             )
+            # The correction predicts with this store's link; the cached profile has that of pinned memory.
             profile = _corrected(device, executor, lowered, store, bucket, profile, bench)
             profiles.append(msgspec.structs.replace(profile, swap_in=link_in))
     finally:
@@ -184,7 +187,7 @@ def _measure(
 def loaded(
     device: CudaDevice, executor: CudaExecutor, lowered: Lowered, store: HostStore[torch.Tensor], plan: Plan
 ) -> Iterator[CudaProgram]:
-    """Load a plan's program in memory of its own, for the block."""
+    """Load a plan's program into a separate arena, for the block."""
     arena = device.arena(plan.memory.nbytes)
     program = device.build(lowered, plan, None, arena, Bases(0, plan.memory.partition_bytes), store)
     try:
@@ -196,10 +199,10 @@ def loaded(
 
 
 def _layer_plan(graph: Graph, free_bytes: int) -> Plan:
-    """Each parameter is swapped in after the op before the one that reads it, and dropped after that one.
+    """Return a plan that swaps each parameter in after the op before its reader, and drops it after the reader.
 
-    The pool has room for the activations alive at once, gaps between them, and the most scratch that a kernel gets, as
-    far as there is free memory.
+    As far as memory is free, the pool holds the peak of live activations, gaps between them, and the maximum scratch of
+    a kernel.
     """
     steps: list[Step] = []
     computes: list[int] = []
@@ -224,7 +227,7 @@ def _layer_plan(graph: Graph, free_bytes: int) -> Plan:
 
 
 def resident(graph: Graph) -> Plan:
-    """Return a plan with every parameter resident, whose pool is as large as activations and scratch need."""
+    """Return a plan with every parameter resident and a pool of the size that activations and scratch need."""
     plan, dead = resident_plan(graph), _dead_after(graph)
     pool = aligned(max(live_activation_bytes(graph)), _PAGE_BYTES)
     memory = Memory(pool, plan.memory.partition_bytes)
@@ -233,7 +236,7 @@ def resident(graph: Graph) -> Plan:
 
 
 def _dead_after(graph: Graph) -> list[list[int]]:
-    """Return by op the inputs and activations that it is the last to use."""
+    """Return, by op, the inputs and activations that it uses last."""
     dead: list[list[int]] = [[] for _ in graph.ops]
     for i, span in enumerate(lifespans(graph)):
         if span is not None and i not in graph.outputs and not graph.tensors[i].is_weight and graph.ops:
@@ -266,7 +269,7 @@ def _op_seconds(
         if wait is not None:
             wait()
         assert result.timeline is not None
-        if n:  # the first run finds what libraries do not know yet
+        if n:  # the first run initialises libraries
             spans = [span for span in result.timeline.spans if span.lane == "compute"]
             for column, span in zip(columns, spans, strict=True):
                 column.append(span.end_s - span.start_s)
@@ -282,9 +285,9 @@ def _corrected(
     profile: Profile,
     bench: LinkBench,
 ) -> Profile:
-    """Return the profile with op times by which a plan's predicted time is what its run takes, and the host's time.
+    """Return the profile with op times scaled so that a plan's prediction matches its run, and with the host's time.
 
-    If nothing is copied while the plan runs, also with how much ops slow copies down.
+    If the run copies nothing, also measures how much ops slow copies down.
     """
     graph, examples = lowered.graphs[bucket], lowered.examples(bucket)
     streams = executor.streams
@@ -309,9 +312,9 @@ def _corrected(
 
 
 def _correction(ops_s: float, device_s: float, copies_s: float) -> float:
-    """Return the factor of op times by which ops and copies, one after the other, take as long as the device did.
+    """Return the factor of op times with which ops and copies, run in sequence, take the measured device time.
 
-    Where copies take nearly all of it, their spread hides the ops: then the factor has its limits.
+    The factor is limited: where copies take nearly all of the time, their variance hides the ops.
     """
     return min(max((device_s - copies_s) / (ops_s or 1.0), _LEAST_FACTOR), _MOST_FACTOR)
 
@@ -324,7 +327,7 @@ def _swap_slowdown(
     link: Link,
     device_s: float,
 ) -> float:
-    """Return the factor by which copies take longer while a program without copies computes, at least 1."""
+    """Return the factor, at least 1, by which copies slow down while a program without copies computes."""
     copying: list[float] = []
     for _ in range(_ROUNDS):
         alone = bench.busy(0.8 * device_s, link)()

@@ -1,6 +1,6 @@
-"""What kernels need beyond their results on this device, so that a plan's budget covers what really happens.
+"""Measures scratch: device memory that kernels need beyond their results, and that pools waste.
 
-Each op's peak is asked of torch's allocator. What its pools waste, by rounding and fragmentation, is found by placing
+Torch's allocator reports each op's peak. The waste of its pools, by rounding and fragmentation, is found by allocating
 the model's tensors in ever smaller pools, and counted as scratch of every op.
 """
 
@@ -25,7 +25,7 @@ from cohabit.runtime.lowering.lower import Lowered
 
 
 def with_scratch(lowered: Lowered, bucket: Bucket, scratch: Sequence[int]) -> Lowered:
-    """The same model with other scratch sizes of one bucket's ops."""
+    """Return the model with these scratch sizes of one bucket's ops."""
     trace = lowered.traces[bucket]
     ops = tuple(
         msgspec.structs.replace(op, scratch_bytes=nbytes) for op, nbytes in zip(trace.ops, scratch, strict=True)
@@ -36,7 +36,7 @@ def with_scratch(lowered: Lowered, bucket: Bucket, scratch: Sequence[int]) -> Lo
 def kernel_scratch(
     streams: Streams, program: CudaProgram, graph: Graph, examples: Sequence[torch.Tensor]
 ) -> list[int]:
-    """Bytes beyond its results that each op takes at once. The program swaps its parameters in op by op."""
+    """Return each op's peak bytes beyond its results. The program swaps its parameters in op by op."""
     driver = streams.driver
     frame = program.new_frame()
     peaks = [0] * len(graph.ops)
@@ -58,7 +58,7 @@ def kernel_scratch(
 
 
 def wasted_bytes(streams: Streams, graph: Graph) -> int:
-    """How much more than its live tensors and scratch a graph needs in a pool of torch's allocator."""
+    """Return the bytes that a graph needs in a pool of torch's allocator beyond its peak of tensors and scratch."""
     segment, peak = SMALL_SEGMENT_BYTES, peak_activation_bytes(graph)
     if not peak:
         return 0
@@ -66,7 +66,7 @@ def wasted_bytes(streams: Streams, graph: Graph) -> int:
     arena = CudaArena(streams.driver, most * segment)
     enough = bisect_left(range(most), True, 1, key=lambda n: _fits(streams, graph, arena.bytes(0, n * segment)))
     arena.close()
-    # An op's scratch is tried as one tensor; it may be several, of which small ones need a segment of their own.
+    # An op's scratch is tried as one tensor. It may be several, and small ones need another segment.
     return max(0, (enough + 1) * segment - peak) + 2 * ALIGNMENT_BYTES
 
 

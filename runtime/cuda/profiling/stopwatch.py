@@ -8,7 +8,7 @@ from cohabit.runtime.recording import Recording
 
 
 class CudaStopwatch:
-    """Two timed events around each command. Copies that were joined share their time by their bytes."""
+    """Two timed events around each command. A joined copy's time is divided among its parts by bytes."""
 
     def __init__(self, driver: Driver, program: CudaProgram) -> None:
         self._driver = driver
@@ -17,11 +17,11 @@ class CudaStopwatch:
         self._timed: list[tuple[Command, Event, Event]] = []
 
     def start(self) -> None:
-        """Begin, on the current stream."""
+        """Record the origin of all times on the current stream."""
         self._driver.record(self._origin)
 
     def timing(self, perform: Perform) -> Perform:
-        """The same commands, timed. May be called by several threads."""
+        """Return `perform` with timing. Any thread may call the result."""
 
         def timed(command: Command) -> None:
             before, after = self._driver.event(timed=True), self._driver.event(timed=True)
@@ -33,7 +33,7 @@ class CudaStopwatch:
         return timed
 
     def recording(self, start_s: float) -> Recording:
-        """Return what was measured, when everything has ended, of an inference that began at `start_s`."""
+        """Return the times of an inference that began at `start_s`. All of its work must have ended."""
         program = self._program
         recording = Recording(program)
         for command, before, after in self._timed:
