@@ -55,8 +55,7 @@ class Access:
     _delayed: int = field(default=0, init=False, compare=False, repr=False)
 
     async def admit(self, authorization: str | None, permission: Permission, peer: str) -> None:
-        """Check a call's Authorization header. Raises Unauthenticated, or Refused if the token does not permit this
-        call.
+        """Check a call's Authorization header. Raises Unauthenticated, or Refused without the permission.
 
         Logs a refusal with the peer's address. Unknown tokens are refused after a delay, so that a connection can try
         only a few. The number of delayed refusals is limited, because each keeps a connection. Beyond the limit, the

@@ -129,8 +129,7 @@ class InferenceCalls:
         return response
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        """Answer the requests of a stream in order, several concurrently, but those of one sequence one after the
-        other.
+        """Answer the requests of a stream in order, several concurrently, but those of one sequence in turn.
 
         Errors are answers too: the stream stays open.
         """

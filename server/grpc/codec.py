@@ -48,8 +48,10 @@ def parse_request(data: bytes) -> Any:
 
 
 def decode_request(message: Any, info: ModelInfo, regions: RegionUse) -> Request:
-    """Decode a ModelInferRequest and match it with the model. Raises RequestError, prefixed with the client's request
-    id."""
+    """Decode a ModelInferRequest and match it with the model.
+
+    Raises RequestError, prefixed with the client's request id.
+    """
     with errors_of(message.id):
         request = RequestBody(
             inputs=[

@@ -110,8 +110,7 @@ class ModelStatistics(msgspec.Struct):
     )
 
     def executed(self, timings: Sequence[Timing], wall_s: float) -> None:
-        """Count an execution that ended at `wall_s`. `timings` has one entry per request, as their waiting times
-        differ."""
+        """Count an execution that ended at `wall_s`. `timings` has one entry per request."""
         t, count = timings[0], len(timings)
         prepare_s = max(0.0, t.busy_s - t.compute_s - t.output_s)
         self.execution_count += 1

@@ -61,8 +61,7 @@ class TextEncoder:
         return any(tensor.name == _MASK for tensor in self.info.inputs)
 
     def batches(self, texts: Sequence[Tokens]) -> Iterator[Sequence[Tokens]]:
-        """Yield texts in order, in the largest possible batches. Without a mask, texts of a batch have the same length.
-        """
+        """Yield texts in order, in the largest possible batches. Without a mask, texts of a batch have one length."""
         sizes = self.info.only_batches or range(1, max(self.info.max_batch_size, 1) + 1)
         start = 0
         while start < len(texts):

@@ -47,8 +47,8 @@ def choose_batch(
     """
     taken: list[Ticket] = []
     rows, best_s, paying, preferred, deadline_s = 0, math.inf, 1, 0, math.inf
-    # Grow the batch; `paying` is its last size at which batching still paid off.
     full = False
+    # `paying` is the last batch length at which another request still paid off.
     for ticket in executable(waiting):
         if taken and ticket.request.sizes != taken[0].request.sizes:
             if not policy.keeps_order:
