@@ -54,7 +54,7 @@ class ComputeLane:
         self._on_lost = on_lost
         self._state_memory = state_memory or StateMemory(sys.maxsize)
         self._current: dict[ModelKey, int] = {}
-        """By model: the generation that new requests get."""
+        """By model: the generation, which numbers loads, that new requests get."""
         self.lost: str | None = None
         """Why the lane can no longer execute, or None while the device works."""
         self._waiting: dict[Ticket, asyncio.Future[tuple[Answer, float]]] = {}

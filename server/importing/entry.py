@@ -159,7 +159,7 @@ def write_entry(
                         f" leave out --weights, and set its parameter '{WEIGHTS}'"
                     )
                 _copy_configuration(place.folder, folder)
-            # Nothing is visible in the repository until `place.put`: a failed comparison leaves no trace.
+            # Only `place.put` changes the entry, after a successful comparison.
             loading = _loading(config, Path(staging), max_batch)
             if subject.generation is not None:
                 loading = replace(loading, shape_buckets=shape_buckets(subject.generation.shape_buckets))

@@ -114,7 +114,6 @@ class Timing(msgspec.Struct, frozen=True):
     rows: int = 1
     """Rows of the whole batch, including other requests' rows."""
     lane: int = 0
-    """The compute lane."""
 
 
 class Answer(msgspec.Struct, frozen=True, eq=False, tag="answer"):

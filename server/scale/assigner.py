@@ -106,7 +106,7 @@ class Assigner:
             await asyncio.sleep(_POLL_S)
 
     def _matched(self, engines: Sequence[str], parts: Assignment) -> dict[str, Sequence[ModelTraffic]]:
-        """Give each engine the part of which it already holds the most bytes, to minimise moves."""
+        """Give each engine the part that overlaps most, in bytes, with its loaded models, so that little moves."""
         left, matched = list(parts), dict[str, Sequence[ModelTraffic]]()
         held = {e: self._loaded.get(e) or {m.name for m in self._wanted.get(e, ())} for e in sorted(engines)}
         for engine in sorted(held, key=lambda e: -len(held[e])):
@@ -153,7 +153,7 @@ class Assigner:
         return [model.name for model in self._wanted.get(engine, ())]
 
     def _has_moved(self, engine: str, model: str) -> bool:
-        """Whether all engines that are to have a model have it, and this engine is not one of them."""
+        """Whether all assigned engines have loaded a model, and this engine is not one of them."""
         holders = [e for e in self._wanted if model in self._names(e)]
         return engine not in holders and bool(holders) and all(model in self._loaded.get(e, ()) for e in holders)
 

@@ -1,4 +1,7 @@
-"""Execution time estimates: the plans' predictions, corrected by measurements."""
+"""Execution time estimates: the plans' predictions, corrected by measurements.
+
+A bucket is a planned batch size, with maximum sizes of the other dynamic dimensions.
+"""
 
 import math
 from bisect import bisect_left, bisect_right

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """The policy of one priority level."""
-
     limit: int | None = None
     """Maximum queue length; None for the server's limit per model."""
     timeout_s: float | None = None

@@ -1,4 +1,4 @@
-"""What the page draws, as one JSON document: a plan, or a server at one moment. `view.js` reads nothing else.
+"""Content of the page as one JSON document: a plan, or a server at one moment. `view.js` reads nothing else.
 
 Numbers have units, and the script formats them; all other text is written here.
 """

@@ -53,8 +53,6 @@ class ModelTotals:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a text."""
-
     at_s: float
     waited_s: float
     """Seconds since the text was requested, or since the previous token."""

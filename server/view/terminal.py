@@ -20,7 +20,6 @@ _NAME_CELLS = 54
 
 
 def draw(analysis: PlanAnalysis, console: Console) -> None:
-    """Print a plan."""
     cells = max(20, min(console.width, _MOST_CELLS) - _LABEL_CELLS - _NOTE_CELLS)
     console.print(_header(analysis), end="\n\n")
     if analysis.end_s > 0:
