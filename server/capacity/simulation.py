@@ -36,7 +36,7 @@ class SimulatedModel:
     predicted_s: Mapping[Bucket, float]
     """Seconds of an execution by bucket."""
     recovery_s: float = 0.0
-    """Seconds lost directly after an execution of the same model, while its resident parameters are still copied back."""
+    """Seconds lost directly after an execution of the same model, while its residents are still copied back."""
     load_s: float = 0.0
     """Seconds to copy the whole model in, before an execution that does not follow one of the same model."""
     max_rows: int = 0

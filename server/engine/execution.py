@@ -22,7 +22,7 @@ class Servable(Protocol):
 
     @property
     def recovery_s(self) -> float:
-        """Seconds lost directly after an execution of the same model, while its resident parameters are still copied back."""
+        """Seconds lost directly after an execution of the same model, while its residents are still copied back."""
         ...
 
     @property

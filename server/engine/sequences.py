@@ -226,7 +226,7 @@ class Sequences:
     def _after(
         self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array], now_s: float
     ) -> _Sequence:
-        """Return a sequence after an execution. `before` stays valid; both share states that have capacity left."""
+        """Return a sequence after an execution. `before` stays valid; states with spare capacity are shared."""
         length = 0 if before is None else before.length
         states, longer = list[Array](), length
         for index, state in enumerate(self._rules.states):

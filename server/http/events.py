@@ -10,8 +10,8 @@ from aiohttp.abc import AbstractStreamWriter
 
 _PADDED_BYTES = 16 << 10
 _SEND_BUFFER_BYTES = 16 << 10
-"""Size of padded events as well, so that few wait in the kernel. Linux gives a client that reads nothing a receive
-buffer of 64 KiB, so the next event waits after a few."""
+"""Send buffer of the size of a padded event, so that few events wait in the kernel. Linux gives a client that reads
+nothing a receive buffer of 64 KiB: after a few events, the next one waits."""
 
 
 class EventStream(web.StreamResponse):

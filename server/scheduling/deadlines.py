@@ -7,7 +7,7 @@ from collections.abc import Collection
 from cohabit.server.scheduling.queues import Ticket
 
 _MAX_STALE = 64
-"""Stale entries allowed, plus two entries per waiting request, before the heap is rebuilt: they hold input memory."""
+"""The heap is rebuilt above this size plus two entries per waiting request: stale entries hold input memory."""
 
 
 class Deadlines:
