@@ -50,7 +50,7 @@ def without_covered(hosts: Sequence[str]) -> list[str]:
 
 
 def open_sockets(hosts: Sequence[str], port: int, flag: str) -> list[socket.socket]:
-    """Listen at every address of the hosts, without blocking. Port 0 takes a free port, the same for all.
+    """Listen at every address of the hosts, with non-blocking sockets. Port 0 takes a free port, the same for all.
 
     Raises ConfigError, which names the flag.
     """

@@ -1,7 +1,7 @@
 """Chat templates: a model's own rules for turning a conversation into a text, rendered in a sandbox.
 
-A template is a program by the model's author, in Jinja, the language of Hugging Face's tokenizers. The sandbox denies
-it access to the server; clients' messages are data to it.
+A template is a program by the model's author, in Jinja, which Hugging Face's tokenizers use. The sandbox denies it
+access to the server; clients' messages are data to it.
 """
 
 import datetime
