@@ -1,4 +1,4 @@
-"""Which models fit into how much memory, and how long their clients would wait, before there is a server."""
+"""Capacity planning: which models fit into how much memory, and their simulated latencies. Needs no server."""
 
 import math
 import time
@@ -23,24 +23,24 @@ from cohabit.server.errors import ConfigError
 from cohabit.server.scheduling.policy import Policy
 
 REQUESTS: Final = 20_000
-"""Simulated for each figure: 200 of them are above p99."""
+"""Requests simulated for each figure: 200 of them are above p99."""
 SATURATED_BUSY: Final = 0.98
-"""The queue of a lane that is busier grows without bound: latencies depend on how long is simulated."""
+"""Busy fraction above which a lane's queue grows without limit: latencies then depend on the simulated time."""
 _STEPS = 10
-"""Memory sizes of a curve, between the least and that of all-resident models."""
+"""Number of memory sizes of a curve, from the minimum to that of all-resident models."""
 _RATE_PRECISION = 0.02
 _RAM_BYTES, _RAM_COPIES = 256 << 20, 5
 _LEAST_SHARE = 1e-3
-"""Of the rate at which a lane is always busy: hardly any request meets another."""
+"""Fraction of the rate at which a lane is always busy: hardly any request meets another."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that may be served: what the planner must know of it, and how its requests are scheduled."""
+    """A model that may be served: the planner's input, and the scheduling of its requests."""
 
     demand: ModelDemand
     weight_bytes: int
-    """With tables that stay in host memory."""
+    """Includes tables that stay in host memory."""
     max_rows: int = 0
     policy: Policy = field(default_factory=Policy)
 
@@ -60,7 +60,7 @@ class ModelFit(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """What serving some models in some memory would come to, simulated."""
+    """Simulated results of serving some models in some memory."""
 
     layout: LayoutName
     memory_bytes: int
@@ -70,9 +70,9 @@ class Fit(msgspec.Struct, frozen=True):
     p99_s: float
     mean_s: float
     busy: float
-    """The share of the time that the busiest lane executes."""
+    """Fraction of the time that the busiest lane executes."""
     refused: float
-    """The share of requests."""
+    """Fraction of the requests."""
     models: tuple[ModelFit, ...]
 
     @property
@@ -92,14 +92,14 @@ class HighestRate(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _PlannedModels:
-    """A division of memory, and the models by their plans for it."""
+    """A division of memory, and the models with their plans for it."""
 
     division: Division
     models: list[SimulatedModel]
 
 
 class Capacity:
-    """Fits some models into memory, with first plans that work, or those that a full search has left in a library."""
+    """Fits some models into memory, with quick plans, or with those that a full search has stored in a library."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class Capacity:
         self.layout: LayoutName = layout
         self._overheads, self._library, self._on_progress = overheads, library, on_progress
         self._plans: dict[int, _PlannedModels] = {}
-        """By the memory in bytes."""
+        """By memory in bytes."""
 
     @property
     def least_bytes(self) -> int:
-        """The least memory in which all can be served, however slowly."""
+        """The minimum memory in which all models can be served, however slowly."""
         try:
             return divide(self._demands, 1, self.layout).memory_bytes
         except InfeasibleBudget as error:
@@ -133,7 +133,7 @@ class Capacity:
             return error.least_bytes
 
     def fit(self, memory_bytes: int, rates_per_s: Sequence[float], requests: int = REQUESTS) -> Fit:
-        """Simulate the models in this memory at these rates. Raises InfeasibleBudget with the least memory."""
+        """Simulate the models in this memory at these rates. Raises InfeasibleBudget with the minimum memory."""
         planned = self._plans_in(memory_bytes)
         times_s, wanted = poisson(rates_per_s, requests)
         simulated = simulate(planned.models, times_s, wanted, self._overheads)
@@ -167,7 +167,7 @@ class Capacity:
         )
 
     def curve(self, rates_per_s: Sequence[float]) -> list[Fit]:
-        """Return fits over memory sizes from the least that is possible to that of all-resident models."""
+        """Return fits over memory sizes from the minimum to that of all-resident models."""
         least, most = self.least_bytes, max(self.most_bytes, self.least_bytes)
         sizes = np.geomspace(least, most, _STEPS) if most > least else np.array([least])
         return [self.fit(math.ceil(size), rates_per_s) for size in sizes]
@@ -177,20 +177,20 @@ class Capacity:
         return next((fit for fit in sorted(fits, key=lambda f: f.memory_bytes) if fit.meets(slo_s)), None)
 
     def highest_rate(self, memory_bytes: int, rates_per_s: Sequence[float], slo_s: float) -> HighestRate:
-        """Search the highest total rate in the proportions of `rates_per_s` that meets an SLO."""
+        """Search the highest total rate, in the proportions of `rates_per_s`, that meets an SLO."""
         total = sum(rates_per_s)
 
         def meets(factor: float) -> bool:
             self._on_progress(f"at {factor * total:.3g} requests/s")
             return self.fit(memory_bytes, [rate * factor for rate in rates_per_s]).meets(slo_s)
 
-        # No rate is possible at which the lane would be busy all the time, in the batches with the least time per row.
+        # Upper bound: the lane is always busy, with the batches that take the least time per row.
         models = self._plans_in(memory_bytes).models
         least_s = [min(seconds / bucket.batch for bucket, seconds in m.predicted_s.items()) for m in models]
         high = 1.0 / sum(rate * seconds for rate, seconds in zip(rates_per_s, least_s, strict=True))
         low = _LEAST_SHARE * high
         if not meets(low):
-            return HighestRate(memory_bytes, 0.0)  # requests that meet no other are too slow already
+            return HighestRate(memory_bytes, 0.0)  # even requests that meet no other are too slow
         while high - low > _RATE_PRECISION * high:
             middle = (low + high) / 2
             low, high = (middle, high) if meets(middle) else (low, middle)
@@ -213,7 +213,7 @@ class Capacity:
 
     def _simulated_model(self, candidate: Candidate, memory: Memory) -> SimulatedModel:
         demand = candidate.demand
-        if self.layout == "time_shared":  # a model is there as a whole while it runs, and copied before
+        if self.layout == "time_shared":  # a whole model is copied in before it runs
             profile = demand.profiles[min(demand.profiles)]
             link = profile.swap_in
             if profile.window_bytes:  # copies of the profile's link stay in the processor's cache
@@ -237,9 +237,9 @@ class Capacity:
 
 
 def shared_out(total_per_s: float, names: Sequence[str], given: Mapping[str, float]) -> list[float]:
-    """Return a rate per model: those that are given, and the rest of the total for the others, in equal parts.
+    """Return a rate per model: the given ones, and equal parts of the rest of the total for the others.
 
-    Raises ConfigError if nothing is left for a model, or more is given than the total.
+    Raises ConfigError if nothing is left for a model, or the given rates exceed the total.
     """
     left = total_per_s - sum(given.get(name, 0.0) for name in names)
     missing = [name for name in names if name not in given]
@@ -263,7 +263,7 @@ def _ram_bandwidth_bytes_per_s() -> float:
     target = np.empty_like(copied)
     seconds = []
     for _ in range(_RAM_COPIES):
-        start_s = time.thread_time()  # without the time of others on a busy machine
+        start_s = time.thread_time()  # excludes other processes on a busy machine
         np.copyto(target, copied)
         seconds.append(time.thread_time() - start_s)
     return _RAM_BYTES / float(np.median(seconds))

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from cohabit.server.capacity.fit import Fit, HighestRate
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 800, 320, 70, 40, 10
-"""Of the chart, in its own units."""
+"""Sizes of the chart, in its own units."""
 
 
 def sentence(fit: "Fit", slo_s: float | None) -> str:
-    """Say what a fit comes to."""
+    """Summarize a fit."""
     met = "" if slo_s is None else f", {'meets' if fit.meets(slo_s) else 'misses'} {milliseconds(slo_s)}"
     refused = f", {percent(fit.refused)} refused" if fit.refused else ""
     return (
@@ -81,7 +81,7 @@ def _rows(cells: Sequence[Sequence[str]]) -> str:
 
 def _chart(curve: "Sequence[Fit]", slo_s: float | None) -> str:
     """Draw p99 over memory as SVG."""
-    # Latencies of a saturated server depend on how long was simulated: the axis ends before.
+    # A saturated server's latencies depend on the simulated time: the axis excludes them.
     calm = [p.p99_s for p in curve if not p.is_saturated]
     top_s = 1.1 * max([*calm, slo_s or 0.0]) or 1.0
     most = max(p.memory_bytes for p in curve)

@@ -1,6 +1,6 @@
-"""What clients would wait: the server's own scheduler, with a simulated clock and the times that plans predict.
+"""Simulates clients' waiting times: the server's own scheduler, with a simulated clock and the plans' predicted times.
 
-Pure and quick: a request takes some 20 us, whatever its execution takes.
+Pure and quick: a request takes about 20 us, however long its execution.
 """
 
 import heapq
@@ -22,10 +22,10 @@ from cohabit.server.scheduling.queues import Ticket
 from cohabit.server.scheduling.scheduler import Scheduler
 
 QUEUE_LIMIT = 8192
-"""Requests that may wait per model, as in the server."""
+"""Maximum number of waiting requests per model, as in the server."""
 
 IDLE_AFTER_S = 0.02
-"""Without a request, a server becomes idle with this time constant: processors sleep, caches are taken by others."""
+"""Time constant with which a server without requests becomes idle: processors sleep, and others fill the caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,45 +36,45 @@ class SimulatedModel:
     predicted_s: Mapping[Bucket, float]
     """Seconds of an execution by bucket."""
     recovery_s: float = 0.0
-    """Lost directly after an execution of the same model, while its residents are still copied back."""
+    """Seconds lost directly after an execution of the same model, while its residents are still copied back."""
     load_s: float = 0.0
-    """Of copying the whole model in, before an execution that does not follow one of the same model."""
+    """Seconds to copy the whole model in, before an execution that does not follow one of the same model."""
     max_rows: int = 0
-    """Rows of a batch; 0 executes requests alone."""
+    """Maximum rows of a batch; 0 executes requests alone."""
     policy: Policy = field(default_factory=Policy)
     lane: int = 0
 
     def seconds(self, rows: int) -> float:
-        """Return the time of an execution of `rows`, which are padded to the next planned batch."""
+        """Return the time of an execution of `rows`, padded to the next planned batch."""
         batch = min((b for b in self.predicted_s if b.batch >= rows), default=max(self.predicted_s))
         return self.predicted_s[batch]
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Time that a plan does not know of, in seconds."""
+    """Times that plans do not include, in seconds."""
 
     request_s: float = 0.0
-    """Of a request outside of a compute lane: parsing, sockets, the client."""
+    """Per request, outside a compute lane: parsing, sockets, the client."""
     idle_s: float = 0.0
-    """More, of a request to a server that has been idle for long: its processes wake up, and find caches cold."""
+    """Additional time of a request to a server that was idle for long: processes wake up, and caches are cold."""
     execution_s: float = 0.0
-    """Of an execution on a compute lane, besides its ops."""
+    """Per execution on a compute lane, besides its ops."""
     execution_factor: float = 1.0
-    """By which executions and copies take longer than predicted."""
+    """Measured over predicted time of executions and copies."""
 
     def of_execution(self, predicted_s: float) -> float:
-        """Return the seconds of an execution, of its plan's."""
+        """Return the seconds of an execution, given its plan's."""
         return self.execution_factor * predicted_s + self.execution_s
 
     def of_requests(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds of each request outside of a compute lane, [arrivals]; the first finds an idle server."""
+        """Return each request's seconds outside a compute lane, [arrivals]; the first finds an idle server."""
         idle_share = 1 - np.exp(-np.diff(times_s, prepend=-np.inf) / IDLE_AFTER_S)
         return np.asarray(self.request_s + self.idle_s * idle_share)
 
     @staticmethod
     def mean_idle_share(rate_per_s: float) -> float:
-        """Return the mean share of `idle_s` that requests of Poisson arrivals take."""
+        """Return the mean fraction of `idle_s` added to requests of Poisson arrivals."""
         return 1 / (1 + rate_per_s * IDLE_AFTER_S)
 
 
@@ -86,22 +86,22 @@ class Simulated:
     """A run of the simulated server."""
 
     latencies_s: NDArray[np.float64]
-    """Of each arrival, from its sending to its answer, [arrivals]; nan for those that were refused."""
+    """Of each arrival, from its sending to its answer, [arrivals]; nan if refused."""
     busy: tuple[float, ...]
-    """The share of the time that each lane executed."""
+    """Fraction of the time that each lane executed."""
     rows_per_execution: float
 
 
 class _Lane:
-    """A compute lane: its scheduler, and what it executes."""
+    """A compute lane: its scheduler, and its current execution."""
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(QUEUE_LIMIT)
         self.running: Batch | None = None
         self.last: tuple[ModelKey, float] | None = None
-        """What was executed last, and when that ended."""
+        """The last executed model, and the end of its execution."""
         self.wakes_s = math.inf
-        """When it looks again for a batch that is held back."""
+        """Next time to look for a delayed batch."""
         self.busy_s = 0.0
 
 
@@ -112,7 +112,7 @@ def simulate(
     overheads: Overheads = NO_OVERHEADS,
     lanes: int = 1,
 ) -> Simulated:
-    """Serve requests that are sent at `times_s`, [arrivals], rising, for the models numbered `wanted`, [arrivals]."""
+    """Serve requests sent at `times_s`, [arrivals], ascending, to the models with indices `wanted`, [arrivals]."""
     server = [_Lane() for _ in range(lanes)]
     keys = [ModelKey(model.name, 1) for model in models]
     by_key = dict(zip(keys, models, strict=True))
@@ -121,7 +121,7 @@ def simulate(
     latencies_s = np.full(len(times_s), math.nan)
     number_of: dict[Ticket, int] = {}
     events: list[tuple[float, int]] = []
-    """When a lane's execution ends, or a batch that it holds back may start."""
+    """Ends of executions, and times at which delayed batches may start, with the lane's number."""
     executions = rows = 0
 
     def dispatch(lane: _Lane, number: int, now_s: float) -> None:
@@ -135,6 +135,7 @@ def simulate(
                 heapq.heappush(events, (wake_s, number))
             return
         model = by_key[batch.model]
+        # After another model, a whole copy; after the same one, the rest of its recovery.
         seconds = model_seconds(batch)
         if lane.last is not None and lane.last[0] == batch.model:
             seconds += max(0.0, overheads.execution_factor * model.recovery_s - (now_s - lane.last[1]))
@@ -147,7 +148,7 @@ def simulate(
         heapq.heappush(events, (now_s + seconds, number))
 
     def advance(until_s: float) -> None:
-        """Play what happens before the next arrival."""
+        """Process the events before the next arrival."""
         while events and events[0][0] <= until_s:
             now_s, number = heapq.heappop(events)
             lane = server[number]
@@ -163,6 +164,7 @@ def simulate(
     def model_seconds(batch: Batch) -> float:
         return overheads.of_execution(by_key[batch.model].seconds(batch.rows))
 
+    # Arrivals in order: finish earlier executions, submit, and start an idle lane.
     for arrival, (now_s, which) in enumerate(zip(times_s.tolist(), wanted.tolist(), strict=True)):
         advance(now_s)
         lane_number = models[which].lane

@@ -1,4 +1,4 @@
-"""The event loop's side of a compute lane: it queues requests and background work, and resolves their futures."""
+"""Event-loop side of a compute lane: queues requests and background work, and resolves their futures."""
 
 import asyncio
 import math
@@ -45,20 +45,20 @@ class ComputeLane:
         on_lost: Callable[[str], None] = lambda reason: None,
         state_memory: StateMemory | None = None,
     ) -> None:
-        """`state_memory` bounds the states of sequences; without it there is no limit.
+        """`state_memory` limits the states of sequences; by default there is no limit.
 
-        `on_lost` is called with the reason, once, when nothing can be executed any more.
+        `on_lost` is called once, with the reason, when the lane can no longer execute.
         """
         self._scheduler = scheduler
         self.device = DeviceThread(scheduler, self, lane)
         self._on_lost = on_lost
         self._state_memory = state_memory or StateMemory(sys.maxsize)
         self._current: dict[ModelKey, int] = {}
-        """The generation of each model that new requests are for."""
+        """By model: the generation, which numbers loads, that new requests get."""
         self.lost: str | None = None
-        """Why nothing can be executed any more, or None while the device works."""
+        """Why the lane can no longer execute, or None while the device works."""
         self._waiting: dict[Ticket, asyncio.Future[tuple[Answer, float]]] = {}
-        """Each request's answer, and when its execution ended. Cancelled requests stay until they were executed."""
+        """Each request's answer and end of execution. Cancelled requests stay until they have been executed."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self.draining = False
@@ -66,7 +66,7 @@ class ComputeLane:
         self._answered = asyncio.Event()
 
     def sequences(self, model: ModelKey) -> Sequences | None:
-        """Return the sequences of the present load of a model, if it has any."""
+        """Return the sequences of a model's current load, if it has any."""
         load = self.device.models.get((model, self._current.get(model, 0)))
         return None if load is None else load.sequences
 
@@ -74,7 +74,7 @@ class ComputeLane:
         return model in self._current
 
     def pending(self, model: ModelKey) -> int:
-        """Return how many requests wait in this model's queue."""
+        """Return the number of requests waiting in this model's queue."""
         return self._scheduler.pending(model)
 
     def correction(self, model: ModelKey) -> float:
@@ -88,10 +88,10 @@ class ComputeLane:
         policy: Policy | None = None,
         rules: SequenceRules | None = None,
     ) -> None:
-        """Serve a model, or replace the servable of its future requests. Sequences of a replaced one are forgotten."""
+        """Serve a model, or replace the servable of its future requests. Forgets sequences of a replaced servable."""
         info, predicted_s = servable.info, servable.predicted_s
         model = info.key
-        # No batching without predictions, nor where it changes answers.
+        # No batching without predictions, or if it changes answers.
         max_rows = info.max_batch_size if predicted_s and not info.only_batches else 0
         with self.device.changed:
             generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.recovery_s)
@@ -118,7 +118,7 @@ class ComputeLane:
     def hand_back(self, model: ModelKey) -> None:
         """Refuse the waiting requests for replaced servables, and resume dispatch.
 
-        Front ends send these requests to the servable that is there.
+        The front end resends these requests to the current servable.
         """
         with self.device.changed:
             older = self._scheduler.drop_older(model)
@@ -138,10 +138,10 @@ class ComputeLane:
         self.device.start(self._loop)
 
     async def infer(self, request: Request, on_spans: OnSpans | None = None) -> Answer:
-        """Execute a request, and write the outputs that it wants into its room. `on_spans` receives its spans.
+        """Execute a request, and write its requested outputs into its output buffer. `on_spans` receives spans.
 
-        Cancelling this takes it out of the queue. If it has started, its places are in use until it has `ended`.
-        Raises Overloaded, RequestTimedOut, Refused, ModelNotFound, ExecutionFailed, or the servable's InvalidRequest.
+        Cancelling removes the request from the queue. A started one uses its buffers until `ended` returns. Raises
+        Overloaded, RequestTimedOut, Refused, ModelNotFound, ExecutionFailed, or the servable's InvalidRequest.
         """
         self._require_running()
         try:
@@ -168,13 +168,13 @@ class ComputeLane:
         return _hand_out(request, answer)
 
     async def ended(self, request: Request) -> None:
-        """Wait until a cancelled request uses its places no more."""
+        """Wait until a cancelled request no longer uses its buffers."""
         while any(ticket.request is request for ticket in self._waiting):
             self._answered.clear()
             await self._answered.wait()
 
     def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
-        """Forget a sequence of the present load of a model, once the present execution is over."""
+        """Forget a sequence of a model's current load, after the current execution."""
         sequences = self.sequences(model)
         if sequences is None:
             return
@@ -199,7 +199,7 @@ class ComputeLane:
         return results[0]
 
     async def perform(self, background: BackgroundWork) -> None:
-        """Do background work between executions. Raises its error, or Refused where the lane has ended."""
+        """Do background work between executions. Raises its error, or Refused if the lane has ended."""
         self._require_running()
         future: asyncio.Future[None] = self._loop.create_future()
 
@@ -219,7 +219,7 @@ class ComputeLane:
     async def finish(self, model: ModelKey, timeout_s: float, older_only: bool = False) -> bool:
         """Wait until a model's requests are answered; False after a timeout.
 
-        With `older_only`, only the requests for replaced servables; after a timeout the rest of these are refused.
+        With `older_only`, waits only for requests of replaced servables, and refuses the rest after a timeout.
         """
         newest = self._current.get(model) if older_only else None
 
@@ -279,7 +279,7 @@ class ComputeLane:
             raise device_unavailable(self.lost)
 
     def _cancel(self, ticket: Ticket) -> None:
-        """Remove a request from the queue; one that has started is executed and counted, and its answer dropped."""
+        """Remove a request from the queue. A started one is executed and counted, and its answer dropped."""
         with self.device.changed:
             never_ran = self._scheduler.cancel(ticket)
         if never_ran:
@@ -296,7 +296,7 @@ class ComputeLane:
             future.set_result(outcome)
 
     def _forget(self, ticket: Ticket) -> asyncio.Future[tuple[Answer, float]] | None:
-        """Remove a request that is over, and return its future if it has not been removed before."""
+        """Remove a completed request, and return its future unless it was already removed."""
         self.device.followed.pop(ticket, None)
         self._answered.set()
         future = self._waiting.pop(ticket, None)
@@ -311,7 +311,7 @@ class ComputeLane:
     def executed(
         self, tickets: Sequence[Ticket], outcomes: Sequence[Outcome], ended_s: float, lost: str | None
     ) -> None:
-        """Answer the requests of one execution. `lost` is why nothing can be executed any more, if that is so."""
+        """Answer the requests of one execution. `lost` is the reason if the device was lost."""
         for ticket, outcome in zip(tickets, outcomes, strict=True):
             if isinstance(outcome, RequestError):
                 self.refused(ticket, outcome, "BACKEND" if isinstance(outcome, ExecutionFailed) else "OTHER")
@@ -370,7 +370,7 @@ def make_lanes(
     on_lost: Callable[[str], None] = lambda reason: None,
     state_memory: StateMemory | None = None,
 ) -> list[ComputeLane]:
-    """Make the compute lanes of one device. When one has lost the device, all have; then `on_lost` is called once."""
+    """Make the compute lanes of one device. If one loses the device, all do, and `on_lost` is called once."""
 
     def lost(reason: str) -> None:
         others = [lane for lane in lanes if lane.lost is None]
@@ -384,9 +384,9 @@ def make_lanes(
 
 
 def _hand_out(request: Request, answer: Answer) -> Answer:
-    """Write the wanted outputs into a request's room, if it has one.
+    """Write the requested outputs into a request's output buffer, if it has one.
 
-    Raises ExecutionFailed for an output that is missing or larger than its model's description says.
+    Raises ExecutionFailed for an output that is missing, or larger than the model's description says.
     """
     missing = [wanted.name for wanted in request.outputs if wanted.name not in answer.outputs]
     if missing:

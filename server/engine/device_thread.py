@@ -1,4 +1,4 @@
-"""The thread that owns a compute lane: it executes the scheduler's choices, and background work between them."""
+"""The thread that owns a compute lane: executes the scheduler's choices, and background work between them."""
 
 import asyncio
 import logging
@@ -34,13 +34,13 @@ _OUT_OF_RANGE = re.compile(
     r"\b(index|indices)\b.*(out of range|out of bounds|not in the valid range)|Expected (idx >= 0|i < index_size)",
     re.IGNORECASE,
 )
-"""What torch's kernels say about indices."""
+"""Messages of torch's kernels about indices out of range."""
 
 Outcome = Answer | RequestError
 
 BackgroundWork = Callable[[], bool]
-"""Does one piece of work on the device, which should take less time than an execution, so that a request waits for one
-piece at most; True after the last one. Lane's thread."""
+"""Does one piece of work on the device, which should take less time than an execution: a request waits for one piece at
+most. Returns True after the last piece. Lane's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ class PendingWork:
 
 @dataclass(frozen=True, slots=True)
 class LoadedServable:
-    """What executes the requests of one load of a model, and counts them."""
+    """Executes and counts the requests of one load of a model."""
 
     servable: Servable
     statistics: ModelStatistics
     sequences: Sequences | None = None
-    """Those of its requests; None for a model without them."""
+    """Sequences of its requests; None for a model without sequences."""
 
     def execute(self, tickets: Sequence[Ticket], follow: "Follow | None" = None) -> Answer:
-        """Execute requests together. Of a model with sequences, keep the states that come of it."""
+        """Execute requests together. For a model with sequences, keeps the resulting states."""
         rows = sum([ticket.request.batch for ticket in tickets])
         if self.sequences is None:
             return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, follow)
@@ -74,7 +74,7 @@ class DeviceThread:
     """`changed` guards the scheduler, `background` and `stopped`; after a change, the caller notifies it."""
 
     def __init__(self, scheduler: Scheduler, owner: "ComputeLane", lane: int) -> None:
-        """`owner` receives what happens, on the event loop's thread."""
+        """`owner` is called on the event loop's thread."""
         self.changed = threading.Condition()
         self.scheduler = scheduler
         self.background: deque[PendingWork] = deque()
@@ -82,11 +82,11 @@ class DeviceThread:
         self.models: dict[tuple[ModelKey, int], LoadedServable] = {}
         """By key and generation."""
         self.followed: dict[Ticket, OnSpans] = {}
-        """Traced requests, and what receives the spans of their executions. The event loop changes it."""
+        """Traced requests, and the receivers of their spans. Changed by the event loop."""
         self.computed_s = 0.0
         """Seconds of computation since the start."""
         self.executing = (0.0, 0.0)
-        """When the present execution began and its prediction, in seconds; zeros while there is none."""
+        """Start and predicted duration of the current execution, in seconds; zeros without one."""
         self._owner = owner
         self._lane = lane
         self._background_is_next = False
@@ -214,9 +214,9 @@ class DeviceThread:
         ]
 
     def _follow(self, tickets: Iterable[Ticket]) -> "Follow | None":
-        """Return a recorder that hands its spans to the first traced request; None if none is traced.
+        """Return a recorder that passes its spans to the first traced request; None if none is traced.
 
-        On Linux, the spans' clock (`perf_counter`) is `time.monotonic`'s.
+        On Linux, the spans' clock (`perf_counter`) equals `time.monotonic`.
         """
         on_spans = next((found for t in tickets if (found := self.followed.get(t)) is not None), None)
         if on_spans is None:
@@ -230,7 +230,7 @@ class DeviceThread:
 
 
 def _error_of(request: Request, error: Exception) -> RequestError:
-    """Return the client's error for one that is being handled, and log it unless it is the client's fault."""
+    """Return the client's error for the error being handled, and log it unless the client caused it."""
     name = request.model.name
     if isinstance(error.__cause__, IndexError) or _OUT_OF_RANGE.search(str(error)):
         return InvalidRequest(f"an input of model '{name}' has an index that is out of range: {error}")

@@ -1,4 +1,4 @@
-"""The interface of a loaded model."""
+"""Interface of a loaded model."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -12,24 +12,22 @@ if TYPE_CHECKING:
 
 
 class Servable(Protocol):
-    """A model that is loaded."""
-
     @property
     def info(self) -> ModelInfo: ...
 
     @property
     def predicted_s(self) -> Mapping[Bucket, float]:
-        """The predicted seconds of one execution in each bucket that the model is planned for."""
+        """Predicted seconds of one execution in each planned bucket."""
         ...
 
     @property
     def recovery_s(self) -> float:
-        """Lost directly after an execution of the same model, while its residents are still copied back."""
+        """Seconds lost directly after an execution of the same model, while its residents are still copied back."""
         ...
 
     @property
     def lost(self) -> str | None:
-        """Why the device can execute nothing any more, or None while it works."""
+        """Why the device can no longer execute, or None while it works."""
         ...
 
     @property
@@ -42,8 +40,8 @@ class Servable(Protocol):
 
         Every request has every input. Their rows are concatenated along the first dimension and add up to `rows`;
         without a batch (`max_batch_size` is 0) there is one request, and `rows` is 1. Inputs are little-endian, may be
-        unaligned, must not be written to, and are valid until the call returns. BF16 arrays are uint16, outputs too.
-        The answer has all rows and the execution's cost. Its arrays belong to the caller.
+        unaligned, must not be written to, and are valid until the call returns. BF16 arrays are uint16, also for
+        outputs. The answer has all rows and the execution's cost. Its arrays belong to the caller.
 
         Raises InvalidRequest for values that the model cannot take. Any other exception fails this request alone.
         """

@@ -1,7 +1,7 @@
-"""The states of sequences between their requests.
+"""States of sequences between their requests.
 
-A model's program is a function: it takes states as inputs and returns the next ones as outputs. So a request that fails
-leaves its sequence as it was, and states are kept wherever there is room for arrays.
+A model's program is a function: it takes states as inputs and returns the next ones as outputs. So a failed request
+leaves its sequence unchanged, and states can lie in any memory.
 """
 
 import threading
@@ -20,15 +20,15 @@ from cohabit.server.scheduling.queues import Ticket
 from cohabit.server.scheduling.sequences import Control, SequenceRules
 
 _OVERHEAD_BYTES = 1 << 10
-"""What a sequence counts for besides its states."""
+"""Bytes that a sequence counts for besides its states."""
 _LEAST_ROOM = 16
-"""Entries that a growing state has room for at first."""
+"""Initial capacity of a growing state, in entries."""
 _ROOM_STEP = 64
-"""Growing states are padded to a multiple of this, so that an execution finds those of the last one in their places."""
+"""Growing states are padded to a multiple of this, so that the gathered states of the last execution can be reused."""
 
 
 class StateMemory:
-    """A bound for the states of all models that are loaded. Any thread."""
+    """A limit for the states of all loaded models. Any thread."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -36,7 +36,7 @@ class StateMemory:
         self._loads: WeakSet[Sequences] = WeakSet()
 
     def add(self, load: "Sequences") -> None:
-        """Count the sequences of one load of a model, for as long as that is used."""
+        """Count the sequences of one load of a model, for as long as that load exists."""
         with self._lock:
             self._loads.add(load)
 
@@ -59,22 +59,22 @@ class StateMemory:
 
 @dataclass(slots=True)
 class _Gathered:
-    """A growing state of all rows of the last execution. Most rows of the next one are as they were, but longer."""
+    """A growing state of all rows of the last execution. In the next one, most rows are the same but longer."""
 
     memory: Array
-    """[rows, ...], with zeros behind each row's entries, or what was there in rows that are not used."""
+    """[rows, ...]: each row's entries, then zeros; unused rows keep their old contents."""
     rows: list[tuple[object, int]]
-    """By row, whose entries it has, and how many."""
+    """By row: the sequence whose entries it has, and their number."""
 
 
 @dataclass(slots=True)
 class _Sequence:
     name: object
-    """Another one for each sequence, also where ids are used again. Its growing states are only ever added to."""
+    """Unique for each sequence, even if ids are reused. Its growing states are only appended to."""
     states: list[Array]
-    """Of a growing state, with room for what will come."""
+    """Growing states have spare capacity."""
     length: int
-    """How many entries growing states have."""
+    """Number of entries of growing states."""
     used_s: float
     """When its last request was executed, by `time.monotonic`."""
 
@@ -84,12 +84,12 @@ class _Sequence:
 
 
 class Sequences:
-    """The sequences of one load of a model. Belongs to its compute lane's thread, but for `enter` and `leave`."""
+    """The sequences of one load of a model. Belongs to its compute lane's thread, except `enter` and `leave`."""
 
     def __init__(
         self, info: ModelInfo, rules: SequenceRules, memory: StateMemory, batches: Sequence[int] = ()
     ) -> None:
-        """`batches` are those that are planned, ascending: growing states come with as many rows."""
+        """`batches` are the planned batch sizes, ascending: growing states are padded to one of them."""
         self._model = info.name
         self._batched = info.max_batch_size > 0
         self._rules = rules
@@ -98,11 +98,11 @@ class Sequences:
         self._gathered: dict[str, _Gathered] = {}
         """By input."""
         self._known: dict[SequenceId, _Sequence] = {}
-        """The one that was used last is last."""
+        """Least recently used first."""
         self._waiting: Counter[SequenceId] = Counter()
-        """Requests that are not answered yet. The event loop changes it."""
+        """Number of unanswered requests. Changed by the event loop."""
         self.nbytes = 0
-        """What the sequences count for in memory."""
+        """Bytes that the sequences count for."""
         memory.add(self)
 
     @property
@@ -110,18 +110,18 @@ class Sequences:
         return len(self._known)
 
     def enter(self, request: Request) -> None:
-        """Note that a request waits: its sequence is not idle. Event loop's thread."""
+        """Count a waiting request: its sequence is not idle. Event loop's thread."""
         self._waiting[_step(request).id] += 1
 
     def leave(self, request: Request) -> None:
-        """Note that a request is over. Event loop's thread."""
+        """Count a completed request. Event loop's thread."""
         sequence = _step(request).id
         self._waiting[sequence] -= 1
         if not self._waiting[sequence]:
             del self._waiting[sequence]
 
     def in_rows(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-        """Return requests in the order in which their sequences were in the last execution, as far as they were."""
+        """Return requests in the rows that their sequences had in the last execution, as far as possible."""
         gathered = next(iter(self._gathered.values()), None)
         if gathered is None or len(tickets) == 1:
             return tickets
@@ -138,10 +138,10 @@ class Sequences:
         return [placed[row] if row in placed else others.pop(0) for row in range(len(tickets))]
 
     def inputs_of(self, tickets: Sequence[Ticket]) -> Inputs:
-        """Return the inputs of requests, with their sequences' states and with what tells the model where they stand.
+        """Return the inputs of requests, with their sequences' states and the control inputs.
 
-        They are valid until the next call. Raises InvalidRequest for a sequence that is not known, and Overloaded if
-        there is no room for a new one.
+        They are valid until the next call. Raises InvalidRequest for an unknown sequence, and Overloaded if there is no
+        room for a new one.
         """
         found = [self._before(ticket) for ticket in tickets]
         parts: dict[str, list[Array]] = {}
@@ -164,7 +164,7 @@ class Sequences:
         }
 
     def _before(self, ticket: Ticket) -> _Sequence:
-        """Return a request's sequence as it is before it."""
+        """Return a request's sequence before the request."""
         step = _step(ticket.request)
         if not step.start:
             return self._found(step.id, ticket.arrived_s)
@@ -175,7 +175,7 @@ class Sequences:
         return known
 
     def _grown(self, name: str, axis: int, arrays: Sequence[Array], found: Sequence[_Sequence]) -> Array:
-        """Return a growing state of all rows, padded: memory that is used again, to which what is new is added."""
+        """Return a growing state of all rows, padded. Reuses the last execution's memory; copies only new entries."""
         whole = arrays if self._batched else [array[None] for array in arrays]
         axis += not self._batched
         rows = next((batch for batch in self._batches if batch >= len(whole)), len(whole))
@@ -190,12 +190,12 @@ class Sequences:
             before, length = gathered.rows[row]
             start, place = length if before is known.name else 0, gathered.memory[row : row + 1]
             _entries(place, axis, start, known.length)[...] = _entries(array, axis, start, known.length)
-            _entries(place, axis, known.length, length)[...] = 0  # of the sequence that was there
+            _entries(place, axis, known.length, length)[...] = 0  # of the row's previous sequence
             gathered.rows[row] = known.name, known.length
         return gathered.memory if self._batched else gathered.memory[0]
 
     def keep(self, tickets: Sequence[Ticket], outputs: Mapping[str, Array], now_s: float) -> None:
-        """Keep the states that an execution of these requests, one row each, has returned: of all of them or of none.
+        """Keep the states returned by an execution of these requests, one row each: all or none.
 
         Raises InvalidRequest for a state that would grow too far, and Overloaded if there is no room.
         """
@@ -226,13 +226,13 @@ class Sequences:
     def _after(
         self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array], now_s: float
     ) -> _Sequence:
-        """Return a sequence after an execution. `before` is as it was: where its states have room, they are shared."""
+        """Return a sequence after an execution. `before` stays valid; states with spare capacity are shared."""
         length = 0 if before is None else before.length
         states, longer = list[Array](), length
         for index, state in enumerate(self._rules.states):
             output = outputs[state.output]
             if state.axis is None:
-                states.append(output.copy())  # it outlives the other rows of its execution
+                states.append(output.copy())  # outlives the other rows of its execution
                 continue
             longer = length + output.shape[state.axis]
             if longer > self._rules.most_length:
@@ -256,7 +256,7 @@ class Sequences:
         return larger
 
     def _forget_idle(self, now_s: float) -> None:
-        """Forget the sequences that are idle, the oldest first."""
+        """Forget the idle sequences, the oldest first."""
         for sequence, known in list(self._known.items()):
             if now_s - known.used_s <= self._rules.idle_s:
                 return
@@ -323,6 +323,6 @@ def _entries(array: Array, axis: int, start: int, end: int) -> Array:
 
 
 def _step(request: Request) -> SequenceStep:
-    """Return a request's place in its sequence; `fit` lets none without one through."""
+    """Return a request's position in its sequence; `fit` guarantees that it has one."""
     assert request.sequence is not None
     return request.sequence

@@ -61,7 +61,7 @@ def _spec(lowered: Lowered, port: Port, labels: tuple[str, ...] = (), rows: int 
 
 
 def _indexed_rows(lowered: Lowered) -> list[int | None]:
-    """Return for each input how many rows the smallest table has that all its values index, if there is one."""
+    """Return, for each input, the rows of the smallest table that all its values index; None without one."""
     found: list[int | None] = [None] * len(lowered.inputs)
     for values in indexed_values(lowered, min(lowered.traces)):
         if values.are_all and values.least == 0:
@@ -79,10 +79,10 @@ class ProgramServable:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     dynamic: DynamicShape
-    """The program's. `info` lacks the sizes that clients do not see."""
+    """The program's dynamic sizes. `info` lacks those that clients do not see."""
     executor: Runner
     _borrowed: frozenset[str] = field(init=False)
-    """Inputs that are growing states. They come in one piece, for all rows, and are used as they are: no program
+    """Inputs that are growing states. They arrive as one array for all rows and are used without a copy: no program
     changes them."""
 
     def __post_init__(self) -> None:
@@ -104,9 +104,9 @@ class ProgramServable:
 
     @property
     def predicted_s(self) -> Mapping[Bucket, float]:
-        """Predicted seconds of an inference by bucket: its plan's, and what the host of a device of its own adds.
+        """Predicted seconds of an inference by bucket: the plan's, plus the host time of a separate device.
 
-        A model without a batch dimension has batch 1. Of the sizes that clients do not see, it is for the least.
+        A model without a batch dimension has batch 1. Sizes that clients do not see have their minimum.
         """
         most, seen = self.info.max_batch_size, {tensor.name for tensor in self.info.inputs}
         shown = [n for n, d in enumerate(self.dynamic.dimensions) if self.inputs[d.input].name in seen]
@@ -121,7 +121,7 @@ class ProgramServable:
 
     @property
     def recovery_s(self) -> float:
-        """What the smallest bucket loses directly after itself."""
+        """Seconds that the smallest bucket loses directly after itself."""
         about = self.programs[min(self.programs)].plan.provenance
         return 0.0 if about is None else max(about.period_s - about.latency_s, 0.0)
 
@@ -135,7 +135,7 @@ class ProgramServable:
         return {b: GraphCapture(c.graphs, c.graph_bytes, c.refused) for b, c in found.items() if c is not None}
 
     def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Answer:
-        """Run one execution, or one after the other if there are more rows than are planned. Compute lane's thread."""
+        """Run one execution, or several in turn if there are more rows than planned. Compute lane's thread."""
         most = max(self.programs).batch
         if self.info.max_batch_size and rows > most:
             return self._in_parts(requests, most, follow)
@@ -188,7 +188,7 @@ class ProgramServable:
         return Answer(self.info.key, outputs, together)
 
     def _out_of_range(self, requests: Sequence[Inputs]) -> str | None:
-        """Say which value of an input is no index of the table that it is looked up in, if one is not."""
+        """Return a message about an input value outside the table that it indexes; None if there are none."""
         for spec in self.info.inputs:
             if spec.rows is None:
                 continue
@@ -206,7 +206,7 @@ class ProgramServable:
         self.programs = programs
 
     def _sizes(self, inputs: Inputs) -> tuple[int, ...]:
-        """Return the sizes of an execution, those that clients do not see among them."""
+        """Return the sizes of an execution, including those that clients do not see."""
         return tuple(inputs[self.inputs[d.input].name].shape[d.axis] for d in self.dynamic.dimensions)
 
     def _tensor(self, arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -226,9 +226,9 @@ class ProgramServable:
         return output.copy() if shares else output
 
     def _check(self, symbols: Mapping[str, int]) -> None:
-        """Raise InvalidRequest for sizes with which the program was not exported.
+        """Raise InvalidRequest for sizes that violate the program's export conditions.
 
-        Conditions on what clients send have been checked.
+        Conditions on clients' inputs are already checked.
         """
         if len(self.dynamic.constraints) == len(self.info.dynamic.constraints):
             return
@@ -257,7 +257,7 @@ def _tensor(arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ..
 
 
 def array_of(tensor: torch.Tensor, rows: int | None = None) -> Array:
-    """Return the first `rows` of a tensor as an array, of bfloat16 as its bits; None for all of it."""
+    """Return the first `rows` of a tensor as an array, bfloat16 as its bits; None for all rows."""
     own = tensor.contiguous()
     array: Array = own.view(torch.uint16).numpy() if own.dtype is torch.bfloat16 else own.numpy()
     return array if rows is None else array[:rows]

@@ -1,4 +1,4 @@
-"""Access control with bearer tokens; calls that change the server need a permission of their own."""
+"""Access control with bearer tokens. Calls that change the server need a permission of their own."""
 
 import asyncio
 import hashlib
@@ -20,9 +20,9 @@ _TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 _LARGEST_FILE_BYTES = 1 << 20
 _INTERVAL_S = 5.0
 _UNKNOWN_TOKEN_S = 0.5
-"""How much later an unknown token is refused."""
+"""Delay in seconds before an unknown token is refused."""
 _DELAYED_SHARE = 16
-"""Part of a port's connections that delayed refusals may keep, as a divisor."""
+"""Divisor: fraction of a port's connections that delayed refusals may occupy."""
 
 Digest = bytes
 """SHA-256 of a token. Comparing digests reveals neither the token nor its length."""
@@ -39,7 +39,7 @@ class Permission(Enum):
 
 @dataclass(slots=True)
 class Access:
-    """The accepted tokens and what they permit; control tokens permit everything. Event loop's thread only."""
+    """The accepted tokens and their permissions; control tokens permit everything. Event loop's thread only."""
 
     tokens: tuple[Digest, ...] = ()
     control_tokens: tuple[Digest, ...] = ()
@@ -50,16 +50,16 @@ class Access:
     )
     """Number of refused calls by reason."""
     most_delayed: int = 64
-    """Refusals of unknown tokens that may be delayed together."""
+    """Maximum number of concurrently delayed refusals of unknown tokens."""
     sleep: Callable[[float], Awaitable[None]] = field(default=asyncio.sleep, compare=False, repr=False)
     _delayed: int = field(default=0, init=False, compare=False, repr=False)
 
     async def admit(self, authorization: str | None, permission: Permission, peer: str) -> None:
-        """Check a call's Authorization header. Raises Unauthenticated, or Refused where it may not make this call.
+        """Check a call's Authorization header. Raises Unauthenticated, or Refused without the permission.
 
-        A refusal is logged with the peer's address. That of an unknown token comes after a delay, so that a connection
-        tries few of them. The number of delayed refusals is bounded, because each of them keeps a connection;
-        beyond it, the refusal ends the connection.
+        Logs a refusal with the peer's address. Unknown tokens are refused after a delay, so that a connection can try
+        only a few. The number of delayed refusals is limited, because each keeps a connection. Beyond the limit, the
+        refusal comes at once and ends the connection.
         """
         try:
             self.require(authorization, permission)
@@ -80,7 +80,7 @@ class Access:
             self._delayed -= 1
 
     def require(self, authorization: str | None, permission: Permission) -> None:
-        """Do the same at once and without a record in the log."""
+        """Like `admit`, without delay or log record."""
         if permission in self.open:
             return
         token = _bearer(authorization)
@@ -125,7 +125,7 @@ class TokenFiles:
                 await self.reread()
 
     async def reread(self) -> None:
-        """Reload all files. If one is unusable, keep every token as it was."""
+        """Reload all files. If one is unusable, keep all tokens."""
         try:
             tokens, control_tokens = await asyncio.to_thread(_read_tokens, self._config)
         except ConfigError as error:
@@ -161,7 +161,7 @@ def _read_all(paths: Sequence[Path]) -> tuple[Digest, ...]:
 
 
 def _read(path: Path) -> list[str]:
-    """Return one token per line, without empty lines and lines that begin with #."""
+    """Return one token per line, skipping empty lines and lines that begin with #."""
     try:
         if path.stat().st_size > _LARGEST_FILE_BYTES:
             raise ConfigError(f"token file {path} is over {_LARGEST_FILE_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""The data plane: the protocol-independent operations of the server, which all ports share."""
+"""Data plane: the server's operations, independent of the protocol and shared by all ports."""
 
 import asyncio
 import math
@@ -49,19 +49,19 @@ ControlParameters = Mapping[str, bool | int | float | str | bytes]
 
 _MOST_CONTROL_PARAMETERS = 64
 MOST_JSON_BYTES = 8 << 20
-"""What describes a request and its tensors: its JSON, or its gRPC message without the raw contents.
+"""Maximum size of the description of a request and its tensors: JSON, or a gRPC message without raw contents.
 
-Parsers hold the GIL for the whole of it: 5 ms per MiB.
+Parsers hold the GIL throughout: 5 ms per MiB.
 """
 _METRICS_S = 1.0
-"""How long the text of the metrics is good."""
+"""Seconds that the text of the metrics is reused."""
 _REPEATED_READING_S = 0.1
-"""How much later it is sent to those who read it after the first."""
+"""Delay in seconds for every reader of the same text after the first."""
 _MOST_DELAYED_READERS = 16
 
 
 class DataPlane:
-    """One per front end. Belongs to the event loop's thread."""
+    """One per front end. Event loop's thread only."""
 
     def __init__(
         self,
@@ -84,31 +84,31 @@ class DataPlane:
         self._machine = machine
         self._clock = clock
         self._latencies: dict[ModelKey, Histogram] = {}
-        """Seconds from the arrival of a request's last byte to its answer, of requests that were answered."""
+        """Seconds from the arrival of a request's last byte to its answer, for answered requests."""
         self._first_tokens: dict[ModelKey, Histogram] = {}
         """Seconds from a prompt to the first token of its text."""
         self._later_tokens: dict[ModelKey, Histogram] = {}
         """Seconds from one token of a text to the next."""
         self.on_answer: Callable[[ModelKey, float], None] = lambda model, latency_s: None
-        """Receives the latency of every request that was answered."""
+        """Receives the latency of every answered request."""
         self.on_token: Callable[[float, bool], None] = lambda waited_s, first: None
-        """Receives how long a text has waited for each token, and whether it is the text's first one."""
+        """Receives each token's waiting time in seconds, and whether it is the first of its text."""
         self._metrics = b""
         self._metrics_s = -math.inf
-        """When `_metrics` was written."""
+        """Time at which `_metrics` was written."""
         self._writing_metrics = asyncio.Lock()
         self._delayed_readers = 0
         self._under_way: dict[ModelKey, int] = {}
         """Unanswered requests by model."""
         self._full: dict[ModelKey, QueueFull] = {}
-        """The refusals of models whose queue was full at the last answer."""
+        """Last QueueFull by model, until that model answers again."""
         self._texts = 0
-        """Texts that are being generated."""
+        """Number of texts under way."""
         self._draining = False
         self._answered = asyncio.Event()
         self._decoding = asyncio.Lock()
         self.max_json_bytes = MOST_JSON_BYTES
-        """Limit of what describes a request and its tensors; tensors themselves may be larger."""
+        """Limit of the description of a request and its tensors; tensors may be larger."""
 
     def server_metadata(self) -> dict[str, Any]:
         return descriptions.server_metadata(self.regions.refused)
@@ -138,25 +138,26 @@ class DataPlane:
         return self._client.catalog.require(model, version)
 
     def ready_infos(self) -> list[ModelInfo]:
-        """Return the descriptions of all versions that are READY, ascending."""
+        """Return the descriptions of all READY versions, ascending."""
         return [entry.info for entry in self._client.catalog if entry.info is not None]
 
     def pools_first(self, info: ModelInfo) -> bool:
-        """Whether the model's configuration asks for the first token's state as a text's embedding."""
+        """Whether the model's configuration selects the first token's state as a text's embedding."""
         entry = self._client.catalog.get(*info.key)
         config = None if entry is None or entry.config is None else ModelConfig.FromString(entry.config)
         return pooling_of(config) == "cls"
 
     def metadata(self, model: str, version: str | None) -> dict[str, Any]:
-        """Return a model's metadata, with all versions that are READY. Raises as `describe` does."""
+        """Return a model's metadata, with all READY versions. Raises as `describe` does."""
         info = self.describe(model, version)
         return descriptions.model_metadata(info, [entry.key.version for entry in self._client.catalog.ready(model)])
 
     def require_ready(self, model: str, version: str | None = None, request_id: str | None = None) -> ModelInfo:
         """Return a request's model, before its tensors are read.
 
-        Raises Refused, ModelNotFound, or QueueFull: if more requests are under way than can wait
-        and execute, or if the engine has refused one and answered none since. So overload hardly reaches the engine.
+        Raises Refused, ModelNotFound, or QueueFull. The queue counts as full if more requests are under way than can
+        wait and execute, or if the engine has refused one and answered none since. So overload hardly reaches the
+        engine.
         """
         self._refuse_if_draining()
         info = self.describe(model, version)
@@ -171,7 +172,7 @@ class DataPlane:
         return info
 
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
-        """Return the repository index. With explicit control it has folders that came after the start."""
+        """Return the repository index. With explicit control, it includes folders added since the start."""
         index = descriptions.repository_index(e for e in self._client.catalog if e.is_ready or not only_ready)
         if only_ready or self._config.model_control != "explicit":
             return index
@@ -192,10 +193,10 @@ class DataPlane:
         return descriptions.statistics(entries, (await self._client.report()).models)
 
     async def metrics(self) -> bytes:
-        """Return all metrics in Prometheus' text format. Readers within a second get the same text, a little later.
+        """Return all metrics in Prometheus' text format. Readers within a second get the same text after a delay.
 
-        So scrapers in a loop leave the event loop to inference. The delayed ones are bounded, because each of them
-        keeps a connection; more are answered at once.
+        So scrapers in a loop leave the event loop to inference. The number of delayed readers is limited, because each
+        keeps a connection. Further ones are answered at once.
         """
         async with self._writing_metrics:
             is_new = self._clock() - self._metrics_s >= _METRICS_S
@@ -222,7 +223,7 @@ class DataPlane:
 
     @contextmanager
     def answering(self, model: ModelKey) -> Iterator[None]:
-        """Measure the latency of a request, which has arrived, to the end of this block, where it is answered."""
+        """Measure a request's latency: from its arrival, the start of this block, to its answer, the end."""
         arrived_s = self._clock()
         yield
         latency_s = self._clock() - arrived_s
@@ -230,14 +231,14 @@ class DataPlane:
         self.on_answer(model, latency_s)
 
     def generated(self, model: ModelKey, seconds: float, *, first: bool) -> None:
-        """Measure how long a text has waited for a token: for its first one, or since the one before."""
+        """Measure a token's waiting time: since the prompt for the first one, else since the previous one."""
         measured = self._first_tokens if first else self._later_tokens
         measured.setdefault(model, Histogram.of(REQUEST_SECONDS)).add(seconds)
         self.on_token(seconds, first)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Count a text that is generated in this block: the server ends after it."""
+        """Count a text generated in this block: draining waits for it."""
         self._texts += 1
         try:
             yield
@@ -255,17 +256,17 @@ class DataPlane:
             raise
 
     async def decode(self, slow: bool, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call a decoder; a slow one runs on a thread, one at a time, so that large requests do not add up."""
+        """Call a decoder. Slow ones run on a thread, one at a time, so that their memory does not add up."""
         if not slow:
             return function(*args, **kwargs)
         async with self._decoding:
             return await call(True, function, *args, **kwargs)
 
     async def infer(self, request: Request, info: ModelInfo, lease: Lease, version: str | None = None) -> Answer:
-        """Execute a request, for which the client named a `version` or none.
+        """Execute a request for which the client named a `version` or none.
 
-        Input arrays that are not in leased memory are copied there first. The answer's arrays are valid until the
-        lease is left. Raises RequestError, prefixed with the client's id.
+        Copies input arrays into leased memory, unless they are there already. The answer's arrays are valid until the
+        lease is left. Raises RequestError, prefixed with the client's request id.
         """
         on_spans = self.tracer.attach(request)
         model, full = request.model, None
@@ -294,10 +295,10 @@ class DataPlane:
     async def _execute(
         self, request: Request, info: ModelInfo, lease: Lease, version: str | None, on_spans: OnSpans | None
     ) -> Answer:
-        """Return a request's answer, by the model that it asks for or the one that has replaced it.
+        """Execute a request on its model, or on the model that has replaced it.
 
-        If that was replaced after the request had come, the request goes to its successor, if that takes the same
-        tensors: to the present load of the `version` that it names, or of any.
+        If the model was replaced after the request arrived, and its successor takes the same tensors, the successor
+        executes the request: the current load of `version`, or of any version.
         """
         try:
             return await self._client.infer(request, info, lease, on_spans)
@@ -364,7 +365,7 @@ class DataPlane:
         return self.tracer.settings.to_wire()
 
     def is_draining(self) -> bool:
-        """Whether new requests are refused, because the server ends."""
+        """Whether new requests are refused because the server is ending."""
         return self._draining
 
     async def drain(self, timeout_s: float) -> bool:
@@ -389,7 +390,7 @@ class DataPlane:
 
 
 def _folders(repository: Path) -> list[str]:
-    """Return the names of a repository's models; none if it cannot be read. Bytes that are no text are escaped."""
+    """Return the names of a repository's models; none if it is unreadable. Bytes that are not text are escaped."""
     try:
         found = [e.name for e in repository.iterdir() if e.is_dir() and not e.name.startswith(".")]
         return sorted(os.fsencode(name).decode(errors="backslashreplace") for name in found)

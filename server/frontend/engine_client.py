@@ -1,4 +1,4 @@
-"""The front end's interface to the engine, which runs in this process or in one of its own."""
+"""The front end's interface to the engine, in this process or in its own."""
 
 from typing import Protocol
 
@@ -16,22 +16,22 @@ class EngineClient(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """The models and their states, kept up to date."""
+        """The models and their current states."""
         ...
 
     @property
     def unavailable(self) -> str | None:
-        """Why no request can be executed at present, or None. New requests wait meanwhile."""
+        """Why no request can be executed at present, or None. Meanwhile, new requests wait."""
         ...
 
     @property
     def restarts(self) -> int:
-        """How often the engine's process was restarted."""
+        """Number of restarts of the engine's process."""
         ...
 
     @property
     def waiting(self) -> int:
-        """How many requests are not answered yet."""
+        """Number of unanswered requests."""
         ...
 
     async def infer(
@@ -39,8 +39,8 @@ class EngineClient(Protocol):
     ) -> Answer:
         """Execute a request whose inputs are in leased memory. The answer's arrays are valid as long as the lease.
 
-        `on_spans` receives the spans of its execution. Cancelling this removes the request from the queue, if it has
-        not started. Raises RequestError.
+        `on_spans` receives the spans of its execution. Cancelling removes the request from the queue, if it has not
+        started. Raises RequestError.
         """
         ...
 
@@ -53,7 +53,7 @@ class EngineClient(Protocol):
         ...
 
     async def report(self) -> EngineReport:
-        """Return the engine's counters; the last ones known while the engine is unavailable."""
+        """Return the engine's counters; while it is unavailable, the last ones."""
         ...
 
     def count_rejection(self, model: ModelKey, reason: str) -> None:

@@ -1,7 +1,7 @@
-"""Generation: a language model's next tokens, one step after the other.
+"""Text generation: a language model's next tokens, one step after the other.
 
-A step is a request of a sequence like any other: the scheduler batches those of different texts, and executes other
-models' requests in between. The front end has the tokens, so that a text goes on where the engine has lost its state.
+A step is a request of a sequence like any other: the scheduler batches steps of different texts, and executes other
+models' requests in between. The front end has the tokens, so that a text continues after the engine has lost its state.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ from cohabit.server.protocol.matching import InputBody, RequestBody, fit
 _TOKENS, _LOGITS = "input_ids", "logits"
 _MOST_BYTES = 4 << 20
 _PATIENCE_S = 30.0
-"""How long a text that has begun waits for memory."""
+"""Seconds that a started text waits for memory."""
 _QUICK_VOCABULARY = 64 << 10
 """Largest vocabulary whose tokens are sampled on the event loop."""
 
 
 class LanguageDocument(msgspec.Struct, frozen=True):
-    """What `generation.json` says of a language model's texts."""
+    """Content of `generation.json`."""
 
     stop_ids: tuple[int, ...] = ()
     """Tokens at which a text ends."""
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = {}
-    """What a chat template may name: `bos_token` and others."""
+    """Special tokens that a chat template may use, such as `bos_token`."""
 
 
 _document = msgspec.json.Decoder(LanguageDocument)
@@ -57,7 +57,7 @@ class LanguageDocuments:
         )
 
     async def of(self, info: ModelInfo) -> LanguageDocument:
-        """Return the present content of a model's file. Raises InvalidRequest for a model that generates no text."""
+        """Return the current content of a model's file. Raises InvalidRequest for a model that generates no text."""
         found = await self._files.of(info.name)
         if found is None or not generates(info):
             raise InvalidRequest(
@@ -68,7 +68,7 @@ class LanguageDocuments:
 
 
 def generates(info: ModelInfo) -> bool:
-    """Whether a model takes the next tokens of a sequence, and answers with the logits of the one after them."""
+    """Whether a model takes the next tokens of a sequence, and answers with the logits of the following token."""
     tokens, logits = (
         [(tensor.name, len(info.wire_shape(tensor))) for tensor in tensors]
         for tensors in (info.inputs, info.outputs)
@@ -78,19 +78,19 @@ def generates(info: ModelInfo) -> bool:
 
 @dataclass(slots=True)
 class TokenSequence:
-    """The tokens of one text, and how many of them the engine has."""
+    """The tokens of one text, and the number of them that the engine has."""
 
     plane: DataPlane
     info: ModelInfo
     tokens: list[int]
     done: int = 0
     name: str = ""
-    """Of its sequence in the engine; empty before the first step."""
+    """Name of the engine's sequence; empty before the first step."""
 
     async def logits(self) -> Array:
-        """Return the logits of the token after those that are there [vocabulary], float32.
+        """Return the logits of the next token [vocabulary], float32.
 
-        There must be tokens that the engine does not have. Raises RequestError.
+        Requires tokens that the engine does not have yet. Raises RequestError.
         """
         answer: Array | None = None
         while self.done < len(self.tokens):
@@ -100,14 +100,14 @@ class TokenSequence:
             except SequenceLost:
                 if self.done == 0:
                     raise
-                self.done = 0  # the engine has started again, and gets all of the text again
+                self.done = 0  # the engine has restarted, and needs the whole text again
             else:
                 self.done += len(piece)
         assert answer is not None
         return answer
 
     async def _patiently(self, piece: Sequence[int], start: bool) -> Array:
-        """Take a step; a text that has begun waits where there is no room."""
+        """Run a step; a started text waits while the server is overloaded."""
         deadline_s = asyncio.get_running_loop().time() + _PATIENCE_S
         while True:
             try:
@@ -137,11 +137,11 @@ class TokenSequence:
 
     @property
     def _most(self) -> int:
-        """Tokens of one step."""
+        """Maximum number of tokens of one step."""
         return self.info.dynamic.dimensions[0].buckets[-1]
 
     def close(self) -> None:
-        """Have the engine forget the text."""
+        """Make the engine forget the text."""
         if self.name:
             self.plane.end_sequence(self.info.key, self.name)
 
@@ -176,11 +176,11 @@ class TextPiece:
     text: str
     token: int
     log_probabilities: tuple[float, list[tuple[int, float]]] | None = None
-    """The token's, and those of the most likely tokens."""
+    """The token's own, and those of the most likely tokens."""
 
 
 async def generate(plane: DataPlane, text: Text) -> AsyncGenerator[TextPiece, None]:
-    """Generate a text token by token. Closing or cancelling this ends the text. Raises RequestError."""
+    """Generate a text token by token. Closing or cancelling the generator ends the text. Raises RequestError."""
     info, sampler, stops = text.info, Sampler(text.sampling), StopStrings(text.stops)
     decoder = None if text.tokenizer is None else text.tokenizer.decoder(text.prompt)
     sequence = TokenSequence(plane, info, list(text.prompt))

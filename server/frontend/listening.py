@@ -10,14 +10,14 @@ from pathlib import Path
 from cohabit.server.errors import ConfigError
 
 UNREAD_S = 75.0
-"""TCP_USER_TIMEOUT: the kernel closes a connection whose sent data is not acknowledged for this long."""
+"""TCP_USER_TIMEOUT in seconds: the kernel closes a connection whose sent data stays unacknowledged for this long."""
 
 _BACKLOG = 512
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of a server's certificate chain and key; with a client CA, clients need a certificate, too."""
+    """PEM files of a server's certificate chain and key. With a client CA, clients also need a certificate."""
 
     cert: Path
     key: Path
@@ -50,7 +50,7 @@ def without_covered(hosts: Sequence[str]) -> list[str]:
 
 
 def open_sockets(hosts: Sequence[str], port: int, flag: str) -> list[socket.socket]:
-    """Listen at every address of the hosts; port 0 takes a free port, the same one for all. The sockets do not block.
+    """Listen at every address of the hosts, with non-blocking sockets. Port 0 takes a free port, the same for all.
 
     Raises ConfigError, which names the flag.
     """
@@ -72,7 +72,7 @@ def open_sockets(hosts: Sequence[str], port: int, flag: str) -> list[socket.sock
 
 
 def open_unix_socket(path: Path, flag: str) -> socket.socket:
-    """Listen at a path, in place of a socket that another server has left. Raises ConfigError, which names the flag."""
+    """Listen at a path, replacing a socket left by another server. Raises ConfigError, which names the flag."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():

@@ -1,7 +1,7 @@
-"""The shared memory of requests: bodies, input tensors and outputs.
+"""Shared memory of requests: bodies, input tensors and outputs.
 
-One anonymous file, mapped by the front end and by the engine; leases allocate blocks of it. Its size bounds the
-memory of all unanswered requests (`--queue-memory`).
+One anonymous file, mapped by the front end and the engine; leases allocate blocks of it. Its size limits the memory of
+all unanswered requests (`--queue-memory`).
 """
 
 import math
@@ -19,14 +19,14 @@ from cohabit.server.ipc.shared_memory import HEARTBEAT, PAGE_BYTES, SharedMemory
 from cohabit.server.protocol.datatypes import DTYPES
 
 _KEPT_BYTES = 64 << 20
-"""An idle pool keeps at most these pages and returns the others to the system."""
+"""Maximum bytes of pages that an idle pool keeps; it returns the others to the system."""
 
 
 class RequestMemory(SharedMemory):
     """A bounded pool of shared memory. Belongs to the event loop's thread."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ConfigError if the system has no such file."""
+        """Raises ConfigError if the system cannot create the file."""
         size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
         try:
             self.descriptor = os.memfd_create("cohabit-requests", os.MFD_CLOEXEC)
@@ -40,9 +40,9 @@ class RequestMemory(SharedMemory):
         self._free = FreeList(PAGE_BYTES, size - PAGE_BYTES)
         self.used_bytes = 0
         self._highest = PAGE_BYTES
-        """The end of the highest block allocated since pages were last returned to the system."""
+        """End of the highest block allocated since pages were last returned to the system."""
         self._filled = PAGE_BYTES
-        """Up to here, everything has pages."""
+        """End of the contiguous range that has pages."""
 
     def lease(self) -> "Lease":
         return Lease(self)
@@ -62,9 +62,10 @@ class RequestMemory(SharedMemory):
         return offset
 
     def fill(self, offset: int, nbytes: int) -> None:
-        """Give pages to a part of a block, before it is written to. Raises Overloaded where the system has none.
+        """Give pages to a part of a block before it is written. Raises Overloaded if the system has none.
 
-        Without, the first write would end the process there. Memory that a client announces only gets none.
+        Otherwise, without memory left, the first write would kill the process. Announced bytes that have not arrived
+        have no pages.
         """
         end = round_up(offset + nbytes)  # the next block begins there
         if end <= self._filled:
@@ -98,7 +99,7 @@ class RequestMemory(SharedMemory):
         return len(data) > 0 and self.offset_of(np.frombuffer(data, np.uint8)) is not None
 
     def heartbeat(self) -> tuple[float, float, float]:
-        """Return a `HEARTBEAT`: zeros before the first iteration of the engine's event loop."""
+        """Return a `HEARTBEAT`; zeros before the first iteration of the engine's event loop."""
         beat_s, started_s, predicted_s = self.array(0, HEARTBEAT, (1,))[0]
         return float(beat_s), float(started_s), float(predicted_s)
 
@@ -146,7 +147,7 @@ class Lease:
         return self.memory.view(self.take(nbytes), nbytes)
 
     def reserve(self, nbytes: int) -> memoryview:
-        """Return bytes that are writable once they are filled. Raises Overloaded."""
+        """Return bytes that become writable with `fill`. Raises Overloaded."""
         if nbytes == 0:
             return memoryview(bytearray())
         return self.memory.view(self._reserve(nbytes), nbytes)
@@ -169,7 +170,7 @@ class Lease:
         self._holds += 1
 
     def release(self) -> None:
-        """Remove a reference; without any, the blocks are freed."""
+        """Remove a reference; the last one frees the blocks."""
         self._holds -= 1
         if self._holds == 0:
             for offset, nbytes in self._blocks.items():
@@ -178,7 +179,7 @@ class Lease:
 
 
 def inputs_in(lease: Lease, inputs: Inputs) -> Inputs:
-    """Return arrays in leased memory: those that are there, and copies of the others. Raises Overloaded."""
+    """Return arrays in leased memory, copying those that are elsewhere. Raises Overloaded."""
     return {
         name: _copied(array, lease) if lease.memory.offset_of(array) is None else array
         for name, array in inputs.items()

@@ -1,4 +1,4 @@
-"""Files in models' folders that front ends read: tokenizers, and what is known of generated texts."""
+"""Files in model folders that front ends read: tokenizers and generation settings."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class ModelFiles(Generic[_T]):
-    """One file by model, parsed at its first use and after each change.
+    """One file per model, parsed on first use and after each change.
 
     Belongs to the event loop's thread; files are read on others.
     """
@@ -30,7 +30,7 @@ class ModelFiles(Generic[_T]):
         return FileState.of(path) if path.is_file() and path.resolve().is_relative_to(root) else None
 
     async def of(self, model: str) -> _T | None:
-        """Return the content of a model's file as it is now; None if it has none. Raises Refused."""
+        """Return the current content of a model's file; None if it has none. Raises Refused."""
         state = await call(True, self.state, model)
         if state is None:
             self._parsed.pop(model, None)

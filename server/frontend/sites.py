@@ -1,7 +1,7 @@
-"""Calls that change the server: only from its own page, and from clients that are no browser.
+"""Cross-site protection: only the server's own page, or a client other than a browser, may change the server.
 
-A page of another site can make a browser send such a call without reading the answer, and with DNS rebinding even as a
-page of the server's own. Browsers say where a call comes from (Sec-Fetch-Site, Origin), and by which name (Host).
+A page of another site can make a browser send such a call, without reading the answer. With DNS rebinding, it can even
+pose as a page of this server. Browsers send a call's origin (Sec-Fetch-Site, Origin) and the name it used (Host).
 """
 
 import ipaddress
@@ -22,12 +22,12 @@ _MOST_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """The names by which browsers reach the server, beside addresses and localhost."""
+    """The names by which browsers reach the server, besides addresses and localhost."""
 
     given: frozenset[str] = frozenset()
-    """Those of the configuration: a proxy's page may have one while its calls have another in Host."""
+    """Configured names: a proxy's page may have one while its calls have another in Host."""
     others: frozenset[str] | None = None
-    """None if any name may be the server's: it listens on the network, and nobody has named it."""
+    """None if any name may be the server's: it listens on the network, and no name is configured."""
 
     @staticmethod
     def of(config: ServeConfig) -> "Sites":
@@ -37,9 +37,9 @@ class Sites:
         return Sites(given, frozenset(name.lower() for name in (*config.addresses, socket.gethostname())))
 
     def require_own(self, headers: Mapping[str, str], *, by_name: bool = True) -> None:
-        """Raise Refused for a call that a page of another site makes.
+        """Raise Refused for a call made by a page of another site.
 
-        Without `by_name`, it came over a Unix socket, to which no name leads.
+        Without `by_name`, the call came over a Unix socket, which has no name.
         """
         site, origin, host = headers.get(_FETCH_SITE), headers.get("Origin"), headers.get("Host", "")
         if site is not None and site not in _OWN:
@@ -66,7 +66,7 @@ ANY_NAME = Sites()
 
 
 def _host_of(authority: str) -> str | None:
-    """Return the host of `host:port` in lower case; None where there is none."""
+    """Return the host of `host:port` in lower case; None if missing."""
     try:
         host = urlsplit(f"//{authority}").hostname
     except ValueError:

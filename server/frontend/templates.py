@@ -1,7 +1,7 @@
-"""Chat templates: a model's own rules of how a conversation becomes a text, rendered in a sandbox.
+"""Chat templates: a model's own rules for turning a conversation into a text, rendered in a sandbox.
 
-A template is a program of the model's maker in the language of Jinja, which Hugging Face's tokenizers use. The sandbox
-gives it no way to the server; messages of clients are data to it.
+A template is a program by the model's author, in Jinja, which Hugging Face's tokenizers use. The sandbox denies it
+access to the server; clients' messages are data to it.
 """
 
 import datetime
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 _MOST_REASON = 300
 _KEPT = 16
-"""Templates that are kept compiled."""
+"""Number of compiled templates kept."""
 
 
 def rendered(model: str, document: LanguageDocument, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a conversation as the text that the model goes on from.
+    """Return a conversation as the text that the model continues.
 
-    Raises InvalidRequest for a conversation that its template does not take, and for a model without one.
+    Raises InvalidRequest if the template rejects the conversation, and for a model without a template.
     """
     if document.chat_template is None:
         raise InvalidRequest(

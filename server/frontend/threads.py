@@ -1,4 +1,4 @@
-"""Moving work that takes over a millisecond off the event loop."""
+"""Runs work of over a millisecond outside the event loop's thread."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tokenizers of text models: `tokenizer.json` in a model's folder, read when the model's first text comes."""
+"""Tokenizers of text models: `tokenizer.json` in a model's folder, read on the model's first text."""
 
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ _MOST_BYTES = 64 << 20
 _TOKEN = np.dtype(np.int32)
 _PADDING = ("[PAD]", "<pad>")
 _TOKENIZED_TOGETHER = 16 << 10
-"""Characters that are tokenized in one call: others have their turns in between, and memory is bounded."""
+"""Characters tokenized in one call: others have their turns in between, and memory is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,20 @@ class LoadedTokenizer:
     padding_id: int
 
     def tokens(self, texts: Sequence[str], *, adds_special: bool = True) -> list[Tokens]:
-        """Return the token ids of each text. The interpreter is free meanwhile, which it is not in `encode`.
+        """Return the token ids of each text. Releases the GIL meanwhile, unlike `encode`.
 
-        With `adds_special`, they have what the tokenizer puts around a text.
+        `adds_special` adds the special tokens that the tokenizer puts around a text.
         """
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special)
         return [np.array(one.ids, _TOKEN) for one in encoded]
 
     def decoder(self, prompt: Sequence[int]) -> "TextDecoder":
-        """Return what makes text of the tokens that come after a prompt."""
+        """Return a decoder for the tokens after a prompt."""
         return TextDecoder(self.tokenizer, prompt)
 
 
 class TextDecoder:
-    """The text of tokens that come one by one, as far as they make whole characters."""
+    """Decodes tokens that arrive one by one, as soon as they form whole characters."""
 
     def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int]) -> None:
         from tokenizers.decoders import DecodeStream
@@ -61,7 +61,7 @@ async def tokens_in(
     given: Sequence[str] | Sequence[Tokens],
     tokenize: Callable[[Sequence[str]], Awaitable[list[Tokens]]],
 ) -> list[Tokens]:
-    """Return the token ids of texts, or those that were given, in leased memory. Raises InvalidRequest, Overloaded."""
+    """Return token ids in leased memory, of the texts or as given. Raises InvalidRequest, and Overloaded."""
     texts: list[Tokens] = []
     count = 0
     for piece in _pieces(given):
@@ -100,11 +100,11 @@ class Tokenizers:
         return self._files.state(model)
 
     async def find(self, model: str) -> LoadedTokenizer | None:
-        """Return a model's tokenizer, as its file is now; None if it has none. Raises Refused."""
+        """Return a model's current tokenizer; None if it has none. Raises Refused."""
         return await self._files.of(model)
 
     async def of(self, model: str) -> LoadedTokenizer:
-        """Return a model's tokenizer, as its file is now. Raises InvalidRequest where it has none, and Refused."""
+        """Return a model's current tokenizer. Raises InvalidRequest if it has none, and Refused."""
         found = await self.find(model)
         if found is None:
             text = f"model '{model}' has no {TOKENIZER} in its folder, so it takes token ids (infer) and no text"
@@ -113,7 +113,7 @@ class Tokenizers:
 
 
 def _loaded(path: Path) -> LoadedTokenizer:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the models'
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are for the models
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -123,7 +123,7 @@ def _loaded(path: Path) -> LoadedTokenizer:
     padding = (tokenizer.padding or {}).get("pad_id")
     known = (tokenizer.token_to_id(token) for token in _PADDING)
     padding_id = padding if padding is not None else next((k for k in known if k is not None), 0)
-    # Texts are padded here, to the longest of a request, and those that are too long are refused.
+    # Texts are padded here, to the longest of a request; texts that are too long are refused.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return LoadedTokenizer(tokenizer, padding_id)

@@ -1,4 +1,4 @@
-"""The calls of Triton's GRPCInferenceService."""
+"""Calls of Triton's GRPCInferenceService."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -23,15 +23,15 @@ from cohabit.server.protocol.matching import errors_of
 from cohabit.server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
 _QUICK_BYTES = 64 << 10
-"""The event loop converts typed contents, and classifies outputs, up to this size; threads do the rest."""
+"""Largest typed contents and classified outputs that the event loop converts itself; threads handle the rest."""
 _QUICK_TENSOR_BYTES = 4 << 20
 _FINAL = "triton_final_response"
 _STREAM_AHEAD = 64
-"""Requests of one stream that are under way together."""
+"""Maximum number of requests under way in one stream."""
 
 
 class InferenceCalls:
-    """Every public method answers the call of its name, on the event loop's thread."""
+    """Each public method answers the call of its name, on the event loop's thread."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
@@ -129,16 +129,16 @@ class InferenceCalls:
         return response
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        """Answer the requests of a stream in order, several at a time, but of a sequence one after the other.
+        """Answer the requests of a stream in order, several concurrently, but those of one sequence in turn.
 
-        An error is an answer like any other: the stream stays open.
+        Errors are answers too: the stream stays open.
         """
         traceparent = metadata_of(context, HEADER)
         unsent = self._unsent.of_call(context)
         answers: asyncio.Queue[asyncio.Task[tuple[Any, Lease | None]] | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_AHEAD)
         last: dict[bytes, asyncio.Task[tuple[Any, Lease | None]]] = {}
-        """By sequence, the answer to its last request, while that is under way."""
+        """By sequence: the pending answer to its last request."""
 
         def answer_next(request: bytes) -> None:
             sequence = _sequence_of(request)
@@ -156,6 +156,7 @@ class InferenceCalls:
             finally:
                 answers.put_nowait(None)
 
+        # Requests are read while answers are sent, up to `_STREAM_AHEAD` of them.
         reader = asyncio.create_task(read())
         try:
             while (answer := await answers.get()) is not None:
@@ -166,6 +167,7 @@ class InferenceCalls:
                 room.release()
             await reader
         finally:
+            # The call has ended: cancel requests whose answers nobody will read.
             reader.cancel()
             while not answers.empty():
                 if (late := answers.get_nowait()) is not None:
@@ -178,7 +180,7 @@ class InferenceCalls:
         unsent: CallAnswers,
         before: asyncio.Task[tuple[Any, Lease | None]] | None,
     ) -> tuple[Any, Lease | None]:
-        """Answer one request of a stream, with an error message if it fails. It begins once `before` is done."""
+        """Answer one request of a stream, with an error message if it fails. Starts once `before` is done."""
         if before is not None:
             await asyncio.wait([before])
         with self._tracing(traceparent):
@@ -190,7 +192,7 @@ class InferenceCalls:
         return pb.ModelStreamInferResponse(infer_response=response), lease
 
     def _failed(self, text: str, request: bytes) -> Any:
-        """Make the stream's answer to a request that failed: with its id, model and version, if those are known."""
+        """Make the stream's answer to a failed request, with its id, model and version if known."""
         response = pb.ModelStreamInferResponse(error_message=text)
         answer = response.infer_response
         answer.parameters[_FINAL].bool_param = True
@@ -241,7 +243,7 @@ class InferenceCalls:
 
 
 def _sequence_of(request: bytes) -> bytes:
-    """Return the encoded sequence id of a request; empty without one, and for a message that cannot be read."""
+    """Return the encoded sequence id of a request; empty if it has none or cannot be parsed."""
     try:
         return sequence_of(request)
     except InvalidRequest:

@@ -1,4 +1,4 @@
-"""The codec of inference over gRPC: KServe v2's protobuf messages."""
+"""Codec for inference over gRPC: KServe v2's protobuf messages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +33,7 @@ _CONTENTS: Mapping[str, str] = {
 _MOST_TENSORS = 4096
 _EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
 _CHUNK = 1 << 14
-"""Typed values are converted this many at a time, so that other threads can run in between."""
+"""Number of typed values converted at a time; other threads can run in between."""
 
 
 def parse_request(data: bytes) -> Any:
@@ -48,7 +48,10 @@ def parse_request(data: bytes) -> Any:
 
 
 def decode_request(message: Any, info: ModelInfo, regions: RegionUse) -> Request:
-    """Turn a ModelInferRequest into tensors that fit the model. Raises RequestError, with the client's id in front."""
+    """Decode a ModelInferRequest and match it with the model.
+
+    Raises RequestError, prefixed with the client's request id.
+    """
     with errors_of(message.id):
         request = RequestBody(
             inputs=[
@@ -64,7 +67,7 @@ def decode_request(message: Any, info: ModelInfo, regions: RegionUse) -> Request
 
 
 def encode_response(request: Request, answer: Answer, info: ModelInfo, regions: RegionUse) -> Any:
-    """Make a ModelInferResponse. Outputs in shared memory are written there, and are empty entries here."""
+    """Make a ModelInferResponse. Outputs in shared memory are written there, and have empty entries here."""
     message = ModelInferResponse(
         model_name=answer.model.name, model_version=str(answer.model.version), id=request.id or ""
     )
@@ -90,7 +93,7 @@ def parameters_of(parameters: Mapping[str, Any]) -> Parameters:
 
 
 class _Contents:
-    """The inputs' values: raw entries in the order of the inputs, typed ones, or shared memory."""
+    """Input values: raw entries in the order of the inputs, typed contents, or shared memory."""
 
     def __init__(self, message: Any, info: ModelInfo, regions: RegionUse) -> None:
         self._model = info.name
@@ -127,7 +130,7 @@ class _Contents:
 
 
 def _from_typed(contents: Any, body: InputBody[list[int]]) -> Array:
-    """Read the field that belongs to the datatype. Raises InvalidRequest for values that do not fit."""
+    """Read the field of the datatype. Raises InvalidRequest for values that do not fit."""
     if body.datatype in BINARY_ONLY:
         raise InvalidRequest(
             f"{body.datatype} data of input '{body.name}' must be in raw_input_contents: protobuf has no such type"

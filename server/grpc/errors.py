@@ -1,4 +1,4 @@
-"""The status that a gRPC call ends with."""
+"""Statuses of gRPC calls."""
 
 import logging
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from cohabit.server import errors
 from cohabit.server.log import log_internal_error
 
 _MOST_CHARACTERS = 2000
-"""Length of a message: it is a header, and clients limit those to 8 KiB."""
+"""Maximum length of a message: it is a header, and clients limit headers to 8 KiB."""
 
 _log = logging.getLogger("cohabit.grpc")
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a call ends; `metadata` is sent with it."""
+    """Final status of a call; `metadata` is sent with it."""
 
     code: StatusCode
     message: str
@@ -25,7 +25,7 @@ class Status:
 
 
 class CallRefused(Exception):
-    """A call ends with a status that no domain error has."""
+    """Ends a call with a status that no domain error has."""
 
     def __init__(self, code: StatusCode, message: str) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class CallRefused(Exception):
 
 
 def status_of(error: Exception, call: str) -> Status:
-    """Return how a call ends that raised this error, which is being handled."""
+    """Return the status for the error that is being handled."""
     match error:
         case errors.RequestError():
             metadata: tuple[tuple[str, str], ...] = ()

@@ -1,4 +1,4 @@
-"""gRPC method handlers: tokens, decoding, patience and statuses around the calls of a service."""
+"""gRPC method handlers: access tokens, decoding, timeouts and statuses around the calls of a service."""
 
 import asyncio
 import re
@@ -16,13 +16,13 @@ from cohabit.server.frontend.access import Access, Permission
 from cohabit.server.grpc.errors import CallRefused, status_of
 
 MESSAGE_S = 120.0
-"""How long the message of a unary call may take; grpc.aio does not say how much of it has arrived."""
+"""Seconds to receive the message of a unary call; grpc.aio does not report how much has arrived."""
 
 MOST_CALLS, MOST_HEALTH_CALLS = 4096, 1024
-"""Calls under way together; more are answered RESOURCE_EXHAUSTED."""
+"""Maximum number of concurrent calls; more are answered RESOURCE_EXHAUSTED."""
 
 _MOST_CONTROL_BYTES = 1 << 20
-"""Size of a message that is no inference request."""
+"""Maximum size of messages other than inference requests."""
 
 _CONTROL_CALLS = (
     *("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
@@ -32,11 +32,11 @@ _PERMISSIONS = {
     **dict.fromkeys(("ServerLive", "ServerReady", "Check", "Watch"), Permission.HEALTH),
     **dict.fromkeys(_CONTROL_CALLS, Permission.CONTROL),
 }
-"""What a call needs a token for; every other call needs one for inference."""
+"""Permission for each call; all others need the one for inference."""
 
 
 class CallSlots:
-    """Counts the calls under way of one port. Health calls have slots of their own, so that others cannot take them."""
+    """Counts a port's calls under way. Health calls have their own slots, so that other calls cannot take them."""
 
     def __init__(self) -> None:
         self._taken = {True: 0, False: 0}
@@ -57,8 +57,8 @@ class CallSlots:
 def service_handler(service: Any, calls: object, access: Access, slots: CallSlots) -> grpc.GenericRpcHandler:
     """Serve a service, given by its descriptor, with the functions of `calls`, named as its methods in snake case.
 
-    A function takes the message and the call's context; ModelInferRequest is left as bytes. It returns the answer, or
-    is an asynchronous generator of answers. A client-streaming function takes an iterator of messages.
+    A function takes the message and the call's context; ModelInferRequest stays encoded. It returns the answer, or is
+    an asynchronous generator of answers. A client-streaming function takes an iterator of messages.
     """
     return grpc.method_handlers_generic_handler(
         service.full_name,
@@ -71,13 +71,14 @@ def metadata_of(context: Any, name: str) -> str | None:
 
 
 def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots) -> grpc.RpcMethodHandler:
-    """Make a handler that receives a call after its head, before any message.
+    """Make a handler that gets a call after its head, before any message.
 
     On the wire a unary request is a stream of one message, so every handler is a streaming one.
     """
     function: Callable[..., Any] = getattr(calls, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
     request_type, write = GetMessageClass(method.input_type), GetMessageClass(method.output_type).SerializeToString
     permission = _PERMISSIONS.get(method.name, Permission.INFERENCE)
+# The token is checked before a message is received.
 
     async def request_of(requests: Any, context: Any) -> Any:
         if permission not in access.open:
@@ -96,6 +97,7 @@ def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots
     async def parsed(messages: Any) -> AsyncIterator[Any]:
         async for message in messages:
             yield parse(message)
+# The slot is taken before the message is received, and kept until the call ends.
 
     async def unary(requests: Any, context: Any) -> Any:
         try:

@@ -27,11 +27,11 @@ _log = logging.getLogger("cohabit.grpc")
 _FLAG = "--grpc-port"
 _LOOKED_AT_S, _REBIND_S = 0.25, 1.0
 _MESSAGE_ALLOWANCE_BYTES = 1 << 20
-"""Allowance of a message for everything but the tensors, which `max_body_bytes` limits."""
+"""Bytes of a message allowed in addition to the tensors, which `max_body_bytes` limits."""
 _MOST_PENDING = MOST_CALLS + MOST_HEALTH_CALLS
-"""Calls that the library may hold before Python accepts them. By default it cancels calls at random from 1,000 on."""
+"""Calls that the library may hold before Python accepts them. By default, from 1,000 on it cancels calls at random."""
 _METADATA_BYTES = 16 << 10
-"""Limit of a call's metadata. gRPC's own limits are two, 8 and 16 KiB, between which it refuses calls at random."""
+"""Limit of a call's metadata. gRPC itself has two, 8 and 16 KiB, and refuses calls between them at random."""
 _HANDSHAKE_MS = 20_000
 _PING_INTERVAL_MS = 5_000
 _PING_TIMEOUT_MS = 20_000
@@ -50,7 +50,7 @@ class GrpcServer:
         keep_alive_s: float = 75.0,
         tls: TlsFiles | None = None,
     ) -> None:
-        """`keep_alive_s` is when a connection without traffic is checked by a ping, and one without calls is closed."""
+        """After `keep_alive_s`, a connection without traffic is pinged, and one without calls is closed."""
         self._plane = plane
         self._access = access
         self._tls = tls
@@ -78,8 +78,8 @@ class GrpcServer:
     async def start(self, hosts: Sequence[str], port: int, unix: Path | None = None) -> str:
         """Listen, and return the first host with its port.
 
-        Port 0 takes a free port, the same one on every host. The Unix socket has no TLS. Raises ConfigError for an
-        address that cannot be bound, and for unusable TLS files.
+        Port 0 takes a free port, the same on every host. The Unix socket has no TLS. Raises ConfigError for an address
+        that cannot be bound, and for unusable TLS files.
         """
         self._unix = unix
         port = await self._serve(hosts, port)
@@ -87,7 +87,7 @@ class GrpcServer:
         return address_of(hosts[0], port)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give those under way this long, then cancel them."""
+        """Refuse new calls, give those under way `grace_s` seconds, then cancel them."""
         await self._background.close()
         if self._server is not None:
             await self._server.stop(grace_s)
@@ -121,13 +121,13 @@ class GrpcServer:
         return port
 
     async def _serve_again(self, hosts: Sequence[str], port: int) -> None:
-        """Start a new server whenever grpc.aio's has ended by itself.
+        """Start a new server whenever grpc.aio's ends by itself.
 
-        Releases of grpcio (1.85 among them) end a server on a call whose path is not UTF-8.
+        Some grpcio releases (such as 1.85) end the server on a call whose path is not UTF-8.
         """
         while self._server is not None:
             try:
-                # With a timeout, because without one, the end of a server is reported when its last call has ended.
+                # With a timeout: without one, grpc.aio reports the end of a server only after its last call.
                 if await self._server.wait_for_termination(_LOOKED_AT_S):
                     continue
                 return  # it was stopped
@@ -145,7 +145,7 @@ class GrpcServer:
 
 
 def credentials_of(tls: TlsFiles) -> grpc.ServerCredentials:
-    """Return the files as gRPC's credentials. Raises ConfigError as `TlsFiles.context` does."""
+    """Return the files as gRPC credentials. Raises ConfigError as `TlsFiles.context` does."""
     tls.context()
     client_ca = None if tls.client_ca is None else tls.client_ca.read_bytes()
     pair = (tls.key.read_bytes(), tls.cert.read_bytes())

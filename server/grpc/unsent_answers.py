@@ -1,4 +1,4 @@
-"""Answers over gRPC that are made and not sent yet: bounded in bytes and in time, as HTTP's are."""
+"""gRPC answers that are ready but not sent yet, limited in bytes and time as HTTP's are."""
 
 import asyncio
 from collections import Counter
@@ -13,9 +13,9 @@ _CONNECTION_SHARE = 4
 
 
 class UnsentAnswers:
-    """The request memory that unsent answers hold, in bytes by connection. Event loop's thread only.
+    """Request memory held by unsent answers, in bytes by connection. Event loop's thread only.
 
-    An answer is sent when HTTP/2's flow control and the socket have taken all of it.
+    An answer counts as sent when HTTP/2's flow control and the socket have taken all of it.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -24,7 +24,7 @@ class UnsentAnswers:
         self.held: Counter[str] = Counter()
 
     def of_call(self, context: Any) -> "CallAnswers":
-        """Return the answers of a call, which are released with it."""
+        """Return the answers of a call; they are released with it."""
         answers = CallAnswers(self, context.peer())
         context.add_done_callback(lambda _: answers.close())
         return answers
@@ -40,7 +40,7 @@ class CallAnswers:
         self._timer: asyncio.TimerHandle | None = None
 
     def require_room(self) -> None:
-        """Raise Overloaded if the connection has too many unsent answers for another request."""
+        """Raise Overloaded if the connection's unsent answers leave no room for another request."""
         held, most = self._unsent.held[self._peer], self._unsent.connection_bytes
         if held >= most:
             raise Overloaded(
@@ -55,7 +55,7 @@ class CallAnswers:
         self._unsent.held[self._peer] += lease.nbytes
 
     def sending(self) -> None:
-        """Cancel the current task, which sends, if the client does not read for as long as HTTP's may."""
+        """Cancel the current task, which sends, if the client reads nothing for `UNREAD_S`, HTTP's limit."""
         task = asyncio.current_task()
         assert task is not None
         self._timer = asyncio.get_running_loop().call_later(listening.UNREAD_S, task.cancel)
@@ -72,7 +72,7 @@ class CallAnswers:
             lease.release()
 
     def close(self) -> None:
-        """Release the answers that will not be sent any more."""
+        """Release the answers that will not be sent."""
         self.sent(None)
         for lease in list(self._leases):
             self.sent(lease)

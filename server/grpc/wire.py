@@ -1,4 +1,4 @@
-"""Bounds of a ModelInferRequest, counted on the wire before protobuf builds what they refuse."""
+"""Limits of a ModelInferRequest, checked on its encoded bytes before protobuf builds objects."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -9,20 +9,20 @@ from cohabit.server.errors import InvalidRequest
 from cohabit.server.protocol.matching import MOST_DIMS
 
 UNCHECKED_BYTES = 64 << 10
-"""A message up to this size cannot become large."""
+"""A message up to this size cannot become too large when parsed."""
 _MOST_FIELDS = 1 << 14
-"""Of a message and its tensors: names, parameters, entries of contents."""
+"""Maximum number of fields of a message and its tensors: names, parameters, entries of contents."""
 _MOST_SHAPE_BYTES = 10 * MOST_DIMS
-"""A dimension takes ten bytes at most."""
+"""Maximum size of a shape: a dimension has at most ten bytes."""
 _MOST_TYPED = 1 << 20
-"""Typed contents of a request that are written as varints: each byte may become eight."""
+"""Maximum number of varint-encoded typed values of a request: each byte may become eight."""
 _NAMES_WITHIN = 64
-"""Fields of a message among which its names are: writers put them first."""
+"""Number of leading fields searched for a message's names, which writers put first."""
 _MODEL, _VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS, _RAW, _SHAPE, _CONTENTS = 1, 2, 3, 4, 5, 6, 7, 3, 5
 _KEY, _VALUE, _SEQUENCE_ID = 1, 2, b"sequence_id"
-"""Of a parameter."""
+"""Fields of a parameter."""
 _VARINTS = frozenset(range(1, 6))
-"""Fields of contents."""
+"""Varint fields of contents."""
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
@@ -63,7 +63,7 @@ def described_bytes(data: bytes) -> int:
 
 
 def names_of(data: bytes) -> tuple[str, str, str]:
-    """Return a message's model, version and id without parsing it, empty where they are not. Raises InvalidRequest."""
+    """Return a message's model, version and id without parsing it; missing ones are empty. Raises InvalidRequest."""
     names = dict.fromkeys((_MODEL, _VERSION, _ID), b"")
     for number, start, end in islice(_fields(data, 0, len(data)), _NAMES_WITHIN):
         if number in names:
@@ -87,7 +87,7 @@ def _varints(data: bytes, start: int, end: int) -> int:
 
 
 def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, start and end of the contents of each field of a message."""
+    """Yield the number, and the start and end of the contents, of each field of a message."""
     try:
         while start < end:
             key, start = _varint(data, start)

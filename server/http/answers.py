@@ -1,4 +1,4 @@
-"""JSON bodies and answers of HTTP's endpoints, and the model that a path names."""
+"""JSON bodies and answers of HTTP endpoints, and the model that a path names."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,17 +17,17 @@ JSON = "application/json"
 _T = TypeVar("_T")
 _PIECE_BYTES = 256 << 10
 _UNCOUNTED_BYTES = 64 << 10
-"""An answer of this size is not counted as request memory; a connection has one at a time."""
+"""Answers up to this size do not count as request memory; a connection has one at a time."""
 
 
 class LeasedResponse(web.StreamResponse):
-    """An answer that holds its request's memory until the client has read it, so that unread answers are bounded.
+    """An answer that holds its request's memory until the client has read it, which bounds unread answers.
 
-    Parts in leased memory are sent from there, a piece at a time: the connection copies what it is given. Parts in
-    memory of the process's own count as request memory.
+    Parts in leased memory are sent from there piece by piece, because the connection copies its input. Other parts
+    count as request memory.
     """
 
-    _send_headers_immediately = False  # but with the first piece, as those of web.Response
+    _send_headers_immediately = False  # sent with the first piece, as web.Response does
 
     def __init__(self, lease: Lease, parts: Sequence[bytes | memoryview], headers: Mapping[str, str]) -> None:
         """Raises Overloaded if parts outside of leased memory exceed the request memory."""
@@ -83,5 +83,5 @@ def model_of(request: web.Request) -> tuple[str, str | None]:
 
 
 async def read_json(request: web.Request, of_type: type[_T], limit_bytes: int = 64 << 10) -> _T:
-    """Read a small body as JSON of this form; an empty one is `{}`. Raises as `read_body` does."""
+    """Read a small body as JSON of this type; an empty one is `{}`. Raises as `read_body` does."""
     return parse_json(await read_body(request, Heap(), limit_bytes, ONLY_INFERENCE), of_type)

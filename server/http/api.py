@@ -27,9 +27,9 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 _BINARY = "application/octet-stream"
 _EVENTS = "text/event-stream; charset=utf-8"
 _QUICK_JSON_BYTES = 64 << 10
-"""The event loop parses and writes JSON up to this size; threads do the rest."""
+"""Largest JSON that the event loop parses and writes; threads handle the rest."""
 _JSON_BYTES = 8
-"""What a number takes in JSON, about."""
+"""Approximate size of a number in JSON."""
 _QUICK_BINARY_BYTES = 4 << 20
 _QUICK_COMPRESSION_BYTES = 8 << 10
 
@@ -44,7 +44,7 @@ class InferenceApi:
 
     @property
     def _json_limit(self) -> tuple[int, str]:
-        """The limit of JSON in bytes, and what a client can do about it."""
+        """The limit of JSON in bytes, and a hint for clients that exceed it."""
         json_bytes = self._plane.max_json_bytes
         return (json_bytes, SEND_LESS_JSON) if json_bytes < self._max_body_bytes else (self._max_body_bytes, "")
 
@@ -95,11 +95,11 @@ class InferenceApi:
             return await _infer_response(parts, request.headers.get(hdrs.ACCEPT_ENCODING), lease)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Infer with plain JSON values, or go on from a text."""
+        """Infer with plain JSON values, or continue a text."""
         return await self._generate(request, streams=False)
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
-        """Send the answer of `generate` as a stream: of one event, or an event for each token of a text."""
+        """Stream the answer of `generate`: one event, or one for each token of a text."""
         return await self._generate(request, streams=True)
 
     async def _generate(self, request: web.Request, *, streams: bool) -> web.StreamResponse:
@@ -128,7 +128,7 @@ class InferenceApi:
 async def _encode(
     request: Request, answer: Answer, info: ModelInfo, regions: RegionUse
 ) -> list[bytes | memoryview]:
-    """Encode an answer: on a thread if it is large, or much of it is JSON or to be classified."""
+    """Encode an answer. Runs on a thread if the answer is large, or has much JSON or classification."""
     nbytes = json_bytes = 0
     for asked in request.outputs:
         array = answer.outputs[asked.name]

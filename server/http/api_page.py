@@ -1,4 +1,4 @@
-"""The page at `/docs`: the endpoints of the OpenAPI document, readable in a browser, with a call of each to copy."""
+"""The page at `/docs`: the endpoints of the OpenAPI document, each with a call to copy."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,15 +15,15 @@ _EXAMPLES: Mapping[str, Any] = {
     "GenerateRequest": {"x": [0.1, 0.2, 0.3, 0.4]},
     "EmbeddingsRequest": {"model": "minilm", "input": "a text"},
 }
-"""Bodies to copy, by their schema's name."""
+"""Example bodies, by the name of their schema."""
 
 
 def api_page(document: Mapping[str, Any], style: str) -> str:
-    """Draw an OpenAPI document as a page that loads nothing, needs no script, and says nothing of this server."""
+    """Render an OpenAPI document as a page that loads nothing, needs no script, and shows nothing of this server."""
     groups: dict[str, list[str]] = {}
     for path, item in document["paths"].items():
         if "{version}" in path or (path.endswith("/") and len(path) > 1):
-            continue  # another way to call the endpoint before
+            continue  # another way to call the previous endpoint
         for method in _METHODS:
             if method in item:
                 groups.setdefault(_group(path), []).append(_endpoint(document, path, method, item))
@@ -74,7 +74,7 @@ def _parameters(document: Mapping[str, Any], references: list[Mapping[str, str]]
 
 
 def _call(path: str, method: str, operation: Mapping[str, Any]) -> str:
-    """Return a call of curl's; the page cannot know how its reader reaches the server."""
+    """Return a curl call; the page cannot know how its reader reaches the server."""
     url = f"http://localhost:8000{path}"
     if method == "get":
         return f"curl '{url}'"
@@ -106,7 +106,7 @@ def _body_name(operation: Mapping[str, Any]) -> str:
 
 
 def _expanded(document: Mapping[str, Any], schema: Any, above: tuple[str, ...]) -> Any:
-    """Put the schemas that are referred to in their places; one that contains itself stays a name."""
+    """Inline the referenced schemas; a recursive one stays a name."""
     if isinstance(schema, Mapping):
         reference = schema.get("$ref")
         if reference is None:

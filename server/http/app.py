@@ -39,7 +39,7 @@ def make_app(
     feed: LiveFeed | None = None,
     sites: Sites = ANY_NAME,
 ) -> web.Application:
-    """Make the application of the HTTP port; a body may take `max_body_bytes`. With a feed, it has pages."""
+    """Make the application of the HTTP port. Bodies have at most `max_body_bytes`. With a feed, it serves pages."""
     described = msgspec.json.encode(_described())
 
     async def openapi(request: web.Request) -> web.Response:
@@ -49,7 +49,7 @@ def make_app(
         return page_file(await asyncio.to_thread(_docs_page), static_policy())
 
     app = web.Application(middlewares=[_traced(plane.tracer)])
-    # Here the metrics need what statistics need; a scraper without it has the metrics port.
+    # This port's metrics need the same permission as statistics; scrapers without it use the metrics port.
     _add(
         app,
         access,
@@ -62,14 +62,14 @@ def make_app(
     )
     if feed is not None:
         _add(app, access, [live_events(feed)])
-        # Anyone may have the pages: they have no data of the server, and the live page asks for the token.
+        # The pages are public: they have no data of the server, and the live page asks for the token.
         app.router.add_get("/", live_page_file)
         app.router.add_get("/docs", docs)
     return app
 
 
 def make_metrics_app(plane: DataPlane, access: Access = OPEN) -> web.Application:
-    """Make the application of the metrics port, which also answers health: inference cannot take its connections."""
+    """Make the application of the metrics port. It also answers health, as inference cannot take its connections."""
     health = [e for e in endpoints(plane, 0) if e.permission is Permission.HEALTH]
     app = web.Application(middlewares=[_answered])
     _add(app, access, [*health, _metrics(plane, Permission.METRICS)])
@@ -105,7 +105,7 @@ def _add(app: web.Application, access: Access, served: Iterable[Endpoint], sites
 
 
 async def _read_body_continues(request: web.Request) -> None:
-    """Leave 100 Continue to `read_body`, so that a request that is refused gets its answer instead."""
+    """Leave 100 Continue to `read_body`, so that a refused request gets its answer instead."""
 
 
 def _guarded(handler: Handler, access: Access, permission: Permission) -> Handler:
@@ -135,7 +135,7 @@ def _own(handler: Handler, sites: Sites) -> Handler:
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every error as JSON."""
     if request.protocol._messages:
-        # Pipelined: from Python 3.12 on, aiohttp would answer what needs no waiting in one turn of the event loop.
+        # Pipelined: from Python 3.12 on, aiohttp would answer requests that never wait in one turn of the event loop.
         await asyncio.sleep(0)
     try:
         response = await handler(request)
@@ -147,20 +147,20 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         allow: dict[str, str] = {name: error.headers[name] for name in (hdrs.ALLOW,) if name in error.headers}
         response = error_response(error.status, error.reason, allow, path=request.path)
     except web.RequestPayloadError as error:
-        request.content.feed_eof()  # no more of it is waited for
+        request.content.feed_eof()  # do not wait for the rest
         response = error_response(400, f"the request body could not be read: {error}", path=request.path)
     except Exception:
         response = error_response(500, log_internal_error(_log, path=request.path), path=request.path)
     response.headers[hdrs.SERVER] = "cohabit"
     expecting = hdrs.EXPECT in request.headers and not request.content.is_eof()
     if expecting or hdrs.TRANSFER_ENCODING in request.headers:
-        # The client may or may not send the body now; and aiohttp 3.14 takes trailers for the next request's headers.
+        # The client may or may not send the body now; and aiohttp 3.14 reads trailers as the next request's headers.
         response.force_close()
     return response
 
 
 def _traced(tracer: Tracer) -> Middleware:
-    """Continue the caller's trace, and answer its traceparent with ours."""
+    """Continue the caller's trace, and return our traceparent."""
 
     @web.middleware
     async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:

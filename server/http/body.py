@@ -1,4 +1,4 @@
-"""Receiving and decompressing request bodies, bounded in size and in time."""
+"""Receiving and decompressing request bodies, limited in size and time."""
 
 import asyncio
 import zlib
@@ -11,21 +11,21 @@ from cohabit.server.frontend.threads import call
 
 PATIENCE_S = 30.0
 LEAST_BYTES_PER_S = 4096
-"""The average rate that a client must keep after the first `PATIENCE_S`."""
+"""Minimum average rate of a client after the first `PATIENCE_S`."""
 
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 _IDENTITY = frozenset({"", "identity"})
 _FIRST_BYTES = 64 << 10
-"""The first block of a body of unknown length."""
+"""First block of a body of unknown length."""
 _FILLED_AHEAD_BYTES = 1 << 20
 _PIECE_BYTES = 256 << 10
 """Input of one call of zlib, which runs on a thread."""
 _INFLATED_BYTES = 1 << 20
-"""Most output of one call of zlib."""
+"""Maximum output of one call of zlib."""
 
 
 class Heap:
-    """The process's own memory in place of a lease, for the small bodies of control calls."""
+    """Process memory in place of a lease, for the small bodies of control calls."""
 
     def reserve(self, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
@@ -40,9 +40,9 @@ class Heap:
 async def read_body(request: web.Request, memory: Lease | Heap, limit_bytes: int, way_out: str = "") -> memoryview:
     """Receive a body into `memory`, and decompress it there.
 
-    `way_out` is what a client can do about a body over the limit, if that is not --max-body.
-    A client that expects 100 Continue gets it first. Raises Refused if the body is too large, too slow or
-    of an unknown encoding, Overloaded, and InvalidRequest.
+    `way_out` is a hint for a body over the limit, if the limit is not --max-body. Sends 100 Continue first to a client
+    that expects it. Raises Refused if the body is too large, too slow or of an unknown encoding, Overloaded, and
+    InvalidRequest.
     """
     encoding = request.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
     if encoding not in _IDENTITY and encoding not in _WINDOW_BITS:
@@ -54,7 +54,7 @@ async def read_body(request: web.Request, memory: Lease | Heap, limit_bytes: int
     body = BodyBuffer(memory, too_large("the request body", limit_bytes, way_out), limit_bytes, length)
     if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # aiohttp takes an answer to be begun where this is not zero
+        request.writer.output_size = 0  # aiohttp reads any other value as a started answer
     await _receive(request.content, body)
     if encoding in _IDENTITY or not body.nbytes:
         return body.view
@@ -65,7 +65,7 @@ async def read_body(request: web.Request, memory: Lease | Heap, limit_bytes: int
 
 
 class BodyBuffer:
-    """A block that is moved to a larger one when it is full."""
+    """A block of memory that is replaced by a larger one when full."""
 
     def __init__(self, memory: Lease | Heap, over_limit: Refused, limit_bytes: int, capacity: int = 0) -> None:
         self._memory = memory
@@ -103,7 +103,7 @@ class BodyBuffer:
         self._block, self._filled = larger, self.nbytes
 
     def _fill(self, end: int) -> None:
-        """Get memory for what has come, and a little ahead."""
+        """Get memory for the received bytes, and some ahead."""
         filled = min(end + _FILLED_AHEAD_BYTES, len(self._block))
         self._memory.fill(self._block[self._filled : filled])
         self._filled = filled

@@ -1,4 +1,4 @@
-"""The codec of inference over HTTP: KServe v2's JSON with the binary tensor extension."""
+"""Codec for inference over HTTP: KServe v2's JSON with the binary tensor extension."""
 
 import math
 import re
@@ -27,12 +27,12 @@ from cohabit.server.protocol.tensors import answered, from_binary, from_json, fr
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _MOST_SHAPE_BYTES = 32 * MOST_DIMS
-"""Of a shape in JSON: for each dimension a number of 64 bits, a comma and some spaces."""
+"""Maximum size of a shape in JSON: for each dimension a number of 64 bits, a comma and some spaces."""
 _shapes = msgspec.json.Decoder(list[Dim])
 
 
 def parse_header_length(text: str | None) -> int | None:
-    """Read Inference-Header-Content-Length. Raises InvalidRequest for anything but a number of bytes."""
+    """Read Inference-Header-Content-Length. Raises InvalidRequest unless it is a number of bytes."""
     if text is None:
         return None
     if not _DIGITS.fullmatch(text.strip()):
@@ -41,9 +41,9 @@ def parse_header_length(text: str | None) -> int | None:
 
 
 def decode_request(body: memoryview, header_length: int | None, info: ModelInfo, regions: RegionUse) -> Request:
-    """Turn a request's body into tensors that fit the model; binary ones are views of `body`.
+    """Decode a request's body and match it with the model; binary tensors are views of `body`.
 
-    Raises RequestError, with the client's id in front.
+    Raises RequestError, prefixed with the client's request id.
     """
     if not body:
         raise InvalidRequest(f"the request for model '{info.name}' has an empty body")
@@ -68,14 +68,14 @@ def encode_response(
 ) -> list[bytes | memoryview]:
     """Return the body in parts: JSON, then binary tensors, which may be views of leased memory.
 
-    Outputs in shared memory are written there. Raises InvalidRequest where that has no room for them.
+    Writes outputs in shared memory there. Raises InvalidRequest for outputs that do not fit there.
     """
     described: list[dict[str, Any]] = []
     tail: list[bytes | memoryview] = []
     for asked, datatype, array in answered(request, answer, info):
         body: dict[str, Any] = {"name": asked.name, "datatype": datatype, "shape": array.shape}
         if (window := window_of(asked.parameters, regions, asked.name)) is not None:
-            # Without parameters, as Triton: its C++ client takes any for those of binary data.
+            # Without parameters, as Triton: its C++ client takes any parameters for those of binary data.
             window.write(memoryview(to_binary(array, datatype)))
         elif asked.binary:
             tail.append(to_binary(array, datatype))
@@ -88,7 +88,7 @@ def encode_response(
 
 
 class _Tail:
-    """The binary inputs, which follow the JSON one after the other."""
+    """Binary inputs, which follow the JSON one after the other."""
 
     def __init__(self, binary: memoryview, regions: RegionUse) -> None:
         self._binary = binary
@@ -96,7 +96,7 @@ class _Tail:
         self._offset = 0
 
     def read(self, body: InputBody[list[int]]) -> Array:
-        """Read one input from the JSON, the tail or shared memory, according to its parameters."""
+        """Read one input from the JSON, the tail or shared memory, as its parameters specify."""
         where = f"input '{body.name}'"
         size = unsigned(body.parameters, "binary_data_size", where) if body.parameters else None
         window = window_of(body.parameters, self._regions, where) if body.parameters else None
@@ -131,7 +131,7 @@ class _Tail:
         return self._binary[start : start + size]
 
 
-msgspec.json.Decoder(RequestBody[msgspec.Raw])  # msgspec looks at the type now, and not in two threads at once
+msgspec.json.Decoder(RequestBody[msgspec.Raw])  # msgspec inspects the type now, not in two threads at once
 
 
 def _parse(header: memoryview) -> RequestBody[list[int]]:
@@ -157,7 +157,7 @@ def _shape(sent: InputBody[msgspec.Raw], index: int) -> list[int]:
 
 
 def _raw_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Request:
-    """Read a body that is the bytes of the only input; its size gives the batch."""
+    """Read a body that consists of the only input's bytes; its size gives the batch."""
     if len(info.inputs) != 1:
         raise TensorMismatch(
             f"a raw binary request (Inference-Header-Content-Length: 0) needs a model with one input; model"

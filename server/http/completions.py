@@ -1,4 +1,4 @@
-"""Generated text, at once or as server-sent events: OpenAI's completions and chats, and Triton's generate."""
+"""Text generation, whole or as server-sent events: OpenAI's completions and chats, and Triton's generate."""
 
 import time
 import uuid
@@ -34,12 +34,12 @@ from cohabit.server.protocol.json_body import parse_json
 _MOST_BODY_BYTES = 1 << 20
 _QUICK_BODY_BYTES = 2 << 10
 _CHARACTERS_PER_TOKEN = 64
-"""Of a prompt, so that one that is too long is refused before it is tokenized."""
+"""Maximum characters of a prompt per context token: longer prompts are refused untokenized."""
 _USUAL_TOKENS = 16
-"""OpenAI's default for completions; a chat goes on to the end."""
+"""OpenAI's `max_tokens` default for completions; chats may fill the context."""
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 4, 256
 _WRITE_S = 30.0
-"""A client that takes no event for this long is disconnected, so that its text keeps no memory."""
+"""Seconds until a client that reads no event is disconnected, so that its text keeps no memory."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -52,14 +52,14 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Asked(msgspec.Struct, kw_only=True):
-    """What both endpoints take. `null` is as good as nothing, as OpenAI has it."""
+    """Fields of all endpoints. As in OpenAI's API, `null` means absent."""
 
     model: str
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
-    """Not OpenAI's: chooses among as many of the most likely tokens."""
+    """Not OpenAI's: samples from this many most likely tokens."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Stops = None
     stream: bool | None = None
@@ -69,9 +69,9 @@ class _Asked(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     n: int | None = None
     ignore_eos: bool | None = None
-    """Not OpenAI's: generates `max_tokens` tokens whatever they are, as measurements want it."""
+    """Not OpenAI's: ignores end tokens, for benchmarks."""
     return_token_ids: bool | None = None
-    """Not OpenAI's: names the tokens of each piece of text."""
+    """Not OpenAI's: returns the token ids of each piece of text."""
 
     @property
     def stops(self) -> list[str]:
@@ -107,7 +107,7 @@ class _Asked(msgspec.Struct, kw_only=True):
 
 class CompletionBody(_Asked, kw_only=True):
     prompt: msgspec.Raw
-    """A text or token ids; a list of one such."""
+    """A text, token ids, or a list with one of these."""
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -133,10 +133,10 @@ class ChatBody(_Asked, kw_only=True):
 
 
 class GenerateBody(_Asked, kw_only=True):
-    """What Triton's backends for language models take, at the top or among `parameters`."""
+    """Fields of Triton's language model backends, at top level or in `parameters`."""
 
     model: str = ""
-    """The path names it."""
+    """Named by the path."""
     text_input: str
     id: str = ""
     stop_words: Stops = None
@@ -149,23 +149,23 @@ class GenerateBody(_Asked, kw_only=True):
 
 
 class _Form(Protocol):
-    """How an endpoint writes what has been generated."""
+    """Formats generated text for one endpoint."""
 
     @property
     def path(self) -> str:
-        """Where requests come that errors are written for."""
+        """Path prefix that selects the error format."""
         ...
 
     def start(self) -> dict[str, Any] | None:
-        """What is sent before the first piece, of a stream."""
+        """The first event of a stream, before any piece."""
         ...
 
     def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
-        """A piece's event; None if it is empty: half a character, and no token ids are asked for."""
+        """Event of a piece; None if empty: an incomplete character, and token ids not requested."""
         ...
 
     def end(self, usage: dict[str, int] | None) -> Iterator[bytes]:
-        """Yield what is sent after the last piece, with the usage if it is asked for."""
+        """Yield the events after the last piece, with usage if requested."""
         ...
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]: ...
@@ -180,7 +180,7 @@ class CompletionsApi:
         self._most_body_bytes = min(max_body_bytes, _MOST_BODY_BYTES)
 
     async def generate(self, asked: GenerateBody, info: ModelInfo, *, streams: bool) -> web.StreamResponse:
-        """Go on from a text, by Triton's generate extension."""
+        """Continue a text, for Triton's generate extension."""
         with self._plane.fitting(info.key):
             if asked.bad_words:
                 raise InvalidRequest("bad_words is not supported; leave it out, or lower tokens by logit_bias")
@@ -192,7 +192,7 @@ class CompletionsApi:
         return await self._answer(asked, text, _Generated(text, asked.id), streams=streams)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Go on from a prompt."""
+        """Complete a prompt."""
         async with self._read(request, CompletionBody, "send a shorter prompt") as (asked, info, document):
             for name in ("echo", "suffix"):
                 if getattr(asked, name):
@@ -222,7 +222,7 @@ class CompletionsApi:
     async def _read(
         self, request: web.Request, of_type: type[_A], way_out: str
     ) -> AsyncIterator[tuple[_A, ModelInfo, LanguageDocument]]:
-        """Read a body, whose memory is leased in this block, and find its model. Counts what does not fit it."""
+        """Read a body into memory leased for this block, and find its model. Counts mismatched requests."""
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, way_out)
@@ -276,7 +276,7 @@ class CompletionsApi:
         stops = asked.stops
         if stops and tokenizer is None:
             raise InvalidRequest(f"model '{info.name}' has no tokenizer, so that no text can have a stop string")
-        # The token that is generated last is no input of a further step.
+        # The last generated token is not an input of another step.
         most = min(most, info.context - len(prompt) + 1)
         stop_ids = () if asked.ignore_eos else document.stop_ids
         return Text(info, tokenizer, prompt, asked.sampling, stops, stop_ids, most, likely)
@@ -295,7 +295,7 @@ class CompletionsApi:
 async def _events(
     pieces: AsyncGenerator[TextPiece, None], text: Text, form: _Form, *, includes_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. Errors before the first piece are raised; later ones are events."""
+    """Yield the events of a stream. Raises errors before the first piece; later errors become events."""
     async with aclosing(pieces):
         first = await anext(pieces, None)
         if (start := form.start()) is not None:
@@ -315,7 +315,7 @@ async def _events(
 
 @dataclass(slots=True)
 class _Named:
-    """What every answer begins with, and how tokens are named in it."""
+    """Common fields of answers, and the names of their tokens."""
 
     id: str
     model: str
@@ -352,7 +352,7 @@ class _Named:
 
 
 def _named(asked: _Asked, text: Text) -> _Named:
-    """Name an answer. Without a tokenizer a text is its token ids, and is answered as such."""
+    """Make an answer's common fields. Without a tokenizer, answers have token ids instead of text."""
     kind = "chatcmpl" if isinstance(asked, ChatBody) else "cmpl"
     return _Named(
         f"{kind}-{uuid.uuid4().hex}", asked.model, text, bool(asked.return_token_ids) or not text.tokenizer
@@ -361,7 +361,7 @@ def _named(asked: _Asked, text: Text) -> _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Completion:
-    """The form of `/v1/completions`."""
+    """The format of `/v1/completions`."""
 
     text: Text
     named: _Named
@@ -397,7 +397,7 @@ class _Completion:
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """The form of `/v1/chat/completions`."""
+    """The format of `/v1/chat/completions`."""
 
     text: Text
     named: _Named
@@ -447,7 +447,7 @@ class _Chat:
 
 @dataclass(frozen=True, slots=True)
 class _Generated:
-    """The form of Triton's generate extension. The last event of a stream says why the text ends."""
+    """The format of Triton's generate extension. A stream's last event has the finish reason."""
 
     text: Text
     id: str
@@ -475,9 +475,9 @@ class _Generated:
 
 
 def parsed_generate(body: memoryview) -> GenerateBody | None:
-    """Read a request of the generate extension; None for one without a text.
+    """Read a generate request; None if it has no text.
 
-    Its `parameters` count as if they were at the top.
+    Its `parameters` count as top-level fields.
     """
     sent = parse_json(body, dict[str, msgspec.Raw])
     if "text_input" not in sent:
@@ -503,7 +503,7 @@ def _parsed_prompt(given: msgspec.Raw) -> str | list[int]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as templates take it, its content one text. Raises InvalidRequest for parts of other kinds."""
+    """Return a message for templates, its parts joined. Raises InvalidRequest for parts that are not text."""
     plain: dict[str, Any] = msgspec.to_builtins(message)
     if isinstance(message.content, list):
         kinds = {str(part.get("type"))[:40] for part in message.content}
@@ -514,7 +514,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _refuse_of_chats(asked: ChatBody) -> None:
-    """Raise InvalidRequest for what would be silently missing from an answer."""
+    """Raise InvalidRequest for options that an answer would silently ignore."""
     if asked.tools:
         raise InvalidRequest("tools are not supported; leave them out")
     if asked.response_format is not None and asked.response_format.get("type") != "text":

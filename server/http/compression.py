@@ -1,8 +1,8 @@
-"""Compressed answers: only where a client chose so, never for errors; large ones on a thread.
+"""Compressed answers: only if a client chose so, and never for errors. Large answers are compressed on a thread.
 
-HTTP libraries (tritonclient's asyncio client among them) announce `gzip, deflate, br` unasked, and gzip takes
-longer over a tensor than most networks. A bare list is therefore answered plainly, as RFC 9110 allows; one coding
-alone, or weights, are a choice and are honoured.
+HTTP libraries (such as tritonclient's asyncio client) announce `gzip, deflate, br` by default, and gzip takes longer
+over a tensor than most networks. A bare list is therefore answered uncompressed, as RFC 9110 allows. A single coding,
+or weights, count as a choice and are honoured.
 """
 
 import zlib

@@ -1,4 +1,4 @@
-"""HTTP's endpoints for model control, shared memory, trace settings and log settings."""
+"""HTTP endpoints for model control, shared memory, trace settings and log settings."""
 
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from cohabit.server.ipc.request import Parameters
 from cohabit.server.protocol.shared_memory import SystemRequest, refuse_cuda, require_no_cuda
 
 _MOST_CONFIG_BYTES = 1 << 20
-"""Size of a load request, which may hold a model's configuration."""
+"""Maximum size of a load request, which may contain a model's configuration."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -85,7 +85,7 @@ class ControlApi:
         return web.Response()
 
     async def trace_settings(self, request: web.Request) -> web.Response:
-        """Return all settings; a POST that would change some is refused."""
+        """Return all settings; a POST that would change any is refused."""
         changes = await read_json(request, dict[str, Any]) if request.method == "POST" else {}
         return json_response(self._plane.trace_settings(request.match_info.get("model"), changes))
 

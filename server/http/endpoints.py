@@ -17,7 +17,7 @@ _TRACE = ("/v2/trace/setting", "/v2/models/{model}/trace/setting")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One operation, at one path or several."""
+    """One operation, at one or more paths."""
 
     method: str
     paths: Sequence[str]
@@ -31,7 +31,7 @@ class Endpoint:
 
 
 def endpoints(plane: DataPlane, max_body_bytes: int) -> Iterator[Endpoint]:
-    """Yield all endpoints, inference first: aiohttp tries the routes of a prefix in this order."""
+    """Yield all endpoints, inference first, since aiohttp tries the routes of a prefix in this order."""
     texts = CompletionsApi(plane, max_body_bytes)
     api, control = InferenceApi(plane, texts, max_body_bytes), ControlApi(plane)
     yield Endpoint("POST", _of_models("/infer"), api.infer)
@@ -55,7 +55,7 @@ def endpoints(plane: DataPlane, max_body_bytes: int) -> Iterator[Endpoint]:
 
 def _described(api: InferenceApi) -> Iterator[Endpoint]:
     yield Endpoint("GET", ("/v2", "/v2/"), api.server_metadata)
-    statistics = ("/v2/models/stats", *_of_models("/stats"))  # before a model called "stats"
+    statistics = ("/v2/models/stats", *_of_models("/stats"))  # precedes the route of a model named "stats"
     yield Endpoint("GET", statistics, api.statistics)
     yield Endpoint("GET", _of_models(""), api.model_metadata)
     yield Endpoint("GET", _of_models("/ready"), api.model_ready)
@@ -76,7 +76,7 @@ def _model_control(api: ControlApi) -> Iterator[Endpoint]:
 def _shared_memory(path: str, status: Handler, register: Handler, unregister: Handler) -> Iterator[Endpoint]:
     region = f"{path}/region/{{region}}"
     yield Endpoint("GET", (f"{path}/status", f"{region}/status"), status)
-    # A registration without a name is refused, as Triton refuses it.
+    # A registration without a name is refused, as Triton does.
     yield Endpoint("POST", (f"{region}/register", f"{path}/register"), register, Permission.CONTROL)
     yield Endpoint("POST", (f"{path}/unregister", f"{region}/unregister"), unregister, Permission.CONTROL)
 

@@ -1,4 +1,4 @@
-"""The JSON forms of every error over HTTP, and the headers of some."""
+"""JSON error formats of HTTP, and the headers of some errors."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from cohabit.server import errors
 _OPENAI = "/v1/"
 _CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 _MOST_CHARACTERS = 2000
-"""Length of a message, which may have names that a client chose."""
+"""Maximum length of a message, which may contain names chosen by clients."""
 
 
 def error_response(
@@ -23,7 +23,7 @@ def error_response(
     path: str = "",
     kind: str | None = None,
 ) -> web.Response:
-    """Return an error in Triton's form, or in OpenAI's where the `path` of the request is one of OpenAI's."""
+    """Return an error in OpenAI's format if `path` is one of OpenAI's, else in Triton's."""
     body = msgspec.json.encode({"error": _described(status, message, path, kind)})
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
@@ -42,12 +42,12 @@ def response_of(error: errors.RequestError, path: str = "") -> web.Response:
 
 
 def error_of(error: errors.RequestError, path: str) -> object:
-    """Return what an answer's `error` is, for one that has begun already."""
+    """Return the `error` value for an answer that has already started."""
     return _described(errors.statuses_of(error).http, str(error)[:_MOST_CHARACTERS], path, error.kind)
 
 
 def _headers_of(error: errors.RequestError) -> Mapping[str, str] | None:
-    """Return the headers that tell a client what to do next."""
+    """Return headers that tell a client what to do next."""
     match error:
         case errors.Unauthenticated():
             reason = ', error="invalid_token"' if error.wrong_token else ""

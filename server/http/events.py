@@ -1,4 +1,4 @@
-"""Answers that are server-sent events, each sent as soon as it is there."""
+"""Answers made of server-sent events, each sent as soon as it is available."""
 
 import asyncio
 import socket
@@ -10,22 +10,22 @@ from aiohttp.abc import AbstractStreamWriter
 
 _PADDED_BYTES = 16 << 10
 _SEND_BUFFER_BYTES = 16 << 10
-"""Padded events are as long, and few wait in the kernel: with a receive buffer of 64 KiB, which Linux gives a client
-that reads nothing, the next one waits after a few."""
+"""Send buffer of the size of a padded event, so that few events wait in the kernel. Linux gives a client that reads
+nothing a receive buffer of 64 KiB: after a few events, the next one waits."""
 
 
 class EventStream(web.StreamResponse):
-    """An answer that goes on until its client has left or the events end."""
+    """An answer that continues until its client leaves or the events end."""
 
-    _send_headers_immediately = False  # but with the first event
+    _send_headers_immediately = False  # sent with the first event
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], first: bytes, patience_s: float, *, padded: bool = False
     ) -> None:
-        """`first` was taken from the events, so that what refuses them is answered as an error.
+        """`first` is the first of the events, taken beforehand so that an initial refusal is answered as an error.
 
-        A client that takes no event for `patience_s` is disconnected, so that it keeps no place: of `padded` events
-        soon, of others once the buffers of its connection are full.
+        A client that reads no event for `patience_s` is disconnected, so that it keeps no place: with `padded` events
+        soon, with others once its connection's buffers are full.
         """
         super().__init__(headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-store"})
         self._events = events

@@ -25,10 +25,10 @@ _MOST_DIMENSIONS = 64
 
 
 def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Request:
-    """Turn `{"input": value, ...}` into a request of one sample. Raises RequestError, with the client's id in front.
+    """Decode `{"input": value, ...}` into a request of one sample.
 
-    A value is a tensor of one element. An array is nested like the model's shape, with or without the batch. Other
-    keys are parameters.
+    A value is a tensor of one element. An array is nested like the model's shape, with or without the batch. Other keys
+    are parameters. Raises RequestError, prefixed with the client's request id.
     """
     sent, restore = parse_with_constants(body, dict[str, msgspec.Raw])
     given = {key: restore(value) for key, value in sent.items()}
@@ -43,7 +43,7 @@ def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Req
 
 
 def encode_response(request: Request, answer: Answer, info: ModelInfo) -> bytes:
-    """Write outputs by name: flat arrays, or a plain value for one element. Raises Refused."""
+    """Encode outputs by name: flat arrays, or a plain value for one element. Raises Refused."""
     written: dict[str, Any] = {"id": request.id} if request.id else {}
     written |= {"model_name": answer.model.name, "model_version": str(answer.model.version)}
     for asked, datatype, array in answered(request, answer, info):
@@ -63,7 +63,7 @@ def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
 
 
 def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody[list[int]]:
-    """Give a value the shape of its nesting; a batch of one is added where it is left out."""
+    """Give a value the shape of its nesting; adds a missing batch dimension of one."""
     shape = info.wire_shape(tensor)
     text = compact(raw)
     depth = nesting(text)

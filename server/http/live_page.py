@@ -11,7 +11,7 @@ from cohabit.server.view.page import live_page, live_policy
 EVENTS_PATH = "/ui/events"
 
 _WRITE_S = 5.0
-"""A page that takes no event for this long is disconnected, so that it keeps no place."""
+"""Seconds until a page that reads no event is disconnected, so that it keeps no place."""
 
 
 async def live_page_file(request: web.Request) -> web.Response:
@@ -19,7 +19,7 @@ async def live_page_file(request: web.Request) -> web.Response:
 
 
 def page_file(page: str, policy: str) -> web.Response:
-    """Answer with a page under its Content-Security-Policy."""
+    """Answer with a page and its Content-Security-Policy."""
     headers = {
         "Content-Security-Policy": f"{policy}; frame-ancestors 'none'",
         "Referrer-Policy": "no-referrer",
@@ -30,7 +30,7 @@ def page_file(page: str, policy: str) -> web.Response:
 
 
 def live_events(feed: LiveFeed) -> Endpoint:
-    """Return the endpoint that sends a document each second. It needs the permission that metrics need here."""
+    """Return the endpoint that sends a document each second. It needs the same permission as metrics on this port."""
 
     async def events(request: web.Request) -> web.StreamResponse:
         documents = feed.documents()

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints for embeddings: texts in, one vector of length 1 for each out."""
+"""OpenAI's embeddings endpoint: texts in, one vector of length 1 for each out; and its list of models."""
 
 import base64
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ from cohabit.server.protocol.tensors import to_json
 
 _MOST_BODY_BYTES = 4 << 20
 _TEXT_BYTES = 4
-"""Of a character of texts in memory, at most."""
+"""Maximum bytes of memory per character of a text."""
 _QUICK_BODY_BYTES = 2 << 10
-"""The event loop tokenizes texts up to this size."""
+"""Largest texts that the event loop tokenizes; threads handle the rest."""
 _QUICK_VALUES = 64 << 10
 """Maximum size, in numbers, of token states and vectors that the event loop handles itself."""
 
@@ -44,7 +44,7 @@ class EmbeddingsBody(msgspec.Struct):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     parameters: Parameters = {}
-    """Those of an inference request, such as `timeout` and `priority`. Not OpenAI's."""
+    """Not OpenAI's: parameters of an inference request, such as `timeout` and `priority`."""
 
 
 class OpenAiApi:
@@ -73,7 +73,7 @@ class OpenAiApi:
         return json_response(found[0])
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
-        """Tokenize texts, infer with as many at once as the model takes, and pool the states of their tokens."""
+        """Tokenize texts, infer in the largest batches that the model takes, and pool the states of their tokens."""
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, "send fewer texts")
@@ -101,7 +101,7 @@ class OpenAiApi:
     ) -> list[Tokens]:
         """Return each text's token ids in leased memory. Raises InvalidRequest, and Overloaded."""
         decode = self._plane.decode
-        as_text = lease.reserve(_TEXT_BYTES * len(memoryview(asked.input)))  # only counted
+        as_text = lease.reserve(_TEXT_BYTES * len(memoryview(asked.input)))  # only counted, not used
         given = await decode(slow, texts_of, asked.input, encoder)
         texts = await tokens_in(lease, given, lambda piece: decode(slow, loaded.tokens, piece))
         lease.free(as_text)
@@ -117,7 +117,7 @@ class OpenAiApi:
             return await call(slow, encoder.vectors, texts, answer)
 
     def _encoder(self, info: ModelInfo, loaded: LoadedTokenizer) -> TextEncoder:
-        """Raises InvalidRequest for a model that makes no vectors of texts."""
+        """Raises InvalidRequest for a model that cannot embed texts."""
         output = embedding_output(info)
         if output is None:
             raise InvalidRequest(f"model '{info.name}' makes no embeddings of texts: {NEEDED}")
@@ -133,7 +133,7 @@ def _check_dimensions(asked: EmbeddingsBody, encoder: TextEncoder) -> None:
 
 
 def _written(asked: EmbeddingsBody, vectors: Array, tokens: int) -> bytes:
-    """Return the answer: vectors as JSON, or as base64 of little-endian float32, for `tokens` tokens in all."""
+    """Return the answer: vectors as JSON, or as base64 of little-endian float32. `tokens` is the total number."""
     data = [
         {
             "object": "embedding",

@@ -20,7 +20,7 @@ from cohabit.server.http.errors import error_response
 
 KEEP_ALIVE_S = 75.0
 _READ_AHEAD_BYTES = 256 << 10
-"""How much of a body may wait to be read before its client is paused."""
+"""Buffered bytes of a body above which its client is paused."""
 _HANDSHAKE_S = 20.0
 _ACCEPT_AGAIN_S = 0.1
 _MOST_ERROR_CHARACTERS = 300
@@ -29,12 +29,12 @@ _log = logging.getLogger("cohabit.http")
 
 
 class HttpServer:
-    """Serves one application on any number of addresses. All methods belong to the event loop's thread.
+    """Serves one application on any number of addresses. All methods run on the event loop's thread.
 
-    A connection counts from its accept, during a TLS handshake as well. At the limit, a new connection replaces
-    the one that has waited longest for a request of its client: first among those that have sent none yet, then
-    among those that are idle. So silent clients cannot keep others out, and a port whose requests are short always
-    has a place for a probe. If every connection has a request under way, the new one is refused.
+    A connection counts from its accept, including a TLS handshake. At the limit, a new connection replaces the one that
+    has waited longest for a client's request: first among clients that have sent none yet, then among idle ones. So
+    silent clients cannot keep others out, and a port with short requests always admits a probe. If every connection has
+    a request under way, the new one is refused.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class HttpServer:
         keep_alive_s: float = KEEP_ALIVE_S,
         tls: TlsFiles | None = None,
     ) -> None:
-        """`keep_alive_s` bounds how long a connection may be without a whole request head."""
+        """`keep_alive_s` limits the time that a connection may be without a complete request head."""
         self._max_connections = max_connections
         self._tls = tls
         self._options: dict[str, Any] = {
@@ -57,14 +57,14 @@ class HttpServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, **self._options)
         self._listening: list[socket.socket] = []
         self._connections: dict[_Connection, asyncio.Task[None]] = {}
-        """Every connection with the task of its handshake, in the order in which their clients were last heard."""
+        """Each connection's handshake task. The client heard from least recently comes first."""
         self._unix: Path | None = None
 
     async def start(self, hosts: Sequence[str], port: int, unix: Path | None, flag: str) -> str:
         """Listen, and return the URL of the first host.
 
-        Port 0 takes a free port, the same one on every host. The Unix socket has no TLS. Raises ConfigError, which
-        names the flag, for an address that cannot be bound, and for unusable TLS files.
+        Port 0 takes a free port, the same on every host. The Unix socket has no TLS. Raises ConfigError, naming the
+        flag, for an address that cannot be bound and for unusable TLS files.
         """
         tls = None if self._tls is None else self._tls.context()
         await self._runner.setup()
@@ -78,7 +78,7 @@ class HttpServer:
         return f"{scheme}://{address_of(hosts[0], sockets[0].getsockname()[1])}"
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more connections, give requests under way this long, then cancel them."""
+        """Accept no more connections, give requests under way `grace_s` seconds, then cancel them."""
         loop = asyncio.get_running_loop()
         while self._listening:
             sock = self._listening.pop()
@@ -99,7 +99,7 @@ class HttpServer:
         self._follow(sock, tls)
 
     def _follow(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Accept connections from now on, unless the port was closed meanwhile."""
+        """Start accepting connections, unless the port was closed meanwhile."""
         if sock in self._listening:
             asyncio.get_running_loop().add_reader(sock, self._accept, sock, tls)
 
@@ -109,7 +109,7 @@ class HttpServer:
             accepted, _ = sock.accept()
         except (BlockingIOError, ConnectionError):  # the client has gone, or another front end was faster
             return
-        except OSError as error:  # such as no descriptor that is left
+        except OSError as error:  # for example, out of descriptors
             _log.warning("a connection could not be accepted", extra={"fields": {"reason": str(error)}})
             self._end_longest_waiting()
             loop.remove_reader(sock)
@@ -151,7 +151,7 @@ class HttpServer:
         self._connections.pop(connection, None)
 
     def _end_longest_waiting(self) -> bool:
-        """End the connection that has waited longest for a request; False if every one has a request under way."""
+        """Close the connection that has waited longest for a request; False if all have a request under way."""
         waiting = [connection for connection in self._connections if connection.is_waiting]
         if not waiting:
             return False
@@ -163,7 +163,7 @@ class HttpServer:
     def _refuse(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Answer a connection over the limit without reading from it, and close it.
 
-        With TLS there is no answer: it would take a handshake.
+        TLS connections get no answer, which would need a handshake.
         """
         body = msgspec.json.encode(
             {"error": f"{self._max_connections} connections have requests under way, see --max-connections"}
@@ -177,7 +177,7 @@ class HttpServer:
 
 
 class _Connection(web.RequestHandler):
-    """A connection. Input that is not HTTP, and heads over a limit, are answered as `{"error": ...}`."""
+    """A connection. Input that is not HTTP, and oversized heads, are answered with `{"error": ...}`."""
 
     __slots__ = ("_newest", "_opened", "_port")
 
@@ -185,22 +185,22 @@ class _Connection(web.RequestHandler):
         super().__init__(server, **options)
         self._port = port
         self._newest: tuple[Any, Any] | None = None
-        """The last request that was parsed, with its body."""
+        """The last parsed request with its body."""
         self._opened: asyncio.Transport | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether its handshake is done, if it has one."""
+        """Whether the connection is established, including any TLS handshake."""
         return self._opened is not None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the connection has no request under way: its client is to send one, or the rest of one."""
+        """Whether the connection has no request under way: it waits for a request, or for the rest of one."""
         return not (self._request_in_progress or self._messages)
 
     @property
     def has_asked(self) -> bool:
-        """Whether the client has ever sent a request's head."""
+        """Whether the client has ever sent a request head."""
         return self._newest is not None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -212,14 +212,14 @@ class _Connection(web.RequestHandler):
         self._port.lost(self)
 
     def abort(self) -> None:
-        """Close at once, without TLS's farewell, for which the client could keep the connection open."""
+        """Close at once, without TLS's closing handshake: waiting for it, the client could keep the connection open."""
         if self._opened is not None:
             self._opened.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for its answers if the client closes its side after a request with `Connection: close`.
 
-        Any other client that closes its side has gone, as far as TCP tells, and its requests are cancelled.
+        TCP shows any other client that closes its side as gone, so its requests are cancelled.
         """
         if self._newest is None or self.ssl_context is not None:
             return False
@@ -227,7 +227,7 @@ class _Connection(web.RequestHandler):
         return not isinstance(message, RawRequestMessage) or bool(message.should_close and body.is_eof())
 
     def data_received(self, data: bytes) -> None:
-        """Parse input. A body that goes on with something that is not HTTP ends its request at once."""
+        """Parse input. If a body continues with data that is not HTTP, its request ends at once."""
         before = self._newest
         super().data_received(data)
         if not self._messages:

@@ -1,1 +1,1 @@
-"""What becomes a repository entry: Hugging Face models, modules and checkpoints. Importing runs a model's code."""
+"""Imports Hugging Face models, modules and checkpoints as repository entries. Importing runs a model's code."""

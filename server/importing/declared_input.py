@@ -1,4 +1,4 @@
-"""An input that a model is exported with, as `--input` declares it. Importing this does not import torch."""
+"""An input that a model is exported with, as `--input` declares it. Importing this module does not import torch."""
 
 import re
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ _DECLARED = re.compile(r"([^:]+):([A-Za-z0-9]+):(-?[0-9]+(?:,-?[0-9]+)*)")
 
 @dataclass(frozen=True, slots=True)
 class DeclaredInput:
-    """`dims` has -1 in front where the batch goes, and behind it where a dynamic dimension goes."""
+    """`dims` has -1 first for the batch, and -1 elsewhere for dynamic dimensions."""
 
     name: str
     datatype: str
     """KServe's name."""
     dims: tuple[int, ...]
     bound: int | None = None
-    """Examples of integers are below it; None where that is not known."""
+    """Exclusive upper bound of integer examples; None if unknown."""
 
     def shape(self, batch: int, length: int) -> tuple[int, ...]:
         return tuple(dim if dim >= 0 else length if position else batch for position, dim in enumerate(self.dims))
 
 
 def largest_size(inputs: Sequence[DeclaredInput], asked: int | None) -> int:
-    """Return the largest size of the dynamic dimensions other than the batch; 0 if there are none."""
+    """Return the maximum size of the dynamic dimensions other than the batch; 0 if there are none."""
     if not any(dim < 0 for given in inputs for dim in given.dims[1:]):
         return 0
     return asked or _DEFAULT_LARGEST

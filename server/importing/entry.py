@@ -37,13 +37,13 @@ from cohabit.server.triton.sequences import rules_of, with_sequences
 _PROGRAM, _CONFIG = "model.pt2", "config.pbtxt"
 _LABELS = "labels.txt"
 SAMPLE = "sample.json"
-"""A request of one row that the model takes, in KServe v2's JSON."""
+"""A valid request of one row, in KServe v2's JSON."""
 _SAMPLE_DECIMALS = 3
 _LOGITS = "logits"
 _ROWS = (1, 2, 3)
 """Rows to compare, besides the largest batch; 3 is padded."""
 _ROUNDING = 2.0
-"""An output over the tolerance is rounding if it is at most this many times as far from float64 as eager PyTorch is."""
+"""An output over the tolerance counts as rounding up to this multiple of eager PyTorch's distance from float64."""
 _MOST_ROUNDING = 1e-2
 _UNLIMITED = FixedSize(1 << 50)
 
@@ -52,8 +52,8 @@ _UNLIMITED = FixedSize(1 << 50)
 class ImportedEntry:
     """A new entry. `errors` are the largest differences from eager PyTorch by rows, relative to the largest value.
 
-    Of outputs of integers, they are shares of the elements. Empty if the model draws random numbers. Those over the
-    tolerance are rounding, and among the notes.
+    For integer outputs, they are fractions of the elements. Empty if the model draws random numbers. Errors over the
+    tolerance are rounding, and listed in the notes.
     """
 
     folder: Path
@@ -77,13 +77,13 @@ class ImportedEntry:
 
 @dataclass(frozen=True, slots=True)
 class EntryPlace:
-    """Where an entry is written: a version of a model in a repository."""
+    """Destination of an entry: a version of a model in a repository."""
 
     repository: Path
     name: str
     version: int = 1
     replaces: bool = False
-    """Whether the version may be there already."""
+    """Whether the version may exist already."""
 
     @property
     def folder(self) -> Path:
@@ -91,12 +91,12 @@ class EntryPlace:
 
     @property
     def versions(self) -> list[int]:
-        """The versions that are there; those of an entry that exists stay, as does its config.pbtxt."""
+        """The existing versions. They are kept, as is the entry's config.pbtxt."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(int(path.name) for path in found if path.name.isdecimal() and path.is_dir())
 
     def require(self) -> None:
-        """Raise ImportFailed for a name that is not usable, or for a version that is there."""
+        """Raise ImportFailed for an unusable name, or for an existing version."""
         if not is_model_name(self.name):
             raise ImportFailed(
                 f"model name {self.name!r} is not usable; take letters, digits, '_', '-' and '.', 255 at most, for"
@@ -112,9 +112,9 @@ class EntryPlace:
             )
 
     def put(self, written: Path) -> Path:
-        """Move a folder that was written beside the entry into its place, and return the entry's.
+        """Move a folder written beside the entry into place, and return the entry's folder.
 
-        Of an entry that exists, the version's program is replaced in one step, and then the request in `sample.json`.
+        In an existing entry, replaces the version's program in one step, and then other files such as `sample.json`.
         """
         self.require()
         if not self.versions:
@@ -138,10 +138,10 @@ def write_entry(
     on_progress: Callable[[str], None],
     tolerance: float | None = None,
 ) -> ImportedEntry:
-    """Write an entry, whole or not at all. `config` has the cache and the number of threads. Raises CohabitError.
+    """Write an entry atomically. `config` has the cache and the number of threads. Raises CohabitError.
 
-    Outputs may differ from eager PyTorch's by `tolerance`; by default, as the types of the model's parameters round.
-    The entry is loaded as at a first start of `cohabit serve`, which then measures and plans it in the background.
+    Outputs may differ from eager PyTorch's by `tolerance`; by default, by the rounding of the model's parameter types.
+    The entry is loaded as on the first start of `cohabit serve`, which then measures and plans it in the background.
     """
     try:
         place.repository.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,8 @@ def write_entry(
             program = export(subject, max_batch)
             on_progress("writing the archive")
             save(program, folder / str(place.version) / _PROGRAM)
-            del program  # its weights are the module's, but not what export has added
+            del program  # its weights belong to the module, except those that export has added
+            # The configuration of an existing entry applies to all its versions.
             if place.versions:
                 if config.weights != "float32":
                     raise ImportFailed(
@@ -159,6 +160,7 @@ def write_entry(
                         f" leave out --weights, and set its parameter '{WEIGHTS}'"
                     )
                 _copy_configuration(place.folder, folder)
+            # Only `place.put` changes the entry, after a successful comparison.
             loading = _loading(config, Path(staging), max_batch)
             if subject.generation is not None:
                 loading = replace(loading, shape_buckets=shape_buckets(subject.generation.shape_buckets))
@@ -174,9 +176,9 @@ def write_entry(
                 (folder / _CONFIG).write_text(text)
             if subject.generation is not None:
                 (folder / GENERATION).write_text(json.dumps(subject.generation.document, indent=2) + "\n")
-            source = find(folder)  # raises if what was written cannot be read
+            source = find(folder)  # raises if the written files cannot be read
             info = entry.info
-            if not info.sequences:  # it was loaded before it had a config.pbtxt
+            if not info.sequences:  # it was loaded before config.pbtxt existed
                 info = with_sequences(info, None if source.config is None else rules_of(source.config, info, {}))
             return replace(entry, info=info, folder=place.put(folder), notes=(*entry.notes, *notes))
     except OSError as error:
@@ -184,7 +186,7 @@ def write_entry(
 
 
 def _parameters(subject: Subject, config: ServeConfig) -> dict[str, str]:
-    """What a new config.pbtxt says that has no field there."""
+    """Parameters of a new config.pbtxt, for settings without a field."""
     pooling = {"pooling": subject.pooling} if subject.tokenizer is not None and subject.pooling is not None else {}
     generation = subject.generation
     if generation is not None:
@@ -193,7 +195,7 @@ def _parameters(subject: Subject, config: ServeConfig) -> dict[str, str]:
 
 
 def _copy_configuration(entry: Path, folder: Path) -> None:
-    """Copy what all versions of an entry share: the new one is loaded with that, and refused if it does not fit."""
+    """Copy the files shared by an entry's versions; the new one is loaded with them, and refused on a mismatch."""
     for path in entry.iterdir():
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
@@ -238,6 +240,7 @@ async def _compared(
         for reason in failures.values():
             raise ImportFailed(reason)
         (model,) = models
+        # An existing config.pbtxt may rename inputs.
         info = model.servable.info
         named, taken = {port.name for port in model.servable.inputs}, {given.name for given in subject.inputs}
         if named != taken:
@@ -245,6 +248,7 @@ async def _compared(
                 f"the entry's config.pbtxt names the inputs {', '.join(sorted(named))}, the module takes"
                 f" {', '.join(sorted(taken))}; give another --name"
             )
+        # Rows and tolerance of the comparison.
         most = info.max_batch_size
         rows: Iterable[int] = info.only_batches or sorted({b for b in _ROWS if b < most} | {max(most, 1)})
         if random_ops(model.lowered):
@@ -252,9 +256,10 @@ async def _compared(
         else:
             on_progress("comparing with eager PyTorch")
         if model.lowered.encoding is not None:
-            tolerance = math.inf  # its cosines say whether it is good enough
+            tolerance = math.inf  # its cosines measure its quality instead
         comparison = _Comparison(subject, model.servable, tolerance or _usual_tolerance(subject))
         errors = {count: comparison.largest_error(count, count) for count in rows}
+        # One token may be a special case in the program, if the sequence length is dynamic.
         if rows and subject.most_tokens and all(d.least == 1 for d in info.dynamic.dimensions):
             least = min(errors)
             errors[least] = max(errors[least], comparison.largest_error(least, ONE_TOKEN))
@@ -273,7 +278,7 @@ async def _compared(
 
 
 def _stored(lowered: Lowered, comparison: "_Comparison") -> tuple[str, ...]:
-    """Say in how many bytes weights are stored, and what lossy ones cost on the examples."""
+    """Return the size of the stored weights, and the loss of lossy ones on the examples."""
     if (words := stored_words(lowered)) is None:
         return ()
     if lowered.encoding is not None and comparison.cosines:
@@ -287,21 +292,21 @@ def _usual_tolerance(subject: Subject) -> float:
 
 
 class _Comparison:
-    """Compares what a servable answers with eager PyTorch, and with float64 where that is over the tolerance."""
+    """Compares a servable's answers with eager PyTorch, and with float64 if they differ by more than the tolerance."""
 
     def __init__(self, subject: Subject, servable: ProgramServable, tolerance: float) -> None:
         self._subject = subject
         self._servable = servable
         self._tolerance = tolerance
         self.rounded: list[str] = []
-        """What to say about differences over the tolerance that are rounding."""
+        """Notes about differences over the tolerance that are rounding."""
         self.cosines: list[float] = []
         """Between each float output and eager PyTorch's."""
 
     def largest_error(self, rows: int, seed: int) -> float:
         """Return the largest difference of an output from eager PyTorch's.
 
-        Raises ImportFailed if it is over the tolerance, and no rounding.
+        Raises ImportFailed if it exceeds the tolerance and is not rounding.
         """
         servable, inputs = self._servable, self._subject.examples(rows, seed)
         arrays = {port.name: array_of(inputs[port.name]) for port in servable.inputs}
@@ -340,7 +345,7 @@ class _Comparison:
 
 
 def _write_labels(subject: Subject, info: ModelInfo, folder: Path) -> dict[str, str]:
-    """Write the names of the classes, if there is an output with an element for each. Returns the file by output."""
+    """Write the names of the classes, if an output has an element for each. Returns the file by output."""
     outputs = [spec.name for spec in info.outputs if spec.name == _LOGITS and spec.shape == (len(subject.classes),)]
     if outputs:
         (folder / _LABELS).write_text("".join(f"{name}\n" for name in subject.classes))
@@ -348,7 +353,7 @@ def _write_labels(subject: Subject, info: ModelInfo, folder: Path) -> dict[str, 
 
 
 def _write_sample(subject: Subject, info: ModelInfo, folder: Path) -> tuple[str, ...]:
-    """Write a request that the model takes, for clients to begin with. Returns why there is none, for the user."""
+    """Write a valid request for clients to begin with. Returns why there is none, for the user."""
     if subject.generation is not None:
         return ()
     inputs = subject.examples(min(info.only_batches, default=1), 0)

@@ -18,16 +18,16 @@ from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.subject import Subject, reason_of
 
 _EXAMPLE_BATCH = 2
-"""Above 1, because export would take 1 for a constant."""
+"""Above 1, because export would treat 1 as a constant."""
 _LEAST_RANGE = 3
-"""Export takes dimensions of 1 to 2 for different ones, even if they have one name."""
+"""Export treats dimensions of 1 to 2 as different, even if they have the same name."""
 _SEQUENCE = "sequence"
 _LEAST_TOKENS = (1, 2)
-"""Smallest dynamic sequence lengths, in the order in which they are tried: some models compute one token apart."""
+"""Smallest dynamic sequence lengths, in the order tried: some models handle one token as a special case."""
 
 
 class OneLengthOnly(ImportFailed):
-    """The module does not have the dynamic sequence length that it was to be exported with."""
+    """The module cannot be exported with a dynamic sequence length."""
 
 
 def export(subject: Subject, max_batch: int) -> ExportedProgram:
@@ -65,7 +65,7 @@ def export(subject: Subject, max_batch: int) -> ExportedProgram:
 
 
 def _refuse_outputs(subject: Subject, examples: dict[str, torch.Tensor]) -> None:
-    """Raise ImportFailed for outputs that are no tensors. Numbers and None among tensors are left out, as ever."""
+    """Raise ImportFailed for outputs other than tensors. Numbers and None among tensors are dropped, as usual."""
     with torch.no_grad():
         leaves, _ = pytree.tree_flatten_with_path(subject.module(**examples))
     rule = "let forward return tensors, alone or in tuples, lists and dictionaries"
@@ -96,7 +96,7 @@ def _own_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what torch prints while it exports: warnings, and all of the graph where it fails."""
+    """Hide torch's output during export: warnings, and the whole graph on failure."""
     logging.disable()
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
@@ -122,7 +122,7 @@ def _dynamic_dims(subject: Subject, max_batch: int, least_tokens: int) -> dict[s
     length: Any = None
     if subject.most_tokens:
         length = Dim(_SEQUENCE, min=least_tokens, max=subject.most_tokens)
-    if subject.most_tokens and subject.has_declared_sizes:  # torch finds out which of them are equal
+    if subject.most_tokens and subject.has_declared_sizes:  # torch determines which of them are equal
         length = Dim.DYNAMIC(min=least_tokens, max=subject.most_tokens)
     if subject.generation is not None:
         ranges = subject.generation.ranges

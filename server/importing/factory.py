@@ -1,4 +1,4 @@
-"""Modules that a function of the user's makes, with the weights of a checkpoint if one is given."""
+"""Modules made by a user's function, with the weights of an optional checkpoint."""
 
 import importlib
 import os
@@ -28,10 +28,10 @@ def from_factory(
     key: str | None = None,
     most: int | None = None,
 ) -> Subject:
-    """Call `module:function`, load a checkpoint into the module that it returns, and find its inputs.
+    """Call `module:function`, load a checkpoint into the returned module, and find its inputs.
 
-    `key` leads to the state_dict in the checkpoint. Inputs are those declared, of which dynamic dimensions other than
-    the batch are at most `most`, or else the module's attribute `example_inputs`: tensors by name. Raises ImportFailed.
+    `key` leads to the state_dict in the checkpoint. Inputs are the declared ones, with dynamic dimensions other than
+    the batch limited to `most`; or else the module's attribute `example_inputs`, tensors by name. Raises ImportFailed.
     """
     module = _made_by(factory)
     if checkpoint is not None:
@@ -67,7 +67,7 @@ def _made_by(factory: str) -> nn.Module:
 
 
 def _function(factory: str) -> Callable[[], Any]:
-    """Return what MODULE:FUNCTION or SCRIPT.py:FUNCTION names; running the user's code raises anything."""
+    """Return the object named by MODULE:FUNCTION or SCRIPT.py:FUNCTION. User code may raise any exception."""
     name, _, function = factory.rpartition(":")
     if name.endswith(".py"):
         return function_of_script(factory)
@@ -76,7 +76,7 @@ def _function(factory: str) -> Callable[[], Any]:
 
 
 def _load(module: nn.Module, path: Path, key: str | None) -> None:
-    """Load a state_dict, from safetensors or from a pickle that holds nothing but tensors."""
+    """Load a state_dict, from safetensors or from a pickle with nothing but tensors."""
     state = _safetensors(path) if path.suffix == ".safetensors" else _unpickled(path)
     if key is not None:
         state = _at(path, state, key)
@@ -93,7 +93,7 @@ def _load(module: nn.Module, path: Path, key: str | None) -> None:
             f" {way_out}"
         )
     own = module.state_dict()
-    loaded = {tensor.data_ptr() for key, tensor in own.items() if key in state}  # tied weights are there once
+    loaded = {tensor.data_ptr() for key, tensor in own.items() if key in state}  # tied weights are stored once
     problems = [f"{key} is missing" for key in own if key not in state and own[key].data_ptr() not in loaded]
     problems += [f"the module has no {key}" for key in state if key not in own]
     problems += [
@@ -108,7 +108,7 @@ def _load(module: nn.Module, path: Path, key: str | None) -> None:
 
 
 def _at(path: Path, state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the mapping that a key, or several with dots between them, leads to."""
+    """Return the mapping under a key, or under several joined by dots."""
     rest, found = key, state
     while rest:
         name = next((name for name in found if rest == name or rest.startswith(f"{name}.")), None)

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face model directory, checked before anything is read: a directory from elsewhere is data."""
+"""Files of a Hugging Face model directory, checked before anything is read: a foreign directory is data."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from cohabit.server.errors import ImportFailed
 _INDEX = ".index.json"
 _MOST_JSON_BYTES = 64 << 20
 _MOST_PARTS = 1 << 16
-"""Layers, blocks, stages or experts of a model."""
+"""Maximum number of layers, blocks, stages or experts of a model."""
 _MOST_CLASSES = 1 << 20
 _COUNTS_PARTS = re.compile(r"layers?|blocks?|depths?|stages?|experts")
 _CLASSES = ("num_labels", "num_classes")
@@ -35,7 +35,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def require_own_files(folder: Path) -> None:
-    """Raise ImportFailed unless a directory's files are regular ones of its own, and so are the parts of its weights.
+    """Raise ImportFailed unless a directory's files, and the parts of its weights, are regular files inside it.
 
     In Hugging Face's cache, they are links to its blobs.
     """
@@ -56,7 +56,7 @@ def require_own_files(folder: Path) -> None:
 
 
 def require_possible(config: Path, written: Any) -> None:
-    """Raise ImportFailed for a configuration of more layers or classes than any model has: making it would not end."""
+    """Raise ImportFailed for a configuration with impossibly many layers or classes: building it would not end."""
     for key, value in _numbers(written):
         most = _MOST_CLASSES if key in _CLASSES else _MOST_PARTS if _COUNTS_PARTS.search(key) else None
         if most is not None and value > most:
@@ -64,7 +64,7 @@ def require_possible(config: Path, written: Any) -> None:
 
 
 def _numbers(written: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Yield every integer with its key, and the classes of `id2label` as their number."""
+    """Yield every integer with its key, and the number of classes in `id2label`."""
     pending = [(key, written)]
     while pending:
         key, value = pending.pop()

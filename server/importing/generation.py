@@ -1,7 +1,7 @@
-"""Causal language models of transformers: one step of generation, as a function of tokens and of what came before.
+"""Causal language models of transformers: one step of generation, as a function of tokens and cached keys and values.
 
-The step takes new tokens of each sequence and the keys and values of all tokens before them, and returns the logits
-after the last one, and the new tokens' keys and values. The server keeps these between steps, as a growing state.
+The step takes new tokens of each sequence and the keys and values of all tokens before them. It returns the logits
+after the last token, and the new tokens' keys and values. The server keeps these between steps, as a growing state.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from cohabit.server.ipc.model import TOKENIZER
 
 _LENGTH, _PAST, _NEW, _LOGITS = "length", "past", "new", "logits"
 _CHUNK = 64
-"""Tokens of a prompt that one step takes at most: it copies the weights once for all of them."""
+"""Maximum number of prompt tokens per step: the step copies the weights once for all of them."""
 _LEAST_PAST = 16
-"""Entries to which shorter pasts are padded: a size of 1 would be a case of its own."""
+"""Entries to which shorter pasts are padded: a size of 1 would be a special case."""
 _USUAL_CONTEXT = 2048
 _FIRST_BUCKET, _BUCKETS_APART = 128, 4
 _SECOND = 4
-"""Tokens of the second step of texts that are compared with whole ones."""
+"""Tokens in the second step of the texts compared with whole ones."""
 _MOST_DIFFERENCE = 1e-3
 _TOKENIZER_CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 _MOST_TEMPLATE_BYTES = 1 << 20
@@ -64,7 +64,7 @@ class GenerationStep(nn.Module):
 
 
 class _Cache:
-    """What attention layers of transformers take for a cache: it joins what was before with what is new."""
+    """A cache for attention layers of transformers: joins the past with the new keys and values."""
 
     is_compileable = False
 
@@ -89,7 +89,7 @@ class _Cache:
 
 
 class _Shapes(_Cache):
-    """Notes the shapes of keys and values, without any past."""
+    """Records the shapes of keys and values, without any past."""
 
     def __init__(self) -> None:
         super().__init__(torch.empty(0, 0, 0, 0))
@@ -102,11 +102,12 @@ class _Shapes(_Cache):
 
 
 def generating(folder: Path, model: Any, context: int, by_default: bool, notes: Sequence[str] = ()) -> Subject:
-    """Make a subject of a causal language model that generates up to `context` tokens with the prompt.
+    """Make a subject of a causal language model with up to `context` tokens, including the prompt.
 
-    Where nobody has asked for as many, `by_default`, there are at most 2,048. Raises ImportFailed for one whose cache
-    is of another kind.
+    If `context` is only a default, `by_default`, it is limited to 2,048. Raises ImportFailed for a cache of another
+    kind.
     """
+    # A sliding window, or the default limit, may shorten the context.
     window = getattr(model.config, "sliding_window", None)
     if isinstance(window, int) and 0 < window < context and getattr(model.config, "use_sliding_window", True):
         context = window
@@ -118,6 +119,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
             " otherwise, for more memory",
         )
         context = _USUAL_CONTEXT
+    # The inputs follow from the cache's shape.
     heads, size, layers = _cache_shape(model)
     most = max(context, _LEAST_PAST + 1)
     inputs = (
@@ -135,6 +137,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
             _PAST: torch.randn((batch, layers, heads, entries, size), generator=draws),
         }
 
+    # Steps must agree with whole texts, or attention ignores the mask.
     step = GenerationStep(model).eval()
     try:
         with torch.no_grad():
@@ -146,6 +149,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
             f"steps with a cache differ from whole texts by {difference:.2g} of the largest logit: its attention"
             " ignores the mask that it is given"
         )
+    # Buckets for the past grow by a constant factor, up to the context.
     pasts = [n for n in (_FIRST_BUCKET * _BUCKETS_APART**k for k in range(16)) if n < most] + [most]
     return Subject(
         step,
@@ -165,7 +169,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
 
 
 def _difference_from_whole_texts(step: GenerationStep, inputs: Sequence[DeclaredInput], most: int) -> float:
-    """Return the largest difference of logits after two steps from those of the model's own pass over whole texts.
+    """Return the largest difference of logits after two steps from the model's own pass over whole texts.
 
     The texts differ in length, and are padded together in the second step. Relative to the largest logit.
     """
@@ -186,7 +190,7 @@ def _difference_from_whole_texts(step: GenerationStep, inputs: Sequence[Declared
 
 
 def _cache_shape(model: Any) -> tuple[int, int, int]:
-    """Return heads, size, and twice the layers, of keys and values. Raises ImportFailed where they differ."""
+    """Return heads, size, and twice the layers, of keys and values. Raises ImportFailed if their shapes differ."""
     cache, tokens = _Shapes(), torch.zeros(1, 3, dtype=torch.int64)
     mask = torch.zeros(1, 1, 3, 3)
     try:
@@ -202,7 +206,7 @@ def _cache_shape(model: Any) -> tuple[int, int, int]:
 
 
 def _document(folder: Path, model: Any) -> dict[str, Any]:
-    """Return what the server must know of texts: where they stop, and how a conversation becomes one."""
+    """Return the server's data for texts: the tokens that end them, and the chat template with its special tokens."""
     written = read_object(folder / _TOKENIZER_CONFIG) if (folder / _TOKENIZER_CONFIG).is_file() else {}
     own = read_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
     stops = own.get("eos_token_id", model.config.eos_token_id)
@@ -219,6 +223,6 @@ def _document(folder: Path, model: Any) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str:
-    """Return a special token's text, which is written alone or with its properties."""
+    """Return a special token's text, which is stored alone or with its properties."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""

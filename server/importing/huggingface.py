@@ -35,14 +35,14 @@ _POOLING = "1_Pooling/config.json"
 _POOLINGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
 _MOST_KEYS = 3
 _EXPERTS = "batched_mm"
-"""How experts are computed: with operators of aten alone, whichever tokens they get."""
+"""Implementation of experts: only aten operators, whichever tokens the experts get."""
 _TRIED_ROWS = (2, 3)
 
 
 class NamedOutputs(nn.Module):
-    """A model of transformers that takes the named inputs, and returns its tensors by name and nothing else.
+    """A model of transformers that takes the named inputs, and returns only its tensors, by name.
 
-    With `outputs` it returns these of them alone.
+    With `outputs` it returns only these.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], outputs: Sequence[str] | None = None) -> None:
@@ -58,7 +58,7 @@ def _named_tensors(model: nn.Module, wanted: Sequence[str] | None, **inputs: tor
 
 
 def cached_folder(name: str) -> Path:
-    """Return the folder of a hub's model in the local cache of Hugging Face. Raises ImportFailed if it is not there."""
+    """Return the folder of a hub's model in Hugging Face's local cache. Raises ImportFailed if it is missing."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         from huggingface_hub import constants, snapshot_download
@@ -87,10 +87,10 @@ def from_folder(
     architecture: str | None = None,
     outputs: Sequence[str] = (),
 ) -> Subject:
-    """Load a model in float32, without code of the folder's own, and without the network. Raises ImportFailed.
+    """Load a model in float32, without running the folder's own code or using the network. Raises ImportFailed.
 
-    `architecture` is a class of transformers, or of one part of the model, in place of the folder's own. `outputs` are
-    those to return; by default, all that have a row for each row of the inputs.
+    `architecture` is a class of transformers, or of one part of the model, instead of the folder's own. `outputs` are
+    the outputs to return; by default, all that have a row for each row of the inputs.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
@@ -102,10 +102,12 @@ def from_folder(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    # The folder is checked before transformers reads it.
     require_own_files(folder)
     written = read_object(folder / _CONFIG)
     require_possible(folder / _CONFIG, written)
     model = _load(transformers, folder, written, architecture)
+    # A causal model becomes a step of generation, if possible; otherwise it answers whole texts.
     most, left, notes = 0, list[str](), list[str]()
     if is_causal(written) and not (inputs or architecture or outputs or lengths.fixed):
         context, said = most_tokens(folder, model.config, model, lengths)
@@ -113,6 +115,7 @@ def from_folder(
             return generating(folder, model, context, lengths.most is None, (*said, *_notes(folder, written)))
         except ImportFailed as error:
             notes.append(f"it does not generate token by token, but answers whole texts with logits: {error}")
+    # Inputs are the declared ones, or those that the configuration implies.
     has_declared_sizes = bool(inputs)
     if not inputs:
         taken = inputs_of(folder, model.config, model, lengths)
@@ -127,6 +130,7 @@ def from_folder(
         if left:
             raise ImportFailed(f"{error}. It also takes {', '.join(left)}; {DECLARE}") from error
         raise
+    # Examples with padding, and outputs with a row per input row.
     if MASK in names:
         subject = _with_padding(subject)
     kept, dropped = _outputs(folder, subject, outputs)
@@ -147,10 +151,10 @@ def from_folder(
 
 
 def _outputs(folder: Path, subject: Subject, asked: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the outputs of an entry, and those that are dropped. Raises ImportFailed for what is asked and not there.
+    """Return the kept and the dropped outputs of an entry. Raises ImportFailed for requested outputs that do not exist.
 
-    Outputs of an entry have a row for each row of the inputs, and no other size that grows with these: the logits of
-    CLIP are of every image with every text.
+    An entry's outputs have a row for each row of the inputs, and no other size that grows with the rows. For example,
+    CLIP's logits compare every image with every text.
     """
     with torch.no_grad():
         few, more = (subject.module(**subject.examples(rows, 0)) for rows in _TRIED_ROWS)
@@ -179,10 +183,11 @@ def _outputs(folder: Path, subject: Subject, asked: Sequence[str]) -> tuple[list
 
 
 def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str | None) -> Any:
-    """Load the folder's model, or the one that was asked for: another class, or a part of the folder's."""
+    """Load the folder's model, or the requested one: another class, or a part of the folder's."""
     if written.get("quantization_config"):
         raise ImportFailed(f"{folder}: its weights are quantized, which is not supported; take the original ones")
     names = written.get("architectures") or []
+    # The class: a requested one of transformers, the folder's, or AutoModel.
     whole = asked if asked is not None and _is_model(getattr(transformers, asked, None)) else None
     names = [whole] if whole else names
     architecture: Any = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
@@ -192,6 +197,7 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str |
             f"{folder}: transformers {transformers.__version__} has no architecture {names[0]}{own}. Write a function"
             " that makes the module, and import it as module:function"
         )
+    # Weights: safetensors if there are any, else pickles, from which only tensors are read.
     safe = any(folder.glob("*.safetensors"))
     if not safe and not any(folder.glob("*.bin")):
         raise ImportFailed(f"{folder} has no weights: there is no *.safetensors in it")
@@ -212,6 +218,7 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str |
     except Exception as error:
         what = "" if safe else " (a pickle, of which tensors only are read)"
         raise ImportFailed(f"{folder}{what}: {reason_of(error)}") from error
+    # Missing weights would be random.
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - _MOST_KEYS} more" if len(missing) > _MOST_KEYS else ""
         raise ImportFailed(
@@ -219,6 +226,7 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str |
             " ones would answer nonsense; set `architectures` of config.json to the class that was trained"
         )
     model.set_experts_implementation(_EXPERTS)
+    # A requested class that is not in transformers is a part of the model.
     if asked is not None and whole is None:
         model = _part(folder, model, asked)
     if any(name.startswith("decoder_input_") for name in inspect.signature(model.forward).parameters):
@@ -235,14 +243,14 @@ def _is_model(named: Any) -> bool:
 
 
 def _is_part(module: nn.Module) -> bool:
-    """Whether a part of a model is one by itself: transformers' own base class says what it takes."""
+    """Whether a part of a model is itself a model: transformers' own base class states its inputs."""
     return hasattr(module, "main_input_name") and hasattr(module, "config")
 
 
 def _part(folder: Path, model: Any, asked: str) -> nn.Module:
-    """Return the part of a model that is of a class: the encoder, where its decoder is of the same one.
+    """Return the part of a model with the requested class: the encoder, if its decoder has the same class.
 
-    Raises ImportFailed unless there is one.
+    Raises ImportFailed unless exactly one part has it.
     """
     parts: list[nn.Module] = [part for part in model.modules() if part is not model and _is_part(part)]
     found = [part for part in parts if type(part).__name__ == asked]
@@ -259,7 +267,7 @@ def _part(folder: Path, model: Any, asked: str) -> nn.Module:
 
 
 def _with_padding(subject: Subject) -> Subject:
-    """Let the examples' rows end in padding, of which each row has another length."""
+    """Let the examples' rows end in padding of different lengths."""
 
     def examples(batch: int, seed: int) -> Tensors:
         inputs = subject.examples(batch, seed)
@@ -272,7 +280,7 @@ def _with_padding(subject: Subject) -> Subject:
 
 
 def _pooling(folder: Path) -> str | None:
-    """Return how a folder of sentence-transformers pools the states of tokens; None where it does not say."""
+    """Return the pooling of token states in a sentence-transformers folder; None if it specifies none."""
     modes = read_object(folder / _POOLING) if (folder / _POOLING).is_file() else {}
     return next((name for key, name in _POOLINGS.items() if modes.get(key)), None)
 
@@ -281,7 +289,7 @@ def _classes(config: Any, written: dict[str, Any]) -> tuple[str, ...]:
     names = getattr(config, "id2label", None)
     if "id2label" not in written or not isinstance(names, dict):
         return ()
-    count = max(names, default=-1) + 1  # at most what `require_possible` allows
+    count = max(names, default=-1) + 1  # at most the limit of `require_possible`
     return tuple(" ".join(str(names.get(index, "")).split()) for index in range(count))
 
 

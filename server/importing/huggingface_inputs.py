@@ -1,4 +1,4 @@
-"""What a model of transformers takes: the names, types and sizes of its inputs, from its folder's configuration."""
+"""Inputs of a transformers model: names, types and sizes, from its folder's configuration."""
 
 import inspect
 import re
@@ -22,7 +22,7 @@ _OPTIONAL = re.compile(
     r"(en|de)coder_.*|.*(masks?|masked_pos|labels?|position_ids|positions|token_type_ids|inputs_embeds)|mems|noise"
     r"|cache_position|logits_to_keep|future_.*|is_longer"
 )
-"""Tensor arguments of transformers' models that are for training and generation, or have a usual default."""
+"""Tensor arguments of transformers' models for training and generation, or with a usual default."""
 _DEFAULT_LENGTH = 512
 _MOST_LENGTH = 1 << 20
 _DEFAULT_SECONDS = 10
@@ -30,7 +30,7 @@ _DEFAULT_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long sequences may be, as the user asked: all of one length, or up to a largest one."""
+    """Lengths of sequences requested by the user: one fixed length, or a maximum."""
 
     fixed: int | None = None
     most: int | None = None
@@ -41,7 +41,7 @@ ANY_LENGTH = Lengths()
 
 @dataclass(frozen=True, slots=True)
 class TakenInputs:
-    """The inputs of a model. Its dynamic sequence length is at most `most_tokens`; 0 where it has none."""
+    """The inputs of a model. Its dynamic sequence length is at most `most_tokens`; 0 without one."""
 
     inputs: tuple[DeclaredInput, ...]
     most_tokens: int
@@ -49,7 +49,7 @@ class TakenInputs:
 
 
 def inputs_of(folder: Path, config: Any, model: nn.Module, lengths: Lengths) -> TakenInputs:
-    """Return what a model takes to answer in one call. Raises ImportFailed for sizes that are not known."""
+    """Return a model's inputs for answering in one call. Raises ImportFailed for unknown sizes."""
     main, tensors = str(model.main_input_name), tensors_of(model)
     unknown = [name for name in _without_default(model) if name not in (main, *_KNOWN)]
     if unknown:
@@ -80,7 +80,7 @@ def inputs_of(folder: Path, config: Any, model: nn.Module, lengths: Lengths) -> 
 
 
 def tensors_of(model: nn.Module) -> list[str]:
-    """Return the names of the tensors that a model is given to infer, except for those with a usual default."""
+    """Return the names of a model's tensor inputs for inference, except those with a usual default."""
     taken = inspect.signature(model.forward).parameters
     types = {name: get_args(given.annotation) or (given.annotation,) for name, given in taken.items()}
     tensors = [name for name, kinds in types.items() if any(_TENSOR.fullmatch(str(kind)) for kind in kinds)]
@@ -94,7 +94,7 @@ def _without_default(model: nn.Module) -> list[str]:
 
 
 def _setting(config: Any, *names: str) -> Any:
-    """Return the first of some settings that a configuration, or one of its parts, has; None if there is none."""
+    """Return the first of some settings that a configuration, or one of its parts, has; None without any."""
     for part in (config, *_parts(config)):
         for name in names:
             value = getattr(part, name, None)
@@ -104,7 +104,7 @@ def _setting(config: Any, *names: str) -> Any:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Yield the configurations in a configuration: that of its texts, of its images, of its sounds."""
+    """Yield the configurations nested in a configuration: for texts, images, or sounds."""
     for name in getattr(config, "sub_configs", None) or ():
         part = getattr(config, name, None)
         if part is not None:
@@ -126,7 +126,7 @@ def _texts(folder: Path, config: Any, model: nn.Module, length: int | None) -> I
 
 
 def most_tokens(folder: Path, config: Any, model: nn.Module, lengths: Lengths) -> tuple[int, list[str]]:
-    """Return the largest dynamic number of tokens, 0 if the length is fixed, and what to say about it."""
+    """Return the maximum dynamic number of tokens, 0 if the length is fixed, and notes about it."""
     positions = _positions(config, model)
     for flag, asked in (("--sequence-length", lengths.fixed), ("--max-sequence-length", lengths.most)):
         if asked is not None and positions and asked > positions:
@@ -143,7 +143,7 @@ def most_tokens(folder: Path, config: Any, model: nn.Module, lengths: Lengths) -
 
 
 def _tokenizers_length(folder: Path) -> tuple[int, str]:
-    """Return the largest length that a folder's tokenizer makes, or else a usual one, and where it comes from."""
+    """Return the maximum length of a folder's tokenizer, or else a usual one, and its source."""
     tokenizer = folder / "tokenizer_config.json"
     length = read_object(tokenizer).get("model_max_length") if tokenizer.is_file() else None
     if isinstance(length, int) and 0 < length <= _MOST_LENGTH:  # tokenizers without a limit say 10**30
@@ -152,7 +152,7 @@ def _tokenizers_length(folder: Path) -> tuple[int, str]:
 
 
 def _positions(config: Any, model: nn.Module) -> int:
-    """Return the largest number of tokens; 0 where there is no limit. RoBERTa's begin after that of padding."""
+    """Return the maximum number of tokens; 0 without a limit. RoBERTa's positions begin after that of padding."""
     most = int(_setting(config, "max_position_embeddings", "n_positions") or 0)
     tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
     padding = [t.padding_idx for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None]
@@ -166,7 +166,7 @@ def _images(folder: Path, config: Any) -> DeclaredInput:
 
 
 def _image_size(folder: Path, config: Any) -> tuple[int, int]:
-    """Return the height and width of images: the model's, or else those that its preprocessor makes."""
+    """Return the height and width of images: the model's, or else its preprocessor's."""
     size = _setting(config, "image_size")
     if size is None:
         made = _preprocessor(folder)
@@ -183,7 +183,7 @@ def _image_size(folder: Path, config: Any) -> tuple[int, int]:
 
 
 def _signal(name: str, folder: Path, config: Any, lengths: Lengths) -> tuple[tuple[int, ...] | None, list[str]]:
-    """Return the sizes of one row of a spectrogram, waveform or time series, and what to say; None if not known."""
+    """Return the sizes of one row of a spectrogram, waveform or time series, and notes; None if unknown."""
     mels = _setting(config, "num_mel_bins")
     if name == _SERIES:
         context, channels = _setting(config, "context_length"), _setting(config, "num_input_channels")
@@ -193,7 +193,7 @@ def _signal(name: str, folder: Path, config: Any, lengths: Lengths) -> tuple[tup
     if name == _FEATURES and mels and (square := _setting(config, "spec_size")):
         made = _preprocessor(folder)
         samples, hop = made.get("nb_max_samples"), made.get("hop_length")
-        # The spectrogram is folded into a square; the model stretches shorter ones to that.
+        # The spectrogram is folded into a square; the model stretches shorter ones to fit.
         frames = samples // hop + 1 if samples and hop else square * (square // mels)
         channels = 4 if _setting(config, "enable_fusion") else 1
         return (channels, frames, mels), []

@@ -1,4 +1,4 @@
-"""A function of a Python file, as SCRIPT.py:FUNCTION names it. Importing this does not import torch."""
+"""A function of a Python file, given as SCRIPT.py:FUNCTION. Importing this module does not import torch."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ from cohabit.server.errors import ConfigError
 
 
 def function_of_script(program: str) -> Callable[..., Any]:
-    """Run a script, and return the function that SCRIPT:FUNCTION names. Raises ConfigError.
+    """Run a script, and return the function named in SCRIPT:FUNCTION. Raises ConfigError.
 
     As with `python SCRIPT`, it may import modules from its own folder.
     """

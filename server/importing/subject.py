@@ -1,4 +1,4 @@
-"""A module to import, with its inputs and examples of them."""
+"""A module to import, with its inputs and example values."""
 
 import copy
 import inspect
@@ -18,26 +18,26 @@ from cohabit.server.importing.declared_input import DeclaredInput
 
 Tensors = dict[str, torch.Tensor]
 Examples = Callable[[int, int], Tensors]
-"""Makes inputs by name from a number of rows and a seed. Those of a fixed batch ignore the number."""
+"""Makes inputs by name from a number of rows and a seed. With a fixed batch, ignores the number of rows."""
 
 _BOUNDS = (1000, 100, 10, 2, 1)
-"""Bounds of random integers, in the order in which they are tried: a model's indices must be valid."""
+"""Bounds of random integers, in the order tried: a model's indices must be valid."""
 _MOST_REASON = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What makes a module one step of generation: its states, and what the server must know to go on from there."""
+    """One step of generation: its states, and the server's data for continuing a text."""
 
     states: tuple[tuple[str, str], ...]
-    """Inputs that grow, each with the output that it grows by."""
+    """Growing inputs, each with the output that extends it."""
     lengths: str
-    """The input that is told how far they have grown."""
+    """The input that gets the length of the states."""
     ranges: Mapping[str, Mapping[int, tuple[int, int]]]
-    """The least and the largest size of each input's dynamic dimensions but the batch."""
+    """Minimum and maximum size of each input's dynamic dimensions other than the batch."""
     shape_buckets: str
     document: Mapping[str, Any]
-    """What is written beside the program, as JSON."""
+    """Written beside the program, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class Subject:
     inputs: tuple[DeclaredInput, ...]
     examples: Examples
     most_tokens: int = 0
-    """Largest dynamic sequence length, or size of the other dynamic dimensions; 0 where there is none."""
+    """Maximum dynamic sequence length, or size of the other dynamic dimensions; 0 without any."""
     has_declared_sizes: bool = False
     """Whether the user has declared the dynamic dimensions, which may then differ in size."""
     classes: tuple[str, ...] = ()
     """Names of the classes of the output `logits`."""
     images: tuple[str, ...] = ()
-    """Inputs that are images, channels first."""
+    """Image inputs, channels first."""
     tokenizer: Path | None = None
     """The file of a text model's tokenizer."""
     pooling: str | None = None
-    """How embeddings are made of the states of tokens, as config.pbtxt's parameter `pooling` says it."""
+    """Pooling of token states into embeddings, a value of config.pbtxt's parameter `pooling`."""
     notes: tuple[str, ...] = ()
-    """What the user should know about the entry."""
+    """Notes about the entry for the user."""
     generation: Generation | None = None
     """Set if the module is one step of a causal language model."""
 
@@ -71,16 +71,16 @@ class Subject:
         return [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
     def float64_answer(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """Return the outputs of a copy of the module in float64; None if it does not run in that."""
+        """Return the outputs of a copy of the module in float64; None if that fails."""
         wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
         try:
             return replace(self, module=copy.deepcopy(self.module).double()).answer(wide)
-        except Exception:  # it may make tensors of a type of its own, or not be copied
+        except Exception:  # it may make tensors of a fixed type, or be impossible to copy
             return None
 
 
 class ByPosition(nn.Module):
-    """A module that takes inputs by names of their own, and hands them to `forward` of another in their order."""
+    """A module that takes named inputs, and passes them to another module's `forward` by position."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def declared(
 ) -> Subject:
     """Make a subject of a module and its declared inputs, with random examples.
 
-    Raises ImportFailed if it takes none of them.
+    Raises ImportFailed if none of them run.
     """
     module, notes = _taking(module.eval(), [given.name for given in inputs])
     failure: Exception | None = None
@@ -127,9 +127,9 @@ def declared(
 
 
 def _taking(module: nn.Module, names: Sequence[str]) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a module that takes inputs of these names, and what to say about it.
+    """Return a module that takes inputs of these names, and notes about it.
 
-    If no name is an argument of `forward`, as with nn.Sequential, whose only one is `input`, they go by position.
+    If no name is an argument of `forward`, as for nn.Sequential with its single `input`, they go by position.
     """
     try:
         parameters = inspect.signature(module.forward).parameters
@@ -144,7 +144,7 @@ def _taking(module: nn.Module, names: Sequence[str]) -> tuple[nn.Module, tuple[s
 
 
 def with_examples(module: nn.Module, examples: Mapping[str, torch.Tensor]) -> Subject:
-    """Make a subject of a module and inputs that it brings. Rows are taken from them in turn, all with a batch."""
+    """Make a subject of a module and its own example inputs. Takes their rows in turn; each has a batch dimension."""
     inputs = []
     for name, tensor in examples.items():
         if not isinstance(tensor, torch.Tensor) or not tensor.dim():
@@ -181,12 +181,12 @@ def reason_of(error: BaseException) -> str:
 
 
 ONE_TOKEN = -1
-"""The seed of examples with one token, where the sequence length is dynamic."""
+"""Seed of examples with one token, if the sequence length is dynamic."""
 
 
 def _random_inputs(inputs: Sequence[DeclaredInput], most_tokens: int, batch: int, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    length = most_tokens if seed % 2 else min(16 + seed, most_tokens)  # the longest, and shorter ones
+    length = most_tokens if seed % 2 else min(16 + seed, most_tokens)  # the maximum, and shorter ones
     length = 1 if seed == ONE_TOKEN else length
     return {given.name: _random(given, batch, length, generator) for given in inputs}
 

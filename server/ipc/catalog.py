@@ -1,4 +1,4 @@
-"""The catalog of models and their states, which the engine publishes to the front ends."""
+"""Catalog of models and their states, which the engine publishes to the front ends."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -21,7 +21,7 @@ class ModelState(Enum):
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
     REMOVED = "REMOVED"
-    """In the repository no more, and not served: its entry is dropped."""
+    """No longer in the repository, and not served: its entry is dropped."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
@@ -29,15 +29,15 @@ class ModelEntry(msgspec.Struct, frozen=True):
 
     name: str
     version: int | None
-    """None for a model none of whose versions was requested or could be found."""
+    """None for a model of which no version was requested or found."""
     state: ModelState
     reason: str = ""
     info: ModelInfo | None = None
     footprint: ModelFootprint = ModelFootprint()
     config: bytes | None = None
-    """The model's configuration, a serialized `ModelConfig`; None if it has none."""
+    """The model's configuration, a serialized `ModelConfig`; None without one."""
     config_override: bytes | None = None
-    """A configuration that a client sent with its load request, to replace config.pbtxt."""
+    """A client's configuration from its load request, which replaces config.pbtxt."""
     wanted: bool = True
     """Whether serving it was requested."""
 
@@ -64,7 +64,7 @@ class Catalog:
             yield from self.versions(name)
 
     def update(self, entry: ModelEntry) -> None:
-        """Add, replace or drop an entry. One with a version takes the place of its model's entry without."""
+        """Add, replace or drop an entry. An entry with a version replaces its model's entry without one."""
         versions = self._models.setdefault(entry.name, {})
         if entry.state is ModelState.REMOVED:
             versions.pop(entry.version, None)
@@ -85,9 +85,9 @@ class Catalog:
         return sorted(self._models.get(name, {}).values(), key=lambda entry: entry.version or 0)
 
     def find(self, name: str, version: str | None = None) -> ModelEntry:
-        """Look up a version of a model in any state; without `version`, the highest one that is READY.
+        """Look up a version of a model in any state; without `version`, the highest READY one.
 
-        Raises ModelNotFound, or InvalidRequest for a version that is no number.
+        Raises ModelNotFound, or InvalidRequest for a version that is not a number.
         """
         number = None if version is None else _version(name, version)
         entries = [entry for entry in self.versions(name) if number is None or entry.version == number]
@@ -109,7 +109,7 @@ class Catalog:
         return entry.info
 
     def ready(self, name: str | None = None, version: str | None = None) -> list[ModelEntry]:
-        """Return the READY entries, of all models or of one, or of one version. Raises Refused for none."""
+        """Return the READY entries of all models, of one, or of one version. Raises Refused for none."""
         if name is None:
             return [entry for entry in self if entry.is_ready]
         try:
@@ -123,8 +123,8 @@ class Catalog:
     def not_ready(self) -> str | None:
         """Return why the server is not ready, or None.
 
-        Every requested model must have a READY version; without strict readiness, one model is enough once all have
-        been tried.
+        Every requested model must have a READY version. Without strict readiness, one READY model is enough once all
+        have been tried.
         """
         loading: list[str] = []
         failed: list[str] = []

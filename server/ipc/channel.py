@@ -1,4 +1,4 @@
-"""A connection between a front end and the engine: whole messages over a Unix socket."""
+"""Connection between a front end and the engine: whole messages over a Unix socket."""
 
 import asyncio
 from collections.abc import Callable

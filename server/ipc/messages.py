@@ -1,7 +1,7 @@
-"""The messages between a front end and the engine's process. `Request` and `Answer` are two of them.
+"""Messages between a front end and the engine's process, including `Request` and `Answer`.
 
-They are sent over a Unix socket, each as four bytes of length (little-endian) and msgpack. Tensors are not part of
-them: they lie in the front end's shared memory, and messages hold their offsets.
+Each is sent over a Unix socket as four bytes of length (little-endian) and msgpack. Tensors stay in the front end's
+shared memory; messages hold their offsets.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     config: bytes
     """An encoded `ServeConfig`."""
     before: list[ModelEntry] | None = None
-    """After a restart, the catalog of the process before, whose READY models are to be served again; None at first."""
+    """After a restart, the previous process's catalog, whose READY models are to be served again; None at first."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """The answer to a request is not wanted any more. The request is still answered, by `Answer` or `Failed`."""
+    """The client no longer wants an answer. The request is still answered, by `Answer` or `Failed`."""
 
     number: int
 
@@ -58,7 +58,7 @@ class CountRejection(msgspec.Struct, frozen=True, tag="rejected"):
 
 
 class EndSequence(msgspec.Struct, frozen=True, tag="end_sequence"):
-    """Forget a sequence, which has no further requests."""
+    """Forget a sequence that has no further requests."""
 
     model: ModelKey
     sequence: SequenceId
@@ -128,7 +128,7 @@ LENGTH_BYTES = 4
 
 
 def encoder(shared: SharedMemory) -> Callable[[ToEngine | ToFrontend], bytes]:
-    """Return the function that makes of a message what is sent, with its length in front."""
+    """Return a function that encodes a message, prefixed with its length."""
     encode_into = msgspec.msgpack.Encoder(enc_hook=shared.place_of).encode_into
 
     def encode(message: ToEngine | ToFrontend) -> bytes:
@@ -141,13 +141,13 @@ def encoder(shared: SharedMemory) -> Callable[[ToEngine | ToFrontend], bytes]:
 
 
 def decoder_to_engine(shared: SharedMemory) -> Callable[[memoryview], ToEngine]:
-    """Return the function that reads a message to the engine, without its length."""
+    """Return a function that decodes a message to the engine, without its length."""
     decode: Callable[[memoryview], ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=shared.array_at).decode
     return decode
 
 
 def decoder_to_frontend(shared: SharedMemory) -> Callable[[memoryview], ToFrontend]:
-    """Return the function that reads a message to a front end, without its length."""
+    """Return a function that decodes a message to a front end, without its length."""
     decode: Callable[[memoryview], ToFrontend] = msgspec.msgpack.Decoder(
         ToFrontend, dec_hook=shared.array_at
     ).decode

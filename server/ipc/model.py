@@ -1,4 +1,4 @@
-"""The description of a model for the front end: tensors, footprint, captured graphs. Plain data for IPC."""
+"""Description of a model for the front end: tensors, footprint, captured graphs. Plain data for IPC."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -15,10 +15,10 @@ Inputs = Mapping[str, Array]
 
 
 TOKENIZER = "tokenizer.json"
-"""In a text model's folder: its tokenizer, as Hugging Face's library of that name writes it."""
+"""File in a text model's folder: its tokenizer, in the format of Hugging Face's tokenizers library."""
 
 GENERATION = "generation.json"
-"""In a language model's folder: where its texts stop, and how a conversation becomes one."""
+"""File in a language model's folder: its stop tokens and chat template."""
 
 
 class ModelKey(NamedTuple):
@@ -29,12 +29,12 @@ class ModelKey(NamedTuple):
 
     @property
     def fields(self) -> dict[str, str | int]:
-        """The fields of log lines."""
+        """Fields of log lines."""
         return {"model": self.name, "version": self.version}
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """An input or output: a KServe datatype, and a shape in which -1 stands for any size.
+    """An input or output: a KServe datatype, and a shape in which -1 means any size.
 
     As in Triton's configuration, `shape` has no batch dimension.
     """
@@ -45,12 +45,12 @@ class TensorSpec(msgspec.Struct, frozen=True):
     labels: tuple[str, ...] = ()
     """Names of an output's classes, by index; a class may have none."""
     sizes: tuple[int | str, ...] = ()
-    """`shape`, with an expression for each dynamic size; empty where there is none."""
+    """`shape`, with an expression for each dynamic size; empty if all are static."""
     default: float | None = None
-    """What fills an input that a request omits; None for one that every request must have."""
+    """Value that fills the input if a request omits it; None if the input is required."""
     rows: int | None = None
-    """How many rows the table has that an input's values index, so that they are 0 to one less; None where that is not
-    known, or for values that are no indices."""
+    """Rows of the table that the input's values index, so that values are from 0 to one less. None if unknown, or if
+    the values are not indices."""
 
     def at(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
         """Return its shape without the batch, given the values of the symbols in its sizes."""
@@ -74,14 +74,14 @@ class ModelInfo(msgspec.Struct, frozen=True):
     sequences: bool = False
     """Whether requests belong to sequences, whose state the server keeps."""
     context: int = 0
-    """How far a growing state grows, such as the tokens of a text; 0 where there is none."""
+    """Maximum length of a growing state, such as the tokens of a text; 0 without one."""
 
     @property
     def key(self) -> ModelKey:
         return ModelKey(self.name, self.version)
 
     def wire_shape(self, tensor: TensorSpec) -> tuple[int, ...]:
-        """Return the shape that clients send and receive, with -1 for the batch dimension if there is one."""
+        """Return the shape that clients send and receive, with -1 for the batch dimension, if any."""
         return (-1, *tensor.shape) if self.max_batch_size > 0 else tensor.shape
 
     def sizes_of(self, inputs: Inputs) -> tuple[int, ...]:
@@ -101,11 +101,11 @@ class ModelFootprint(msgspec.Struct, frozen=True):
     lane: int = 0
     """The compute lane that executes the model."""
     activation_bytes: dict[Bucket, int] = {}
-    """What activations and scratch take of the workspace, by bucket."""
+    """Bytes of the workspace used by activations and scratch, by bucket."""
 
     @property
     def fields(self) -> dict[str, object]:
-        """Return what a log line has of it."""
+        """Fields of log lines."""
         return {
             "partition_bytes": self.partition_bytes,
             "parameter_bytes": self.parameter_bytes,
@@ -123,18 +123,18 @@ class GraphCapture(msgspec.Struct, frozen=True):
 
     graphs: int
     graph_bytes: int
-    """Device memory of the graphs outside of the arena, as the driver reports it."""
+    """Device memory of the graphs outside the arena, as the driver reports it."""
     refused: str | None
 
 
 class ArenaExtent(msgspec.Struct, frozen=True, array_like=True):
-    """A range of the device's memory, and what it is for."""
+    """A range of the device's memory, and its use."""
 
     use: Literal["workspace", "partition", "shared", "free"]
     offset: int
     nbytes: int
     model: ModelKey | None = None
-    """Whose partition it is; None while it is being loaded or unloaded, too."""
+    """Owner of the partition; None also while it is being loaded or unloaded."""
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
@@ -150,11 +150,11 @@ class DeviceUse(msgspec.Struct, frozen=True):
     extents: tuple[ArenaExtent, ...] = ()
     """The arena's address map."""
     outside_bytes: int | None = None
-    """Device memory that the process takes outside of the arena; None on devices where it takes none."""
+    """Device memory of the process outside the arena; None on devices without any."""
     process_bytes: int = 0
-    """RAM of the engine's process, its pages of libraries and other files included."""
+    """RAM of the engine's process, including its pages of libraries and other files."""
     divisions: int | None = None
-    """Times that memory was divided again by measured request rates; None where it never is."""
+    """Number of new divisions of memory by measured request rates; None if disabled."""
 
 
 def lane_name(kind: str, lane: int, lanes: int) -> str:

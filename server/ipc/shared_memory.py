@@ -1,4 +1,4 @@
-"""The memory that a front end shares with the engine: its layout, and arrays in it as messages name them."""
+"""Memory shared by a front end and the engine: its layout, and arrays in it as messages name them."""
 
 import mmap
 from typing import Any
@@ -11,20 +11,20 @@ PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT = 64
 
 HEARTBEAT = np.dtype([("beat_s", "<f8"), ("started_s", "<f8"), ("predicted_s", "<f8")])
-"""At offset 0: when the engine's event loop last ran, by `time.monotonic`; when the oldest execution under way began
-(0 if there is none), and its predicted duration. Blocks begin after the first page."""
+"""Layout at offset 0, times by `time.monotonic`: the last iteration of the engine's event loop; the start of the oldest
+execution under way (0 without one), and its predicted duration. Blocks begin after the first page."""
 
 Place = tuple[str, tuple[int, ...], int]
 """An array in a message: its dtype in numpy's short form, such as `<f4`, its shape, and its offset."""
 
 
 def round_up(nbytes: int) -> int:
-    """Return the size of the block that holds `nbytes`."""
+    """Return the size of a block for `nbytes`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class SharedMemory:
-    """One process's mapping of that memory."""
+    """One process's mapping of the shared memory."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self.map = mapped
@@ -41,7 +41,7 @@ class SharedMemory:
         return offset if inside and array.flags.c_contiguous else None
 
     def place_of(self, array: Array) -> Place:
-        """Return what a message has in place of an array, which must be contiguous in this memory, or empty."""
+        """Return a message's value for an array, which must be contiguous in this memory, or empty."""
         interface = array.__array_interface__
         offset: int = interface["data"][0] - self._base
         if not 0 <= offset < self.nbytes:

@@ -1,4 +1,4 @@
-"""What a device's lanes did for a traced request."""
+"""Steps of a device's lanes for a traced request."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -7,12 +7,12 @@ import msgspec
 
 
 class DeviceSpan(msgspec.Struct, frozen=True):
-    """One step on one of the device's lanes. Times are those of `time.monotonic`."""
+    """One step on one of the device's lanes. Times are by `time.monotonic`."""
 
     model: str
     lane: Literal["compute", "swap_in", "swap_out"]
     name: str
-    """The name of the op, or of the copied tensor."""
+    """Name of the op, or of the copied tensor."""
     start_s: float
     end_s: float
     nbytes: int = 0

@@ -1,7 +1,7 @@
 """Counts and durations per model, as Triton's statistics and metrics report them.
 
-Each counter is written by one thread: `cancelled` and `rejected` by the event loop, the others by the compute lane's.
-A reader may see a request that is counted in part; the next read is complete.
+Each counter is written by one thread: `cancelled` and `rejected` by the event loop, the others by the compute lane's. A
+reader may see a partly counted request; the next read is complete.
 """
 
 from bisect import bisect_left
@@ -27,14 +27,14 @@ REJECTIONS: Mapping[str, str] = {
 """Reasons of refusals after which a retry can succeed, by `RequestError.kind`."""
 
 INVALID = "invalid"
-"""The reason of requests that do not fit their model, by shape, datatype or otherwise."""
+"""Reason for requests that do not fit their model, by shape, datatype or otherwise."""
 
 SECONDS = (*(round(base * 10.0**power, 6) for power in range(-4, 1) for base in (1.0, 1.8, 3.2, 5.6)), 10.0)
 """A hundred microseconds to ten seconds, four bounds per decade."""
 REQUEST_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Bounds of latencies for service level objectives: round numbers from a millisecond to ten seconds."""
 _RESPONSE_BOUNDS_MS = (100.0, 500.0, 2000.0, 5000.0)
-"""Triton's."""
+"""Triton's bounds."""
 
 
 class Histogram(msgspec.Struct):
@@ -64,7 +64,7 @@ class Histogram(msgspec.Struct):
 
 
 class StageTimes(msgspec.Struct):
-    """Seconds by stage, summed over a number of requests or executions."""
+    """Seconds by stage, summed over `count` requests or executions."""
 
     count: int = 0
     prepare_s: float = 0.0
@@ -81,7 +81,7 @@ class StageTimes(msgspec.Struct):
 
 
 class ModelStatistics(msgspec.Struct):
-    """The counters of one version of a model, since it was loaded into this engine."""
+    """Counters of one version of a model, since it was loaded into this engine."""
 
     answered: StageTimes = msgspec.field(default_factory=StageTimes)
     """Stage times of answered requests."""
@@ -110,7 +110,7 @@ class ModelStatistics(msgspec.Struct):
     )
 
     def executed(self, timings: Sequence[Timing], wall_s: float) -> None:
-        """Count an execution that ended at `wall_s`; `timings` are those of its requests, which waited differently."""
+        """Count an execution that ended at `wall_s`. `timings` has one entry per request."""
         t, count = timings[0], len(timings)
         prepare_s = max(0.0, t.busy_s - t.compute_s - t.output_s)
         self.execution_count += 1
@@ -142,7 +142,7 @@ class ModelStatistics(msgspec.Struct):
 
 
 class ModelCounters(msgspec.Struct):
-    """The counters and the state of one model that is READY."""
+    """Counters and state of one READY model."""
 
     statistics: ModelStatistics
     pending: int = 0

@@ -16,7 +16,7 @@ class Gpu:
     _handle: Any
 
     def read(self) -> dict[str, float]:
-        """Return the GPU's figures by Triton's metric names, without those that it does not report."""
+        """Return the GPU's readings by Triton's metric names, without unsupported ones."""
         nvml, handle = self._nvml, self._handle
         readers: dict[str, Callable[[], float]] = {
             "nv_gpu_utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,

@@ -14,7 +14,7 @@ class Machine:
     """Reads the metrics at each call. Any thread."""
 
     def __init__(self, refused: Mapping[str, int], gpus: Callable[[], tuple[Gpu, ...]] = open_gpus) -> None:
-        """`refused` counts rejected calls by reason, and changes."""
+        """`refused` counts rejected calls by reason; it is read at each call."""
         self._refused = refused
         self._open_gpus = gpus
         self._gpus: tuple[Gpu, ...] | None = None

@@ -23,7 +23,7 @@ from cohabit.server.protocol.descriptions import product_version
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Seconds that a front end has measured, by model."""
+    """Seconds measured by a front end, by model."""
 
     requests: Mapping[ModelKey, Histogram]
     """From the arrival of an answered request to its answer."""
@@ -35,7 +35,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class MetricSource:
-    """What the metrics of one model that is ready are read from."""
+    """The data for the metrics of one READY model."""
 
     entry: ModelEntry
     report: ModelCounters
@@ -91,7 +91,7 @@ def metrics_page(
 
 
 def _build() -> dict[str, str]:
-    """Return the versions of what the front end runs on."""
+    """Return the versions of the front end's software."""
     libraries = {"aiohttp": version("aiohttp"), "grpc": version("grpcio")}
     return {
         "version": product_version(),
@@ -155,7 +155,7 @@ def _by_bucket(name: str, text: str, values: Callable[[ModelFootprint], Mapping[
 
 
 def _labels(bucket: Bucket) -> dict[str, str]:
-    """Return the batch size, and the largest sizes of other dynamic dimensions if there are any."""
+    """Return the batch size, and the maximum sizes of other dynamic dimensions, if any."""
     sizes = {"sizes": "x".join(map(str, bucket.sizes))} if bucket.sizes else {}
     return {"batch": str(bucket.batch), **sizes}
 

@@ -18,7 +18,7 @@ _TIMEOUT_S = 2.0
 
 
 class OtlpExporter:
-    """Any thread may write; a thread of the SDK's sends what was written, in batches, and drops what it cannot."""
+    """Any thread may write. A thread of the SDK sends spans in batches, and drops those that it cannot send."""
 
     def __init__(self, url: str) -> None:
         """`url` is the collector's, such as http://collector:4318. Raises ConfigError without the extra's packages."""
@@ -35,10 +35,10 @@ class OtlpExporter:
         self._resource = Resource.create({"service.name": "cohabit", "service.version": product_version()})
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=_TIMEOUT_S))
         self._epoch_s = time.time() - time.monotonic()
-        """What makes times since the epoch of those of `time.monotonic`."""
+        """Offset from `time.monotonic` to seconds since the epoch."""
 
     def write(self, trace: RequestTrace, ended_s: float) -> None:
-        """Export a request's span, a child of the caller's if there is one, and its stages as children of it."""
+        """Export a request's span, a child of the caller's span if any, and its stages as child spans."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         own = trace.context
@@ -60,7 +60,7 @@ class OtlpExporter:
             self._end(name, stage, context, (start_s, end_s), SpanKind.INTERNAL, {}, StatusCode.UNSET)
 
     def close(self) -> None:
-        """Send what is left. Takes some seconds at most if the collector does not answer."""
+        """Send the remaining spans. Takes a few seconds at most if the collector does not answer."""
         self._processor.shutdown()
 
     def _end(

@@ -1,7 +1,7 @@
 """Writes metrics in Prometheus' text format.
 
 prometheus_client cannot write Triton's names: it declares a counter `nv_inference_count` as `nv_inference_count_total`,
-also for metrics of a custom collector, and the sample without the suffix then has no type.
+even for metrics of a custom collector, and the sample without the suffix then has no type.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ class Family:
 
 
 def single(name: str, kind: Kind, text: str, value: float) -> Family:
-    """Return a metric with one sample, which has no labels."""
+    """Return a metric with one sample, without labels."""
     return Family(name, kind, text, [({}, value)])
 
 

@@ -1,4 +1,4 @@
-"""The trace of one request: its place in the caller's trace (W3C traceparent), and when each stage began."""
+"""The trace of one request: its position in the caller's trace (W3C traceparent), and the start of each stage."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A request's place in a trace: its own span, and the caller's."""
+    """A request's position in a trace: its own span, and the caller's."""
 
     trace_id: str
     span_id: str
@@ -44,7 +44,7 @@ def new_context(traceparent: str | None = None) -> TraceContext:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Filled in while the request is handled. Times are those of `time.monotonic`."""
+    """Filled in while the request is handled. Times are by `time.monotonic`."""
 
     context: TraceContext
     began_s: float
@@ -53,7 +53,7 @@ class RequestTrace:
     model: str = ""
     request_id: str | None = None
     timing: Timing | None = None
-    """When it was executed; None for a request that was refused."""
+    """Times of its execution; None for a refused request."""
     error: str | None = None
     fields: dict[str, str] = field(init=False)
     """The request's fields in log lines."""

@@ -17,17 +17,17 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """Which requests are traced, and where to. Set at the start; clients only read it."""
+    """Selection and destination of traces. Set at the start; clients only read them."""
 
     file: str = ""
     """Empty for no file."""
     collector: str = ""
-    """The URL of OpenTelemetry's collector; empty for none."""
+    """URL of an OpenTelemetry collector; empty for none."""
     rate: int = 1000
     """One of this many requests of a model is traced."""
 
     def to_wire(self) -> dict[str, str | list[str]]:
-        """Return the settings in Triton's form, in which all values are strings."""
+        """Return the settings in Triton's format, in which all values are strings."""
         return {
             "trace_file": self.file,
             "trace_level": ["TIMESTAMPS" if self.file or self.collector else "OFF"],
@@ -39,7 +39,7 @@ class TraceSettings:
 
 
 class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By the names that clients use."""
+    """Fields have the names that clients use."""
 
     log_info: bool = True
     log_warning: bool = True
@@ -53,7 +53,7 @@ class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def log_changes(current: LogSettings, changes: Mapping[str, Any]) -> LogSettings:
-    """Change settings as the client names them. Raises InvalidRequest or Refused."""
+    """Change settings given by the client's names. Raises InvalidRequest or Refused."""
     if "log_file" in changes:
         raise Refused("Unsupported", "'log_file' cannot be changed: the log goes to stderr")
     try:

@@ -9,7 +9,7 @@ from cohabit.server.observe.request_trace import RequestTrace
 REQUESTS, DEVICE = 1, 2
 """The trace's processes: one has a track per request, the other the device's lanes."""
 COMPUTE, SWAP_IN, SWAP_OUT = 0, 1, 2
-"""The tracks of the first compute lane; the others' follow, three each."""
+"""Tracks of the first compute lane; those of other lanes follow, three each."""
 _TRACKS = {"compute": COMPUTE, "swap_in": SWAP_IN, "swap_out": SWAP_OUT}
 _NAMES = {COMPUTE: "compute lane", SWAP_IN: "swap-in lane", SWAP_OUT: "swap-out lane"}
 
@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 
 def header_events(lanes: int = 1) -> list[Event]:
-    """Names of the tracks."""
+    """Return the names of the tracks."""
     return [
         _meta("process_name", REQUESTS, "requests"),
         _meta("process_name", DEVICE, "device"),
@@ -30,7 +30,7 @@ def header_events(lanes: int = 1) -> list[Event]:
 
 
 def track_of(track: int, lane: int) -> int:
-    """The number of a compute lane's track."""
+    """Return the number of a compute lane's track."""
     return len(_TRACKS) * lane + track
 
 
@@ -66,7 +66,7 @@ def lane_events(spans: Iterable[DeviceSpan], trace_id: str) -> Iterator[Event]:
 
 
 def label_of(trace: RequestTrace) -> dict[str, str | None]:
-    """Return what is told of a request besides its times."""
+    """Return a request's attributes besides its times."""
     error = {} if trace.error is None else {"error": trace.error}
     return {"model": trace.model, "request": trace.request_id, **trace.fields, **error}
 

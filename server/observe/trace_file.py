@@ -20,7 +20,7 @@ _MOST_BUFFERED = 256
 """Maximum number of buffered traces."""
 _MOST_BUFFERED_BYTES = 1 << 20
 _LONGEST_BUFFERED_S = 1.0
-"""After which a trace is in the file, however few there are."""
+"""Seconds after which a trace is in the file, even if the buffer is not full."""
 
 
 class _Written(NamedTuple):
@@ -31,7 +31,7 @@ class _Written(NamedTuple):
 
 
 class TraceFile:
-    """Any thread may write; a thread of the file encodes and flushes."""
+    """Any thread may write; the file's own thread encodes and flushes."""
 
     def __init__(
         self, path: Path, most_bytes: int = _MOST_BYTES, lanes: int = 1, flush_every: int = _MOST_BUFFERED
@@ -48,17 +48,16 @@ class TraceFile:
         self._buffered_bytes = 0
         self._traces = 0
         self._flush_s = time.monotonic() + _LONGEST_BUFFERED_S
-        """When the buffer is flushed, if it has anything."""
+        """Time at which the buffer is flushed, if it is not empty."""
         self._closed = False
         self._queue: SimpleQueue[_Written | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._run, name="trace-file", daemon=True)
         self._writer.start()
 
     def write(self, events: Iterable[Event], *, late: bool = False) -> None:
-        """Add a trace to the buffer, which is flushed when it is full, or after a second.
+        """Add a trace to the buffer, which is flushed when full, or after a second.
 
-        `late` events belong to a trace that was added before, and do not count as one. Events after `close` are
-        dropped.
+        `late` events belong to an earlier trace, and do not count as one. Events after `close` are dropped.
         """
         if self._closed:
             _log.debug("a trace came after the file was closed")
@@ -90,7 +89,7 @@ class TraceFile:
     def _add(self, events: Iterable[Event], late: bool) -> None:
         try:
             lines = b"".join(b",\n" + msgspec.json.encode(event) for event in events)
-        except Exception:  # a bug of the server, which is only visible in the log
+        except Exception:  # a bug of the server; only the log shows it
             _log.exception("a trace could not be encoded", extra={"fields": {"file": str(self.path)}})
             return
         if len(lines) > self._free_bytes:

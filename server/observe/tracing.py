@@ -1,4 +1,4 @@
-"""Traces requests: for callers, who send a traceparent, and for the trace file and collector, by the settings."""
+"""Traces requests: with a traceparent for their callers, and by the settings for the trace file and collector."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ _log = logging.getLogger("cohabit.trace")
 
 
 class Tracer:
-    """Belongs to the event loop's thread. Without a file and an exporter, only those with a traceparent are traced."""
+    """Belongs to the event loop's thread. Without a file and an exporter, traces only requests with a traceparent."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Tracer:
         self._watcher: OnSpans | None = None
 
     def watch(self, watcher: OnSpans | None) -> None:
-        """Pass the spans of traced executions to a watcher as well; None ends that."""
+        """Also pass the spans of traced executions to a watcher; None stops this."""
         self._watcher = watcher
 
     @property
@@ -54,7 +54,7 @@ class Tracer:
             self._end(trace)
 
     def attach(self, request: Request) -> OnSpans | None:
-        """Attach a request to its trace; returns what is to receive its spans, if it is selected for the trace file."""
+        """Attach a request to its trace; returns the receiver of its spans, if it is selected for the trace file."""
         trace = CURRENT.get()
         if trace is None:
             return None

@@ -9,7 +9,7 @@ from cohabit.server.protocol.datatypes import BF16, float32_of_bf16
 def classify(array: Array, tensor: TensorSpec, classes: int, batched: bool) -> Array:
     """Return `value:index` or `value:index:label` of the largest values, a row of bytes objects per sample.
 
-    Indices count a sample's values in memory order. Of equal values, the lower index comes first.
+    Indices count a sample's values in memory order. Among equal values, the lower index comes first.
     """
     values = float32_of_bf16(array) if tensor.datatype == BF16 else array
     rows = values.reshape(values.shape[0], -1) if batched else values.reshape(1, -1)

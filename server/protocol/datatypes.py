@@ -15,7 +15,7 @@ _LITTLE_ENDIAN = {
 }
 
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType({name: np.dtype(s) for name, s in _LITTLE_ENDIAN.items()})
-"""Every datatype that a model's tensors can have. numpy has no bfloat16, so its bits are uint16."""
+"""Every datatype of model tensors. numpy has no bfloat16, so its bits are uint16."""
 
 BF16 = "BF16"
 
@@ -23,7 +23,7 @@ BINARY_ONLY = frozenset({"FP16", BF16})
 """Datatypes without an agreed JSON form, which are sent as bytes."""
 
 BYTES = "BYTES"
-"""KServe's strings: arrays of `bytes` objects. Only classifications have them; PyTorch tensors do not."""
+"""KServe's strings: arrays of `bytes` objects. Only classifications use them; PyTorch has no string tensors."""
 
 
 def float32_of_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -38,5 +38,5 @@ def bf16_of_float32(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray
 
 
 def config_type(datatype: str) -> str:
-    """Return ModelConfig's name for a datatype: TYPE_FP32."""
+    """Return ModelConfig's name for a datatype, such as TYPE_FP32."""
     return f"TYPE_{datatype}"

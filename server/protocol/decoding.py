@@ -1,4 +1,4 @@
-"""Decoding of generated text: sampling of the next token, log probabilities, and stop strings."""
+"""Decoding of generated text: sampling, log probabilities, and stop strings."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ from cohabit.server.ipc.model import Array
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are chosen: OpenAI's parameters, and `top_k`."""
+    """Sampling parameters: OpenAI's, and `top_k`."""
 
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """0 selects the most likely token."""
     top_p: float = 1.0
-    """Chooses among the most likely tokens that have this probability together."""
+    """Samples from the most likely tokens with this total probability."""
     top_k: int = 0
-    """Chooses among as many of the most likely tokens; 0 among all."""
+    """Samples from this many most likely tokens; 0 from all."""
     seed: int | None = None
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that was generated before."""
+    """Subtracted from the logit of every token generated before."""
     frequency_penalty: float = 0.0
-    """The same, as often as it was generated."""
+    """Subtracted once per earlier occurrence of the token."""
     logit_bias: Mapping[int, float] = {}
     """Added to logits, by token."""
 
@@ -58,7 +58,7 @@ class Sampler:
         sampling = self._sampling
         if sampling.temperature == 0:
             return int(np.argmax(logits))
-        # Those that can be chosen, the most likely first.
+        # Candidates, the most likely first.
         count = min(sampling.top_k or len(logits), len(logits))
         tokens = np.argpartition(logits, -count)[-count:] if count < len(logits) else np.arange(count)
         tokens = tokens[np.argsort(-logits[tokens], kind="stable")]
@@ -71,7 +71,7 @@ class Sampler:
 
 
 def log_probabilities(logits: Array, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:
-    """Return a token's log probability, and those of the `most` most likely tokens, by the model's own logits."""
+    """Return the log probabilities of `token` and of the `most` most likely tokens, by the model's own logits."""
     own = logits.astype(np.float64)
     own -= own.max()
     own -= np.log(np.exp(own).sum())
@@ -80,13 +80,13 @@ def log_probabilities(logits: Array, token: int, most: int) -> tuple[float, list
 
 
 class StopStrings:
-    """Cuts a streamed text at the first stop string. Text that may still become one is held back."""
+    """Cuts a streamed text at the first stop string. Holds back text that may become one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
         self._held = ""
         self.found = False
-        """Whether a stop string was found. Nothing is passed after it."""
+        """Whether a stop string was found. No text is passed after it."""
 
     def passed(self, piece: str) -> str:
         """Add a piece of text, and return the text that can be sent."""
@@ -102,11 +102,11 @@ class StopStrings:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """Return the text that was held back, at the end of the text."""
+        """Return the held-back text, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, string: str) -> int:
-        """Return the length of the longest end of `text` that begins `string`."""
+        """Return the length of the longest end of `text` with which `string` begins."""
         return next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if string.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""Descriptions of the server and its models, in the JSON forms of KServe v2 and Triton."""
+"""Descriptions of the server and its models, in the JSON formats of KServe v2 and Triton."""
 
 from collections.abc import Container, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +13,7 @@ _EXTENSIONS = (
     *("model_configuration", "system_shared_memory", "cuda_shared_memory", "binary_tensor_data", "parameters"),
     *("statistics", "trace", "logging", "generate"),
 )
-"""The supported extensions of Triton, in Triton's order."""
+"""Supported extensions of Triton, in Triton's order."""
 
 
 def product_version() -> str:
@@ -24,7 +24,7 @@ def product_version() -> str:
 
 
 def server_metadata(without: Container[str]) -> dict[str, Any]:
-    """Describe the server; `without` has the extensions that are off."""
+    """Describe the server; `without` lists the disabled extensions."""
     extensions = [extension for extension in _EXTENSIONS if extension not in without]
     return {"name": "cohabit", "version": product_version(), "extensions": extensions}
 
@@ -52,7 +52,7 @@ def repository_index(entries: Iterable[ModelEntry]) -> list[dict[str, str]]:
 
 
 def statistics(entries: Iterable[ModelEntry], reports: Mapping[ModelKey, ModelCounters]) -> dict[str, Any]:
-    """Describe the models' counters; a model that the engine has not reported yet has counted nothing."""
+    """Describe the models' counters; a model that the engine has not reported yet counts zero."""
     return {
         "model_stats": [
             _model_statistics(
@@ -69,7 +69,7 @@ def _tensor(info: ModelInfo, tensor: TensorSpec) -> dict[str, Any]:
 
 
 def index_range(rows: int) -> dict[str, int]:
-    """Return the `parameters` of an input whose values index a table of this many rows."""
+    """Return the `parameters` of an input whose values index a table with `rows` rows."""
     return {"minimum": 0, "maximum": rows - 1}
 
 

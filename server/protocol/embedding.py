@@ -1,4 +1,4 @@
-"""Embeddings of texts: the inference requests for token ids, and the vectors of their answers."""
+"""Embeddings of texts: inference requests for token ids, and the vectors of their answers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from cohabit.server.protocol.shared_memory import RegionUse
 
 _TOKENS, _MASK, _TYPES = "input_ids", "attention_mask", "token_type_ids"
 _VECTORS = ("sentence_embedding", "embedding", "text_embeds")
-"""Outputs that are a vector for each row, in order of preference."""
+"""Outputs with a vector for each row, in order of preference."""
 _STATES = "last_hidden_state"
 """The output with a vector for each token, which are pooled."""
 NEEDED = (
@@ -29,25 +29,25 @@ NEEDED = (
 
 MOST_TEXTS = 2048
 MOST_TOKENS = 300_000
-"""Of one request, as OpenAI's."""
+"""Maximum number of tokens of a request, as OpenAI's."""
 _CHARACTERS_PER_TOKEN = 64
-"""Of a text, so that one that is too long is refused before it is tokenized. Tokens have four on average."""
+"""Maximum characters of a text per token: longer texts are refused untokenized. Tokens have four on average."""
 _TEXTS = msgspec.json.Decoder(str | list[str | int])
 _IDS = msgspec.json.Decoder(list[int | list[int]])
 
 Tokens = Array
-"""A text's token ids."""
+"""Token ids of a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
-    """How a model makes vectors of token ids."""
+    """Makes requests from token ids, and vectors from their answers, for one model."""
 
     info: ModelInfo
     output: TensorSpec
     """A vector for each token, or one for the text."""
     pools_first: bool
-    """Whether the state of the first token is a text's, in the place of the mean of all."""
+    """Whether a text's vector is the first token's state instead of the mean of all."""
     padding_id: int
 
     @property
@@ -57,11 +57,11 @@ class TextEncoder:
 
     @property
     def has_mask(self) -> bool:
-        """Whether the model is told which tokens are padding."""
+        """Whether the model gets a mask of the padding."""
         return any(tensor.name == _MASK for tensor in self.info.inputs)
 
     def batches(self, texts: Sequence[Tokens]) -> Iterator[Sequence[Tokens]]:
-        """Yield texts in order, as many at once as the model takes. Without a mask, those of a batch are as long."""
+        """Yield texts in order, in the largest possible batches. Without a mask, texts of a batch have one length."""
         sizes = self.info.only_batches or range(1, max(self.info.max_batch_size, 1) + 1)
         start = 0
         while start < len(texts):
@@ -73,7 +73,7 @@ class TextEncoder:
             start += count
 
     def request(self, texts: Sequence[Tokens], parameters: Parameters, regions: RegionUse) -> Request:
-        """Return the inference request for texts. Raises InvalidRequest for those that are too long."""
+        """Return the inference request for texts. Raises InvalidRequest for texts that are too long."""
         length = self._length(max(map(len, texts)))
         tokens = np.full((len(texts), length), self.padding_id)
         mask = np.zeros_like(tokens)
@@ -92,12 +92,12 @@ class TextEncoder:
 
     @property
     def most_characters(self) -> int:
-        """Characters of the longest text that is tokenized."""
+        """Maximum number of characters of a text to tokenize."""
         return _CHARACTERS_PER_TOKEN * self._lengths[-1]
 
     @property
     def _lengths(self) -> Sequence[int]:
-        """Numbers of tokens that the model takes, ascending."""
+        """Token counts that the model takes, ascending."""
         spec = next(tensor for tensor in self.info.inputs if tensor.name == _TOKENS)
         for dimension in self.info.dynamic.dimensions:
             if spec.sizes and dimension.symbol == spec.sizes[-1]:
@@ -105,7 +105,7 @@ class TextEncoder:
         return [spec.shape[-1]]
 
     def _length(self, tokens: int) -> int:
-        """Return the length to which texts are padded. Raises InvalidRequest where they cannot be."""
+        """Return the length to which texts are padded. Raises InvalidRequest if they cannot be."""
         lengths = self._lengths
         length = next((n for n in lengths if n >= tokens), None)
         if length is None:
@@ -133,7 +133,7 @@ class TextEncoder:
 def texts_of(given: msgspec.Raw, encoder: TextEncoder) -> list[str] | list[Tokens]:
     """Return the texts of a request's `input`, or their token ids. Raises InvalidRequest.
 
-    What it has is counted on its bytes before it becomes objects.
+    Checks counts on the encoded bytes first, before it builds any objects.
     """
     raw = bytes(given)
     quotes, brackets, commas = raw.count(b'"') - raw.count(b'\\"'), raw.count(b"["), raw.count(b",")
@@ -174,7 +174,7 @@ def _ids(ids: list[int], index: int) -> Tokens:
 
 
 def embedding_output(info: ModelInfo) -> TensorSpec | None:
-    """Return the output of which a model's embeddings are made; None if it makes none of texts."""
+    """Return the output for a model's embeddings; None if it does not embed texts."""
     required = {tensor.name: tensor for tensor in info.inputs if tensor.default is None}
     tokens = required.get(_TOKENS)
     if tokens is None or not required.keys() <= {_TOKENS, _MASK, _TYPES} or len(info.wire_shape(tokens)) != 2:

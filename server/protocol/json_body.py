@@ -1,4 +1,4 @@
-"""Bodies in JSON: counted before anything is built of them, with the constants that JSON lacks and Triton takes."""
+"""JSON bodies: counted before any object is built, with the constants that JSON lacks and Triton accepts."""
 
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -12,14 +12,14 @@ from cohabit.server.errors import InvalidRequest
 _T = TypeVar("_T")
 _UNCHECKED_BYTES = 64 << 10
 _MOST_KEYS = 1 << 14
-"""Keys of a body that is larger than that; a key takes memory many times its size."""
+"""Maximum number of keys in bodies over `_UNCHECKED_BYTES`; a key takes many times its size in memory."""
 _COUNTED_BYTES = 1 << 20
 _CONSTANTS = (b"NaN", b"Infinity", b"Inf")
 _BEFORE, _AFTER = frozenset(b"[,: \t\r\n"), frozenset(b"],} \t\r\n")
-"""What stands beside a bare constant."""
+"""Characters that may surround a bare constant."""
 
 Restore = Callable[[Raw], Raw]
-"""Returns a value as the client has sent it."""
+"""Returns a value as the client sent it."""
 
 
 def parse_json(body: memoryview, of_type: type[_T]) -> _T:
@@ -39,7 +39,7 @@ def parse_json(body: memoryview, of_type: type[_T]) -> _T:
 def parse_with_constants(body: memoryview, of_type: type[_T]) -> tuple[_T, Restore]:
     """Parse a body that may have bare NaN and Infinity where `of_type` has `Raw`. Raises as `parse_json` does.
 
-    These values are valid JSON with strings in the place of constants, until they are restored.
+    Until restored, these values are valid JSON, with strings in place of the constants.
     """
     try:
         return parse_json(body, of_type), lambda raw: raw
@@ -60,7 +60,7 @@ def parse_with_constants(body: memoryview, of_type: type[_T]) -> tuple[_T, Resto
 
 
 def _without_constants(sent: bytes) -> bytes:
-    """Put a string of the same length in the place of each bare constant."""
+    """Replace each bare constant by a string of the same length."""
     valid = bytearray(sent)
     for start, end in _constants(sent):
         valid[start:end] = b'"' + b" " * (end - start - 2) + b'"'

@@ -16,23 +16,23 @@ from cohabit.server.protocol.tensors import filled
 
 Dim = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 MOST_DIMS = 64
-"""Dimensions of a tensor; NumPy has no more either."""
+"""Maximum number of dimensions of a tensor, as in NumPy."""
 _MOST_ID = 128
-"""Characters of a sequence's id, as in Triton."""
+"""Maximum length of a sequence id, as in Triton."""
 MOST_UNSIGNED = 2**64 - 1
-"""Triton's `timeout`, `priority` and sizes are uint64."""
+"""Maximum of Triton's `timeout`, `priority` and sizes, which are uint64."""
 
 NO_DATA = Raw(b"")
-"""The values of a tensor without `data`; compared by identity."""
+"""Marks a tensor without `data`; compared by identity."""
 
 
 Shape = TypeVar("Shape", list[int], Raw)
 
 
 class InputBody(msgspec.Struct, Generic[Shape]):
-    """A tensor that the client sends. `data` is `NO_DATA` where the values are not in the JSON.
+    """An input tensor of a request. `data` is `NO_DATA` if its values are not in the JSON.
 
-    Its shape is `Raw` in JSON, until its length is known.
+    In JSON, the shape stays `Raw` until its length is checked.
     """
 
     name: str
@@ -43,7 +43,7 @@ class InputBody(msgspec.Struct, Generic[Shape]):
 
 
 class RequestBody(msgspec.Struct, Generic[Shape]):
-    """A request as the client has sent it, over any protocol."""
+    """A request as sent by the client, over any protocol."""
 
     inputs: list[InputBody[Shape]]
     id: str = ""
@@ -57,7 +57,7 @@ Read = Callable[[InputBody[list[int]]], Array]
 
 @contextmanager
 def errors_of(request_id: str | None) -> Iterator[None]:
-    """Put the client's id in front of the message of every RequestError that is raised: see `of_request`."""
+    """Prefix the message of every RequestError with the client's request id: see `of_request`."""
     try:
         yield
     except RequestError as error:
@@ -70,7 +70,7 @@ def fit(
 ) -> Request:
     """Check a request against its model, then read its tensors.
 
-    `binary` is the form of outputs for which the client names none. Raises InvalidRequest or Refused.
+    `binary` is the default format of outputs. Raises InvalidRequest or Refused.
     """
     parameters, priority, timeout_s = message.parameters, None, None
     if parameters:
@@ -94,7 +94,7 @@ def fit(
 
 
 def window_of(parameters: Parameters, regions: RegionUse, where: str) -> Window | None:
-    """Find the shared memory that a tensor's parameters name, or None if they name none."""
+    """Find the shared memory named by a tensor's parameters; None without one."""
     region = parameters.get("shared_memory_region")
     if region is None:
         return None
@@ -109,7 +109,7 @@ def window_of(parameters: Parameters, regions: RegionUse, where: str) -> Window 
 
 
 def unsigned(parameters: Mapping[str, object], key: str, where: str) -> int | None:
-    """Return a parameter that is a uint64, or None if it is not set. Raises InvalidRequest."""
+    """Return a uint64 parameter; None if it is not set. Raises InvalidRequest."""
     value = parameters.get(key)
     if value is None:
         return None
@@ -231,13 +231,13 @@ def _sizes(bodies: Sequence[InputBody[list[int]]], info: ModelInfo) -> tuple[int
 
 
 _FORMS: dict[bool, Parameters] = {binary: {"binary_data": binary} for binary in (False, True)}
-"""The parameters of an output for which the client has given none."""
+"""Parameters of outputs for which the client gave none."""
 
 
 def _outputs(
     bodies: Sequence[RequestedOutput], info: ModelInfo, regions: RegionUse, binary: bool
 ) -> tuple[RequestedOutput, ...]:
-    """Return the requested outputs in the model's order, or all if the client names none."""
+    """Return the requested outputs in the model's order; all outputs if the client names none."""
     if not bodies:
         return tuple([_output(RequestedOutput(tensor.name), tensor, regions, binary) for tensor in info.outputs])
     wanted: dict[str, RequestedOutput] = {}
@@ -254,7 +254,7 @@ def _outputs(
 
 
 def _output(asked: RequestedOutput, tensor: TensorSpec, regions: RegionUse, default: bool) -> RequestedOutput:
-    """Check an output's parameters, and leave only those that say where and how it is sent."""
+    """Check an output's parameters, and keep only those for its destination and format."""
     parameters = asked.parameters
     if not parameters and (default or tensor.datatype not in BINARY_ONLY):
         return RequestedOutput(tensor.name, _FORMS[default])
@@ -278,7 +278,7 @@ def _output(asked: RequestedOutput, tensor: TensorSpec, regions: RegionUse, defa
 
 
 def _check_parameters(parameters: Parameters) -> None:
-    """Refuse reserved parameters. Custom parameters are accepted and not used."""
+    """Refuse reserved parameters. Accepts custom parameters, and ignores them."""
     for key in parameters:
         if key.startswith("triton_"):
             raise InvalidRequest(
@@ -287,7 +287,7 @@ def _check_parameters(parameters: Parameters) -> None:
 
 
 def _sequence(parameters: Parameters, info: ModelInfo, batch: int) -> SequenceStep | None:
-    """Return a request's place in its sequence. Raises Refused for a model without sequences, and InvalidRequest."""
+    """Return a request's position in its sequence. Raises Refused for a model without sequences, and InvalidRequest."""
     sequence = parameters.get("sequence_id")
     start, end = (_flag(parameters, key, False) for key in ("sequence_start", "sequence_end"))
     if not info.sequences:

@@ -1,7 +1,7 @@
-"""Memory that clients share with the server: regions registered by name, and windows of them that hold tensors.
+"""Client shared memory: regions registered by name, and windows of them that hold tensors.
 
-A region is never mapped, but read and written through its file. A client that shrinks its region then gets an error,
-where touching a mapping would kill the server.
+Regions are read and written through their file, never mapped. If a client shrinks its region, it gets an error, where
+touching a mapping would kill the server.
 """
 
 import os
@@ -22,12 +22,12 @@ _QUICK_BYTES = 4 << 20
 _FOLDER = Path("/dev/shm")
 _KEY = re.compile(r"/?([^/\0]{1,250})")
 _NOT_OURS = ("sem.", "triton_python_backend_shm_region_")
-"""Semaphores, and regions that belong to other servers."""
+"""Name prefixes of semaphores, and of other servers' regions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Bytes of a region for a tensor, within the region as it was registered."""
+    """Bytes of a region for a tensor, within the registered region."""
 
     region: "FileRegion"
     offset: int
@@ -74,7 +74,7 @@ def refuse_cuda(name: str) -> NoReturn:
 
 
 def require_no_cuda(name: str | None) -> None:
-    """Raise Refused for a named region of device memory, of which there are none."""
+    """Raise Refused for a named region of device memory: there are none."""
     if name is not None:
         raise Refused("RegionNotFound", f"Unable to find CUDA shared memory region: '{name}'")
 
@@ -87,21 +87,21 @@ class Regions:
         self._regions: dict[str, FileRegion] = {}
         self._uses: set[RegionUse] = set()
         self._leaving: set[str] = set()
-        """Regions that were unregistered while a request used them."""
+        """Regions unregistered while a request used them."""
 
     @property
     def refused(self) -> frozenset[str]:
-        """The extensions, by Triton's names, that are not available."""
+        """Unavailable extensions, by Triton's names."""
         system = ("system_shared_memory",) if self._open_system is no_system else ()
         return frozenset((*system, "cuda_shared_memory"))
 
     @property
     def slow(self) -> bool:
-        """Whether reading or writing a tensor may take over a millisecond, so that a thread should do it."""
+        """Whether reading or writing a tensor may take over a millisecond and needs a thread."""
         return any(region.nbytes > _QUICK_BYTES for region in self._regions.values())
 
     def register(self, request: SystemRequest) -> None:
-        """Raises Refused for a name that is taken, and InvalidRequest for a key or range that does not exist."""
+        """Raises Refused for a name in use, and InvalidRequest for a key or range that does not exist."""
         if not request.name:
             raise InvalidRequest("'region name' is necessary to register system shared memory region")
         if request.name in self._regions:
@@ -115,9 +115,9 @@ class Regions:
         self._regions[request.name] = self._open_system(request)
 
     def unregister(self, name: str | None = None) -> None:
-        """Forget one region, or all. An unknown name is no error, as in Triton.
+        """Unregister one region, or all. Ignores unknown names, as Triton does.
 
-        A region that requests use stays registered until the last of them has ended, as in Triton from 24.12 on.
+        A region in use stays registered until its last request has ended, as in Triton from 24.12 on.
         """
         for known in list(self._regions) if name is None else [name] if name in self._regions else []:
             if any(known in use.names for use in self._uses):
@@ -128,7 +128,7 @@ class Regions:
 
     @contextmanager
     def use(self) -> Iterator["RegionUse"]:
-        """Find regions for one request, which is over at the end."""
+        """Find regions for one request, which ends with this block."""
         use = RegionUse(self)
         self._uses.add(use)
         try:
@@ -160,7 +160,7 @@ class Regions:
 
 
 class RegionUse:
-    """The regions that one request uses."""
+    """The regions used by one request."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
@@ -173,7 +173,7 @@ class RegionUse:
 
 
 class FileRegion:
-    """A range of a file in /dev/shm that belongs to a client."""
+    """A range of a client's file in /dev/shm."""
 
     def __init__(self, request: SystemRequest, descriptor: int) -> None:
         self.name = request.name
@@ -184,7 +184,7 @@ class FileRegion:
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Copy bytes out, into memory that the caller owns. Raises InvalidRequest if they are not there any more."""
+        """Copy bytes out, into memory that the caller owns. Raises InvalidRequest if the file has shrunk."""
         data = memoryview(bytearray(nbytes))
         done = 0
         while done < nbytes:
@@ -195,14 +195,14 @@ class FileRegion:
         return data
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes in. Raises InvalidRequest if there is no room for them any more."""
+        """Copy bytes in. Raises InvalidRequest if the file has shrunk, or the system has no memory for it."""
         if os.fstat(self._descriptor).st_size < self.offset + offset + len(data):
             raise self._shrunk(offset + len(data))
         done = 0
         try:
             while done < len(data):
                 done += os.pwrite(self._descriptor, data[done:], self.offset + offset + done)
-        except OSError as error:  # its file has holes, and the system no memory to fill them
+        except OSError as error:  # the file has holes, and the system no memory to fill them
             raise InvalidRequest(
                 f"shared memory region '{self.name}' cannot be written: {error.strerror}"
             ) from error
@@ -218,7 +218,8 @@ class FileRegion:
 def open_region(request: SystemRequest, any_user: bool = False) -> FileRegion:
     """Open a key as shm_open does. Raises InvalidRequest for a key or range that does not exist.
 
-    Objects of other users are refused, unless `any_user`: a client could have the server read what it may not.
+    Refuses other users' objects, unless `any_user`: otherwise a client could make the server read memory forbidden to
+    the client.
     """
     match = _KEY.fullmatch(request.key)
     if match is None or match[1] in (".", "..") or match[1].startswith(_NOT_OURS):

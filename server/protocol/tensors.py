@@ -18,38 +18,38 @@ from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, BYTES, DTYPES, 
 from cohabit.server.protocol.shared_memory import Window
 
 MOST_JSON_VALUES = 1 << 18
-"""Of a tensor; 1 MiB of FP32."""
+"""Maximum number of values of a tensor in JSON: 1 MiB of FP32."""
 _READ_TOGETHER_BYTES = 64 << 10
-"""JSON that is read while the GIL is held: a JSON library does not release it, and builds an object of each value."""
+"""Bytes of JSON parsed per call. JSON libraries hold the GIL throughout, and build an object for each value."""
 _WRITTEN_TOGETHER = 16 << 10
-"""Values that are written as JSON while the GIL is held."""
+"""Number of values written as JSON per call, which holds the GIL."""
 _LENGTH = struct.Struct("<I")
 _OPENING = re.compile(rb"\[*")
 _EMPTY = re.compile(rb"\[*\]")
 _VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
-"""What a JSON array of numbers has besides its structure."""
+"""All bytes of a JSON array of numbers except its structure."""
 _FLATTENED = bytes.maketrans(b"[]", b"  ")
 _SPACE = b" \t\r\n"
 _CONSTANTS = {b"NaN": math.nan, b"-NaN": math.nan} | {
     sign + name: float(sign + b"inf") for sign in (b"", b"-") for name in (b"Infinity", b"Inf")
 }
-"""Bare constants, which JSON lacks and Triton takes."""
+"""Bare constants, which JSON lacks and Triton accepts."""
 
 
 def from_binary(body: memoryview, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """View bytes as a tensor, without copying. Raises InvalidRequest if their number does not fit the shape."""
+    """View bytes as a tensor, without copying. Raises InvalidRequest if their number does not match the shape."""
     check_size(len(body), name, datatype, shape)
     return np.frombuffer(body, DTYPES[datatype]).reshape(shape)
 
 
 def from_window(window: Window, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """Copy a tensor out of shared memory. Raises InvalidRequest before a read if the window does not fit the shape."""
+    """Copy a tensor out of shared memory. Raises InvalidRequest, before reading, if the window's size is wrong."""
     check_size(window.nbytes, name, datatype, shape)
     return from_binary(window.read(), name, datatype, shape)
 
 
 def check_size(nbytes: int, name: str, datatype: str, shape: Sequence[int]) -> None:
-    """Raise InvalidRequest if an input of this datatype and shape does not have this many bytes."""
+    """Raise InvalidRequest unless an input of this datatype and shape has `nbytes` bytes."""
     expected = math.prod(shape) * DTYPES[datatype].itemsize
     if expected != nbytes:
         raise TensorMismatch(
@@ -59,7 +59,7 @@ def check_size(nbytes: int, name: str, datatype: str, shape: Sequence[int]) -> N
 
 
 def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """Read a flat array, or one nested like the shape, of valid JSON but for bare constants.
+    """Read a flat array, or one nested like the shape, from JSON that is valid apart from bare constants.
 
     Raises InvalidRequest for anything else, and for more than MOST_JSON_VALUES.
     """
@@ -93,7 +93,7 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
 
 
 def count_separated(text: bytes, name: str) -> int:
-    """Count what commas separate, before any value becomes an object. Raises InvalidRequest for too many."""
+    """Count comma-separated values, before any becomes an object. Raises InvalidRequest for too many."""
     separated = text.count(b",") + 1
     _require_few(separated, name)
     return separated
@@ -108,12 +108,12 @@ def _require_few(values: int, name: str) -> None:
 
 
 def compact(data: msgspec.Raw) -> bytes:
-    """Return valid JSON of numbers without the white space between them, however much of it there is."""
+    """Return valid JSON of numbers without any white space."""
     return bytes(data).translate(None, _SPACE)
 
 
 def nesting(text: bytes) -> int:
-    """Return how many brackets open before the first value of compact JSON."""
+    """Return the number of brackets before the first value of compact JSON."""
     opening = _OPENING.match(text)
     return opening.end() if opening else 0
 
@@ -137,7 +137,7 @@ def nested_shape(text: bytes, depth: int) -> list[int]:
 
 
 def _require_nested(text: bytes, depth: int, name: str, shape: Sequence[int]) -> None:
-    """Raise InvalidRequest unless the brackets of valid JSON are those of an array of this shape."""
+    """Raise InvalidRequest unless the brackets of valid JSON match an array of this shape."""
     structure = _structure_of(text)
     if _has_structure(structure, shape):
         return
@@ -162,7 +162,7 @@ def _has_structure(structure: bytes, shape: Sequence[int]) -> bool:
 
 
 def _flat_values(text: bytes, name: str, datatype: str) -> Iterator[Array]:
-    """Yield the values of an array of any nesting, a piece at a time."""
+    """Yield the values of an array of any nesting, piece by piece."""
     flat, start = text.translate(_FLATTENED), 0
     if not flat.strip(b", "):
         return
@@ -178,7 +178,7 @@ def _flat_values(text: bytes, name: str, datatype: str) -> Iterator[Array]:
 
 
 def _array(piece: bytes, datatype: str) -> Array:
-    """Read values that commas separate. Raises DecodeError, ValueError or OverflowError for those that do not fit."""
+    """Read comma-separated values. Raises DecodeError, ValueError or OverflowError for values that do not fit."""
     dtype, decoder = DTYPES[datatype], _decoders[datatype]
     try:
         values = decoder.decode(b"[%b]" % piece)
@@ -217,7 +217,7 @@ _decoders: dict[str, msgspec.json.Decoder[list[Any]]] = {
 
 
 def filled(value: float, datatype: str, shape: Sequence[int]) -> Array:
-    """Return a tensor all of whose elements are `value`. Raises OverflowError or ValueError if that does not fit."""
+    """Return a tensor filled with `value`. Raises OverflowError or ValueError if `value` does not fit the datatype."""
     dtype = DTYPES[datatype]
     if datatype == BF16:
         return np.full(shape, bf16_of_float32(np.array([value], np.float32))[0])
@@ -231,9 +231,9 @@ def filled(value: float, datatype: str, shape: Sequence[int]) -> Array:
 
 
 def answered(request: Request, answer: Answer, info: ModelInfo) -> Iterator[tuple[RequestedOutput, str, Array]]:
-    """Yield each output that the client asks for, with the datatype and the array that it gets.
+    """Yield each requested output, with its datatype and array as sent.
 
-    A classification is BYTES, whatever the model's datatype.
+    Classifications are BYTES, whatever the model's datatype.
     """
     tensors = {tensor.name: tensor for tensor in info.outputs}
     for asked in request.outputs:
@@ -255,7 +255,7 @@ def to_binary(array: Array, datatype: str) -> bytes | memoryview:
 
 
 def to_json(array: Array) -> msgspec.Raw:
-    """Write a flat array, with bare NaN and Infinity, as Triton does. Bytes that are not UTF-8 become U+FFFD."""
+    """Write a flat array, with bare NaN and Infinity as Triton does. Bytes that are not UTF-8 become U+FFFD."""
     if array.dtype.kind == "O":
         return msgspec.Raw(msgspec.json.encode([element.decode(errors="replace") for element in array.ravel()]))
     flat = array.ravel()

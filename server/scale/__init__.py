@@ -1,1 +1,1 @@
-"""Engines placed by Ray Serve: which models each one has, and the ingress that routes requests to them."""
+"""Engines placed by Ray Serve: their models, and the ingress that routes requests to them."""

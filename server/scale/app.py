@@ -1,4 +1,4 @@
-"""The Ray Serve application: the engines, which are the replicas of one deployment, and the ingress.
+"""The Ray Serve application: engines, which are replicas of one deployment, and the ingress.
 
 serve run cohabit.server.scale.app:app repository=/models memory=8GiB replicas=2
 """
@@ -33,12 +33,12 @@ from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, refu
 from cohabit.server.scale.settings import MOST_REPLICAS, ScalePlan, count, plan_engines
 
 _MOST_UNDER_WAY = 8192
-"""Queues are the engines' own, which shed by deadlines and limits."""
+"""Limit of Ray's queues. Queues are in the engines, which shed by deadlines and limits."""
 _HEALTH_CHECK_S = 1.0
 _ENGINE = "Engine"
-"""The engines' deployment, as config files of Ray name it."""
+"""The engines' deployment, as Ray's config files name it."""
 _DRAIN_S = 120.0
-"""How long an engine that is to stop may wait for others to load its models, and for its requests."""
+"""Maximum seconds for a stopping engine to wait for others to load its models, and for its requests."""
 _KEPT = ("STARTING", "UPDATING", "RECOVERING", "RUNNING")
 """States of replicas that Ray keeps."""
 
@@ -56,7 +56,7 @@ def app(values: Mapping[str, Any]) -> Application:
 
 
 def application(plan: ScalePlan, replicas: int) -> Application:
-    """Bind the engines and the ingress. Nothing but Ray's number of replicas depends on `replicas`."""
+    """Bind the engines and the ingress. Only Ray's number of replicas depends on `replicas`."""
     options = {"max_ongoing_requests": _MOST_UNDER_WAY, "health_check_period_s": _HEALTH_CHECK_S}
     share = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
     engines = serve.deployment(
@@ -74,17 +74,17 @@ def application(plan: ScalePlan, replicas: int) -> Application:
 
 
 def requests_per_engine(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Return how many engines the requests under way need, by Ray's setting `target_ongoing_requests`.
+    """Return the number of engines that the requests under way need, by Ray's setting `target_ongoing_requests`.
 
     A policy of Ray's autoscaler, which applies its limits, factors and delays to it. Ray's own policy does not see the
-    requests, since they reach engines without it.
+    requests, since they do not reach the engines through Ray.
     """
     under_way = sum((context.aggregated_metrics or {}).get("requests", {}).values())
     return under_way / context.config.get_target_ongoing_requests(), {}
 
 
 class EngineDeployment:
-    """An engine in an actor of its own. It is started once its models are served."""
+    """An engine in its own actor. It has started once its models are served."""
 
     async def __init__(self, config: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         context = serve.get_replica_context()
@@ -103,7 +103,7 @@ class EngineDeployment:
     def check_health(self) -> None:
         self._engine.check()
 
-    async def __del__(self) -> None:  # Ray awaits it as well, once the replica is to stop
+    async def __del__(self) -> None:  # Ray also awaits this, when the replica is to stop
         await self._background.close()
         with suppress(RayError, TimeoutError):
             if not await asyncio.to_thread(self._application_stops):
@@ -111,7 +111,7 @@ class EngineDeployment:
         await self._engine.stop()
 
     def _application_stops(self) -> bool:
-        """Whether the whole application stops, so that there is no ingress to ask."""
+        """Whether the whole application is stopping, so that there is no ingress to call."""
         application = serve.status().applications.get(self._app_name)
         return application is None or application.status == ApplicationStatus.DELETING
 
@@ -122,12 +122,12 @@ class EngineDeployment:
                 await self._beat()
 
     async def _beat(self) -> None:
-        """Tell the ingress of the engine, which it knows unless it was started again."""
+        """Register the engine with the ingress, which knows it already unless the ingress has restarted."""
         self._requests = await self._ingress.joined.remote(self._name, self._engine.url, self._engine.token)
 
 
 class Ingress:
-    """Takes HTTP requests, whose bodies it passes on as they came, and assigns models to engines."""
+    """Receives HTTP requests, passes their bodies on unchanged, and assigns models to engines."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, config: bytes, traffic: Sequence[ModelTraffic], copies: int, _: DeploymentHandle
@@ -162,7 +162,7 @@ class Ingress:
         return await self._assigner.join(engine)
 
     async def joined(self, engine: str, url: str, token: str) -> int:
-        """Return how many requests an engine has."""
+        """Return the number of an engine's requests."""
         if engine not in self._assigner.router.engines:
             await self._assigner.joined(engine, EngineAddress(self._session, url, token, self._memory))
         return self._assigner.router.load(engine)
@@ -174,7 +174,7 @@ class Ingress:
         await self._assigner.until_settled()
 
     async def _count_engines(self) -> int:
-        """Return how many engines run or are being started."""
+        """Return the number of engines that run or are starting."""
 
         def counted() -> int:
             states = serve.status().applications[self._app_name].deployments[_ENGINE].replica_states
@@ -182,7 +182,7 @@ class Ingress:
 
         try:
             return await asyncio.to_thread(counted)
-        except (KeyError, RayError):  # Ray's controller is being started
+        except (KeyError, RayError):  # Ray's controller is starting
             return MOST_REPLICAS
 
 

@@ -14,11 +14,11 @@ from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, Rout
 _log = logging.getLogger("cohabit.scale")
 _POLL_S = 0.3
 _STARTING_S = 30.0
-"""How long engines that are being started are waited for, before models are assigned to the others."""
+"""Maximum wait in seconds for starting engines, before models are assigned to the others."""
 
 
 class Assigner:
-    """Knows the engines and what each has loaded, and moves models. Event loop's thread only."""
+    """Tracks the engines and their loaded models, and moves models. Event loop's thread only."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Assigner:
         assign: Callable[[int], Assignment],
         count_engines: Callable[[], Awaitable[int]],
     ) -> None:
-        """`assign` divides models among engines. `count_engines` counts those that run or are being started."""
+        """`assign` divides models among engines. `count_engines` counts running and starting engines."""
         self.router = Router(models, self._lost)
         self._assign = assign
         self._count_engines = count_engines
@@ -39,13 +39,13 @@ class Assigner:
         self._moved = asyncio.Event()
 
     async def join(self, engine: str) -> Sequence[ModelTraffic]:
-        """Return the models that an engine is to load when it starts."""
+        """Return the models that an engine loads when it starts."""
         part = self._joining.setdefault(engine, asyncio.get_running_loop().create_future())
         self._change.set()
         return await asyncio.shield(part)
 
     async def joined(self, engine: str, address: RoutedEngine) -> None:
-        """Route requests to an engine, which serves its models. Does nothing for one that is known already."""
+        """Route requests to an engine, which serves its models. Does nothing for a known engine."""
         if engine in self.router.engines or engine in self._leaving:
             return
         self.router.engines[engine] = address
@@ -58,7 +58,7 @@ class Assigner:
         self._change.set()
 
     async def leave(self, engine: str) -> None:
-        """Return once an engine that is to stop gets no more requests: others serve its models, or there are none."""
+        """Return once a stopping engine gets no more requests: others serve its models, or there are no others."""
         self._leaving.add(engine)
         self._change.set()
         self._notify()
@@ -69,7 +69,7 @@ class Assigner:
         await self.router.idle(engine)
 
     async def until_settled(self) -> None:
-        """Return once every engine has the models that it is to have."""
+        """Return once every engine has loaded its models."""
         while not self._wanted or any(set(self._names(e)) - self._loaded.get(e, set()) for e in self._wanted):
             await self._moved.wait()
 
@@ -85,10 +85,10 @@ class Assigner:
                     part.set_result(self._wanted[engine])
             self._failures.clear()
             while await self._move():
-                pass  # what is unloaded makes room for what could not be loaded
+                pass  # unloading makes room for models that could not be loaded
 
     async def _staying(self) -> list[str]:
-        """Return the engines among which models are divided: all that Ray keeps, or has started in time."""
+        """Return the engines among which models are divided: all that Ray keeps, or those started in time."""
         deadline_s = asyncio.get_running_loop().time() + _STARTING_S
         while True:
             await self.router.are_alive()
@@ -101,12 +101,12 @@ class Assigner:
             if engines and len(engines) == count:
                 return engines
             if there and asyncio.get_running_loop().time() > deadline_s:
-                self._change.set()  # to look again
+                self._change.set()  # to check again
                 return engines
             await asyncio.sleep(_POLL_S)
 
     def _matched(self, engines: Sequence[str], parts: Assignment) -> dict[str, Sequence[ModelTraffic]]:
-        """Give each engine the part of which it has most, so that little moves."""
+        """Give each engine the part that overlaps most, in bytes, with its loaded models, so that little moves."""
         left, matched = list(parts), dict[str, Sequence[ModelTraffic]]()
         held = {e: self._loaded.get(e) or {m.name for m in self._wanted.get(e, ())} for e in sorted(engines)}
         for engine in sorted(held, key=lambda e: -len(held[e])):
@@ -116,7 +116,7 @@ class Assigner:
         return matched
 
     async def _move(self) -> bool:
-        """Load what engines lack, route there, and unload what has moved. Returns whether to do so again."""
+        """Load missing models, route to them, and unload moved ones. Returns whether to do so again."""
         missing = {e: [m for m in self._names(e) if m not in held] for e, held in self._loaded.items()}
         await asyncio.gather(*(self._load(engine, models) for engine, models in missing.items()))
         self._route()
@@ -153,7 +153,7 @@ class Assigner:
         return [model.name for model in self._wanted.get(engine, ())]
 
     def _has_moved(self, engine: str, model: str) -> bool:
-        """Whether every engine that is to have a model has it, and this one is not to."""
+        """Whether all assigned engines have loaded a model, and this engine is not one of them."""
         holders = [e for e in self._wanted if model in self._names(e)]
         return engine not in holders and bool(holders) and all(model in self._loaded.get(e, ()) for e in holders)
 
@@ -162,7 +162,7 @@ class Assigner:
         return bool(others) and not self._loaded.get(engine, set()) - self._failures.keys() <= set().union(*others)
 
     def _route(self) -> None:
-        """Route each model to the engines that are to have it and do, or else to any that do."""
+        """Route each model to its assigned engines that have loaded it, or else to any that have."""
         holders = {}
         for model in self.router.models:
             having = [engine for engine, held in self._loaded.items() if model in held]

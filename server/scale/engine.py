@@ -24,10 +24,10 @@ _CONNECT_S = 5.0
 
 
 class ServedEngine:
-    """A server with its models. Its engine is a process of its own, which is restarted if it dies."""
+    """A server with its models. Its engine is a separate process, which is restarted if it dies."""
 
     def __init__(self, config: ServeConfig, address: str) -> None:
-        """It listens on any port of this address, for clients that have its token."""
+        """Listens on any port of this address, for clients with its token."""
         self._config = config
         self._folder = tempfile.TemporaryDirectory(prefix="cohabit-scale-")
         self._address = address
@@ -40,7 +40,7 @@ class ServedEngine:
         return self._server.http_url
 
     async def start(self, models: Sequence[ModelTraffic]) -> None:
-        """Load the models; returns once they are served. Raises what loading raises."""
+        """Load the models; returns once they are served. Raises the errors of loading."""
         tokens = Path(self._folder.name) / "token"
         tokens.write_text(self.token)
         self._server = Server(
@@ -70,10 +70,10 @@ class ServedEngine:
 
 
 class EngineAddress:
-    """An engine, reached over HTTP. Headers and bodies are passed on as they came."""
+    """An engine, reached over HTTP. Headers and bodies are passed on unchanged."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, token: str, memory: RequestMemory) -> None:
-        """Answers that are being received count as request memory."""
+        """Answers being received count as request memory."""
         self._session = session
         self._url = URL(url)
         self._authorization = f"Bearer {token}"
@@ -101,7 +101,7 @@ class EngineAddress:
 
 def engine_session() -> aiohttp.ClientSession:
     """Return connections to engines. Event loop's thread only."""
-    # An engine closes idle connections as well; it must not do so while a request is on its way.
+    # Engines also close idle connections; they must not do so while a request is on its way.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S / 2)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, timeout=timeout)

@@ -1,4 +1,4 @@
-"""The ingress without Ray: routes requests to engines by model and load, and tries those of a lost engine once more."""
+"""The ingress without Ray: routes requests to engines by model and load, and retries requests of a lost engine once."""
 
 import asyncio
 from collections import Counter
@@ -32,7 +32,7 @@ _LENGTH, _ENCODING = "inference-header-content-length", "content-encoding"
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A request as it came; tensors are in one buffer, the body. Names of headers are in lower case."""
+    """A request as received, its body with all tensors in one buffer. Header names are in lower case."""
 
     method: str
     target: str
@@ -79,16 +79,16 @@ class Router:
         self._sent: Counter[str] = Counter()
 
     def route(self, holders: Mapping[str, Sequence[str]], failures: Mapping[str, str]) -> None:
-        """Send requests of these models to these engines from now on.
+        """Route requests of these models to these engines from now on.
 
-        Requests of other models wait for an engine that has them, or are refused if there is a reason in `failures`.
+        Requests of other models wait for an engine that has them, or are refused if `failures` has a reason.
         """
         self._holders, self._failures = holders, failures
         self._changed.set()
         self._changed = asyncio.Event()
 
     def load(self, engine: str, model: str | None = None) -> int:
-        """Requests that an engine has, of one model or all."""
+        """Return the number of requests of an engine, of one model or all."""
         return sum(n for (asked, of), n in self._under_way.items() if asked == engine and model in (None, of))
 
     async def idle(self, engine: str, model: str | None = None) -> None:
@@ -98,7 +98,7 @@ class Router:
             await self._answered.wait()
 
     async def answer(self, request: ForwardedRequest) -> ForwardedAnswer:
-        """Answer a request, or say as JSON why it has no answer."""
+        """Answer a request, or return the error as JSON."""
         try:
             return await self._answer(request)
         except RequestError as error:
@@ -134,9 +134,9 @@ class Router:
         return [engine for engine in self._holders.get(model, ()) if engine in self.engines]
 
     async def _holder_of(self, model: str) -> str:
-        """Return the engine of least load that has a model, once there is one. Raises Refused if it cannot be loaded.
+        """Return the least loaded engine that has a model, once there is one. Raises Refused if it cannot be loaded.
 
-        Any engine knows how to refuse a model that the repository does not have.
+        Any engine can refuse a model that the repository does not have.
         """
         while True:
             holders = self._alive(model) if model in self.models else self.engines
@@ -147,7 +147,7 @@ class Router:
             await self._changed.wait()
 
     async def _retried(self, request: ForwardedRequest, model: str) -> ForwardedAnswer:
-        """Ask the engine of least load; if it is lost, ask once more, another one or its successor.
+        """Ask the least loaded engine; if it is lost, retry once, with another engine or its successor.
 
         Raises Refused if that is lost as well, and RequestTimedOut.
         """
@@ -169,7 +169,7 @@ class Router:
             raise RequestTimedOut(model, timeout_s or 0.0) from error
 
     async def ask(self, engine: str, request: ForwardedRequest, model: str = "") -> ForwardedAnswer:
-        """Raises EngineUnavailable; then the engine is none any more."""
+        """Raises EngineUnavailable; then the engine is no longer used."""
         if (asked := self.engines.get(engine)) is None:
             raise EngineUnavailable("it is lost")
         self._under_way[engine, model] += 1
@@ -203,14 +203,14 @@ class Router:
             self._on_lost(engine)
 
     async def _ready(self, request: ForwardedRequest) -> ForwardedAnswer:
-        """Ready while every model has an engine, and every engine is ready; a lost one is not waited for."""
+        """Answer whether every model has an engine and every engine is ready. Ignores engines lost meanwhile."""
         answers = await self._asked(request, list(self.engines))
         if not answers or not all(map(self._alive, self.models)):
             return _json(400, {"error": "engines are being started, or load models"})
         return next((answer for answer in answers if answer.status != 200), answers[0])
 
     async def _of_all(self, request: ForwardedRequest, engines: Sequence[str]) -> ForwardedAnswer:
-        """Put the answers of several engines together; a lost engine's part is left out.
+        """Combine the answers of several engines, without those of lost engines.
 
         Statistics have an entry per engine. The index has one per version: the state where it is served.
         """
@@ -232,7 +232,7 @@ class Router:
         )
 
     async def _asked(self, request: ForwardedRequest, engines: Sequence[str]) -> list[ForwardedAnswer]:
-        """Ask several engines, without those that are lost meanwhile."""
+        """Ask several engines; drops those lost meanwhile."""
         answers = await asyncio.gather(*(self.ask(e, request) for e in engines), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineUnavailable):
@@ -248,7 +248,7 @@ def refusal(error: RequestError) -> ForwardedAnswer:
 
 
 def _timeout_s(request: ForwardedRequest) -> float | None:
-    """Return the request's own timeout; None if it has none that can be read here, or no valid JSON."""
+    """Return the request's own timeout; None if it has none, cannot be read here, or is not valid JSON."""
     try:
         length = parse_header_length(request.headers.get(_LENGTH))
         end = len(request.body) if length is None else length
@@ -257,7 +257,7 @@ def _timeout_s(request: ForwardedRequest) -> float | None:
         timed = parse_json(memoryview(head), _Timed)
         timeout_us = unsigned(timed.parameters, "timeout", "the request")
     except InvalidRequest:
-        return None  # the engine says what is wrong
+        return None  # the engine reports the error
     return timeout_us / 1e6 if timeout_us else None
 
 

@@ -1,4 +1,4 @@
-"""The settings of `cohabit scale`, and the engines that follow from them."""
+"""Settings of `cohabit scale`, and the resulting engines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,14 +28,14 @@ ENGINE_SETTINGS = (
         "queue_memory",
     ),
 )
-"""Settings of `cohabit serve` that every engine gets; `memory` is that of one engine."""
+"""Settings of `cohabit serve` passed to every engine; `memory` is per engine."""
 MOST_REPLICAS = 256
 count = integer(1, MOST_REPLICAS)
 
 
 @dataclass(frozen=True, slots=True)
 class ScalePlan:
-    """What every engine has in common, and the models to assign to them."""
+    """The common settings of all engines, and the models to assign to them."""
 
     config: ServeConfig
     traffic: Sequence[ModelTraffic]
@@ -86,7 +86,7 @@ def plan_engines(
 
 
 def _traffic(repository: Path, rates: Mapping[str, float]) -> list[ModelTraffic]:
-    """The weights are taken as large as the archives, which store them as they are."""
+    """Return the models with their weights' size, taken from the archives, which store them unchanged."""
     models = by_name(entry for entry in scan(repository) if isinstance(entry, ModelSource))
     if unknown := sorted(rates.keys() - models.keys()):
         raise ConfigError(f"--rates: {repository} has no model '{unknown[0]}'; it has {', '.join(sorted(models))}")

@@ -12,7 +12,7 @@ from cohabit.server.scheduling.queues import Ticket
 from cohabit.server.scheduling.sequences import executable
 
 _GAIN = 0.9
-"""A larger batch is preferred if its time per row is at most this share of a smaller batch's."""
+"""A larger batch is preferred if its time per row is at most this fraction of a smaller batch's."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class Batch(msgspec.Struct, frozen=True):
     keep_until_s: float = -math.inf
     """Further requests may join until this time."""
     predicted_s: float = 0.0
-    """The expected duration of its execution, once it is dispatched."""
+    """Expected duration of its execution, set on dispatch."""
 
     @property
     def model(self) -> ModelKey:
@@ -38,9 +38,9 @@ def choose_batch(
     now_s: float,
     since_s: float | None = None,
 ) -> Batch:
-    """Choose how many waiting requests are executed with the first one, whose sizes they must have.
+    """Choose the waiting requests to execute with the first one; their sizes must equal the first one's.
 
-    The batch delay counts from `since_s`, or without it from the arrival of the oldest of them.
+    The batch delay counts from `since_s`, by default from the arrival of the oldest of them.
 
     A batch may be padded: five requests of a swap-bound model run as a batch of eight, with one copy of the parameters.
     A compute-bound model gains nothing from batching, so its requests are executed one by one.
@@ -48,6 +48,7 @@ def choose_batch(
     taken: list[Ticket] = []
     rows, best_s, paying, preferred, deadline_s = 0, math.inf, 1, 0, math.inf
     full = False
+    # `paying` is the last batch length at which another request still paid off.
     for ticket in executable(waiting):
         if taken and ticket.request.sizes != taken[0].request.sizes:
             if not policy.keeps_order:
@@ -55,6 +56,7 @@ def choose_batch(
             full = True
             break
         more = rows + ticket.request.batch
+        # The earliest deadline in the batch limits its duration.
         if ticket.deadline_s is not None:
             deadline_s = min(deadline_s, ticket.deadline_s)
         too_late = deadline_s < math.inf and now_s + estimate.upper_estimate_s(more, now_s) > deadline_s
@@ -70,7 +72,7 @@ def choose_batch(
             preferred = len(taken)
     keep_until_s = -math.inf
     if policy.batch_delay_s > 0.0 and not full and not preferred and rows < max_rows:
-        # Until the oldest request has waited for the batch delay, or a deadline forces the start.
+        # Wait until the batch delay of the oldest request ends, or a deadline forces the start.
         latest_start_s = deadline_s - estimate.upper_estimate_s(rows, now_s)
         since_s = min(ticket.arrived_s for ticket in taken) if since_s is None else since_s
         keep_until_s = min(since_s + policy.batch_delay_s, latest_start_s)
@@ -83,7 +85,7 @@ def best_rate_batch(
 ) -> Batch:
     """Return the batch with the highest rate of answers, for use under overload.
 
-    Requests whose deadline is too near for that batch are left out; including them would force small batches.
+    Leaves out requests whose deadline is too near for that batch; including them would force small batches.
     """
     if estimate.seconds(usual.rows) == 0.0:  # neither predicted nor measured yet
         return usual
@@ -100,7 +102,7 @@ def best_rate_batch(
 
 
 def _fitting(tickets: Iterable[Ticket], max_rows: int, end_s: float) -> Iterator[Ticket]:
-    """Yield requests in order that fit into a batch and whose deadline is not before its end."""
+    """Yield, in order, requests that fit into a batch and whose deadline is not before its end."""
     rows = 0
     for ticket in tickets:
         if ticket.deadline_s is None or ticket.deadline_s >= end_s:

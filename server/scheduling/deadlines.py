@@ -7,20 +7,20 @@ from collections.abc import Collection
 from cohabit.server.scheduling.queues import Ticket
 
 _MAX_STALE = 64
-"""The heap is rebuilt beyond this many entries plus two per waiting request: stale entries hold input memory."""
+"""The heap is rebuilt above this size plus two entries per waiting request: stale entries hold input memory."""
 
 
 class Deadlines:
-    """A heap with lazy deletion: entries of requests that no longer wait are skipped."""
+    """A heap with lazy deletion: skips entries of requests that no longer wait."""
 
     def __init__(self, live: Collection[Ticket]) -> None:
-        """`live` always has the requests that wait."""
+        """`live` always contains the waiting requests."""
         self._heap: list[tuple[float, int, Ticket]] = []
         self._live = live
 
     @property
     def earliest_s(self) -> float:
-        """The earliest of the latest start times; infinite if there is none."""
+        """The earliest of the latest start times; infinite if there are none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def watch(self, ticket: Ticket, latest_start_s: float) -> None:
@@ -33,7 +33,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def pop_before(self, start_s: float) -> Ticket | None:
-        """Remove and return a request whose latest start time has passed; None if there is none."""
+        """Remove and return a request whose latest start time has passed; None if there are none."""
         while self._heap and self._heap[0][0] < start_s:
             _, _, ticket = heapq.heappop(self._heap)
             if ticket in self._live:

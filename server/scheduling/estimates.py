@@ -1,4 +1,7 @@
-"""Execution time estimates: the plans' predictions, corrected by measurements."""
+"""Execution time estimates: the plans' predictions, corrected by measurements.
+
+A bucket is a planned batch size, with maximum sizes of the other dynamic dimensions.
+"""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -10,17 +13,17 @@ from cohabit.planner.shapes import Bucket, smallest_holding
 _MEAN_STEP, _DEVIATION_STEP = 1 / 8, 1 / 4
 """Weights of one measurement in the mean and the deviation, as for TCP's round-trip times (RFC 6298)."""
 _DEVIATIONS = 3.0
-"""An upper estimate is this many mean deviations above the mean; few executions exceed it."""
+"""Mean deviations above the mean for an upper estimate, which few executions exceed."""
 _FIRST_DEVIATION = 0.1
 _LEAST_S = 1e-6
 _LARGEST_STEP = 3.0
-"""A measurement is clipped to this many times the mean, so that one outlier does not cause mass shedding."""
+"""Limit of a measurement in multiples of the mean, so that one outlier does not cause mass shedding."""
 _FORGET_S = 5.0
-"""Time constant of the decay of corrections without measurements, so that shedding does not last for ever."""
+"""Time constant by which corrections decay while nothing is measured, so that shedding ends."""
 
 
 class Delay:
-    """A running estimate of a duration that has no prediction, such as the event loop's delay per answer."""
+    """A running estimate of a duration without a prediction, such as the event loop's delay per answer."""
 
     def __init__(self) -> None:
         self._mean_s = 0.0
@@ -28,7 +31,7 @@ class Delay:
 
     @property
     def upper_estimate_s(self) -> float:
-        """An upper estimate, which is rarely exceeded."""
+        """A duration that is rarely exceeded."""
         return self._mean_s + _DEVIATIONS * self._deviation_s
 
     def measured(self, seconds: float) -> None:
@@ -37,7 +40,7 @@ class Delay:
 
 
 class Estimate:
-    """A model's execution times in one bucket of sizes. Without predictions, all batch sizes share a measured time."""
+    """Execution times in one bucket of sizes. Without predictions, one measured mean serves all batch sizes."""
 
     def __init__(self, seconds_by_batch: Mapping[int, float]) -> None:
         self.replan(seconds_by_batch)
@@ -47,11 +50,11 @@ class Estimate:
         self._measured_s = 0.0
 
     def replan(self, seconds_by_batch: Mapping[int, float]) -> None:
-        """Replace the predictions; the learned correction is kept."""
+        """Replace the predictions; keeps the learned correction."""
         self._predicted = {b: max(s, _LEAST_S) for b, s in sorted(seconds_by_batch.items())}
         self._batches = list(self._predicted)
         self._per_row_s = list(accumulate((s / b for b, s in self._predicted.items()), min))
-        """The least time per row in batches up to each size."""
+        """Minimum time per row in batches up to each size."""
         self._known = bool(self._predicted)
 
     @property
@@ -60,7 +63,7 @@ class Estimate:
         return self._mean
 
     def predicted_s(self, rows: int) -> float:
-        """Return the plan's time for the batch that `rows` are padded to; 1 if there are no plans."""
+        """Return the plan's time for `rows`, padded to a planned batch; 1 without plans."""
         if not self._known:
             return 1.0
         place = bisect_left(self._batches, rows)
@@ -107,7 +110,7 @@ class Estimate:
 
 
 class ModelEstimates:
-    """A model's execution times: one `Estimate` for all batches of the same bucket of sizes."""
+    """A model's execution times: one `Estimate` per bucket of sizes, for all its batch sizes."""
 
     def __init__(self, predicted_s: Mapping[Bucket, float]) -> None:
         self._estimates: dict[tuple[int, ...], Estimate] = {}
@@ -115,7 +118,7 @@ class ModelEstimates:
         self._newest = next(iter(self._estimates.values()))
 
     def replan(self, predicted_s: Mapping[Bucket, float]) -> None:
-        """Replace the predictions; the learned corrections are kept."""
+        """Replace the predictions; keeps the learned corrections."""
         by_sizes: dict[tuple[int, ...], dict[int, float]] = {}
         for bucket, seconds in predicted_s.items():
             by_sizes.setdefault(bucket.sizes, {})[bucket.batch] = seconds
@@ -131,7 +134,7 @@ class ModelEstimates:
 
     @property
     def correction(self) -> float:
-        """Measured over predicted time, on average, in the bucket that was measured last."""
+        """Measured over predicted time, on average, in the most recently measured bucket."""
         return self._newest.correction
 
     def measured(self, sizes: tuple[int, ...], rows: int, seconds: float, now_s: float) -> None:

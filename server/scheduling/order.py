@@ -21,12 +21,12 @@ class DispatchOrder:
         self._waiting = waiting
         self._last: ModelKey | None = None
         self._bypassed: tuple[int, int] = (0, 0)
-        """The number of the oldest request, and how many executions have bypassed it."""
+        """Number of the oldest request, and count of executions that have bypassed it."""
 
     def choose(self, now_s: float, overloaded: bool) -> Batch | None:
         """Return the most urgent batch, or the oldest request's after `BYPASSES` bypasses.
 
-        None if no batch may start. Under overload, the batch with the highest rate of answers is chosen.
+        None if no batch may start. Under overload, returns the batch with the highest rate of answers.
         """
         ready = [item for item in self._waiting.items() if _kept_until_s(item[1], now_s) <= now_s]
         if not ready:
@@ -45,7 +45,7 @@ class DispatchOrder:
         return batch
 
     def wake_s(self, now_s: float) -> float:
-        """Return when a batch that is held back may start; infinite if there is none."""
+        """Return when a delayed batch may start; infinite if there are none."""
         return min((_kept_until_s(known, now_s) for known in self._waiting.values()), default=math.inf)
 
     def dispatched(self, batch: Batch) -> None:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """The policy of one priority level."""
-
     limit: int | None = None
     """Maximum queue length; None for the server's limit per model."""
     timeout_s: float | None = None
@@ -18,7 +16,7 @@ class LevelPolicy:
     """Whether a late request moves to the end of the queue instead of being refused."""
 
     def timeout_of(self, asked_s: float | None) -> float | None:
-        """Return the timeout that applies to a request with this timeout, or none, of its own."""
+        """Return the timeout of a request that asks for `asked_s`, or for none."""
         if self.timeout_s is None:
             return asked_s
         if asked_s is None or not self.timeout_may_shorten:
@@ -32,15 +30,15 @@ class Policy:
 
     levels: int = 1
     default_level: int = 1
-    """The level of requests without a priority, or with one out of range. 1 is the most urgent."""
+    """Level of requests without a priority, or with one out of range. 1 is the most urgent."""
     default: LevelPolicy = LevelPolicy()
     by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
     preferred_batches: tuple[int, ...] = ()
     """Batch sizes that are dispatched as soon as they are reached; if empty, the estimates decide."""
     batch_delay_s: float = 0.0
-    """How long a request may be held back for others to join its batch."""
+    """Maximum delay of a request so that others can join its batch."""
     keeps_order: bool = False
-    """Whether no request may be passed over by a later one of its level."""
+    """Whether requests of a level keep their order."""
     concurrency: int | None = None
     """Maximum number of requests in flight."""
     rate_per_s: float | None = None

@@ -1,4 +1,4 @@
-"""One model's waiting requests: a queue per priority level, then one of late requests."""
+"""One model's waiting requests: a queue per priority level, then one for late requests."""
 
 import math
 from collections import Counter, deque
@@ -14,25 +14,25 @@ _number = attrgetter("number")
 
 
 class Ticket(msgspec.Struct, frozen=True, eq=False):
-    """A request's place in a queue. Equal only to itself."""
+    """A request's entry in a queue. Equal only to itself."""
 
     request: Request
     number: int
     """Order of arrival over all models."""
     generation: int
-    """Which load of its model the request is for: the one that was served when it arrived."""
+    """The load of its model that executes the request: the one served when it arrived."""
     arrived_s: float
     deadline_s: float | None = None
-    """When its answer must be ready; otherwise it is shed."""
+    """Time by which the answer must be ready; otherwise the request is shed."""
     timeout_s: float | None = None
     late_s: float | None = None
-    """When it moves to the end of the queue; set instead of `deadline_s`."""
+    """Time at which it moves to the end of the queue; set instead of `deadline_s`."""
     due_s: float = math.inf
-    """When its execution should start at the latest; the earliest is the most urgent."""
+    """Latest time at which its execution should start; the earliest is the most urgent."""
     level: int = 1
     """1 is the most urgent."""
     alone: bool = False
-    """Whether the device was idle when it arrived, so that an execution that turns out too late delays no other."""
+    """Whether the device was idle on its arrival, so that a late execution delays no other request."""
 
     @property
     def expires(self) -> bool:
@@ -48,7 +48,7 @@ class ModelQueue:
         self._late: deque[Ticket] = deque()
         self._count = 0
         self.rows: Counter[tuple[int, ...]] = Counter()
-        """By the requests' sizes: rows of other sizes are not executed together."""
+        """Waiting rows by the requests' sizes: rows of different sizes are not executed together."""
 
     def __len__(self) -> int:
         return self._count

@@ -20,14 +20,14 @@ class ScheduledModel:
         self.admission = Admission()
         self.estimates = ModelEstimates({})
         self.max_rows = 0
-        """0 if requests are executed alone."""
+        """Maximum rows of a batch; 0 executes requests alone."""
         self.recovery_s = 0.0
-        """Lost directly after an execution of the same model, while its residents are still copied back."""
+        """Seconds lost directly after an execution of the same model, while its residents are still copied back."""
         self.held = False
         self.returning: set[SequenceId] = set()
-        """Sequences of the last execution whose next requests have not come yet: those of a text come at once."""
+        """Sequences of the last execution whose next requests have not arrived yet; those of a text arrive at once."""
         self.free_s = -math.inf
-        """When that execution ended."""
+        """Time at which that execution ended."""
 
     def estimate_of(self, ticket: Ticket) -> Estimate:
         return self.estimates.of(ticket.request.sizes)
@@ -37,10 +37,10 @@ class ScheduledModel:
         return sum(self._drain_s(sizes, rows) for sizes, rows in self.queue.rows.items())
 
     def ahead_estimate_s(self, requests: int, sizes: tuple[int, ...]) -> float:
-        """Return the expected time of `requests` that a new one of these sizes waits for.
+        """Return the expected time of `requests` waiting ahead of a new one of these sizes.
 
-        If they all have its sizes, it joins those that are no full batch. Otherwise they take their share of the time
-        of all.
+        If all have these sizes, the new request joins the last, partial batch. Otherwise they count by their fraction
+        of the total time.
         """
         if self.max_rows and self.queue.rows.keys() <= {sizes}:
             return self.estimates.of(sizes).drain_estimate_s(requests // self.max_rows * self.max_rows)

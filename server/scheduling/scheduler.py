@@ -1,4 +1,4 @@
-"""The scheduler: requests queue per model, and are dispatched or shed. Pure; the clock is passed in.
+"""Scheduler: requests queue per model, and are dispatched or shed. Pure; the clock is passed in.
 
 Requests that cannot meet their deadline are shed: on arrival, in the queue, or at dispatch.
 """
@@ -24,10 +24,10 @@ PATIENCE_S = 1.0
 """A request without a deadline is as urgent as one that must start within this time."""
 
 _OVERLOADED_S = 1.0
-"""How long after shedding a request the rate of answers takes precedence over the earliest deadline."""
+"""After shedding, throughput takes precedence over the earliest deadline for this long."""
 _DELAYS = 4.0
-"""Event-loop hops outside of the scheduler, an allowance for which is added to a request: the front end's before the
-arrival is recorded, the engine's and the front end's with the answer, and the client's. All count as equally late."""
+"""Number of event-loop hops outside the scheduler, each allowed one `_answer_delay`. These are the front end's on
+arrival, the engine's and the front end's on answering, and the client's."""
 
 
 class Scheduler:
@@ -37,13 +37,13 @@ class Scheduler:
         self._queue_limit = queue_limit
         self._models: dict[ModelKey, ScheduledModel] = {}
         self._waiting: dict[ModelKey, ScheduledModel] = {}
-        """The models that have waiting requests and are not held."""
+        """Models with waiting requests that are not paused."""
         self._order = DispatchOrder(self._waiting)
         self._arrivals = 0
         self._generations = 0
         self._busy_until_s = -math.inf
         self._overloaded_s = -math.inf
-        """When a request was last shed."""
+        """Time at which a request was last shed."""
         self._answer_delay = Delay()
         """From the end of an execution until the event loop sends its answer."""
         self._live: set[Ticket] = set()
@@ -66,9 +66,9 @@ class Scheduler:
         max_rows: int = 0,
         recovery_s: float = 0.0,
     ) -> int:
-        """Add a version of a model, or replace what serves it; returns the generation of new tickets.
+        """Add a model version, or replace its servable. Returns the generation of new tickets.
 
-        A batch has at most `max_rows` rows, and requests of one generation. With 0, requests are executed alone.
+        A batch has at most `max_rows` rows, all of one generation. With 0, requests are executed alone.
         """
         self._generations += 1
         known = self._models.setdefault(model, ScheduledModel(self._generations))
@@ -158,9 +158,9 @@ class Scheduler:
         return hopeless
 
     def next(self, now_s: float) -> Batch | None:
-        """Return the next requests to execute; None if no request waits, or all are held back.
+        """Return the next requests to execute; None if no request waits, or all are delayed.
 
-        Requests that have become too late are skipped; the next `shed` returns them.
+        Skips requests that have become too late; the next `shed` returns them.
         """
         while (batch := self._choose(now_s)) is not None and self._is_too_late(batch, now_s):
             (ticket,) = batch.tickets
@@ -198,11 +198,11 @@ class Scheduler:
         self._answer_delay.measured(seconds)
 
     def wake_s(self, now_s: float) -> float:
-        """Return when a batch that is held back may be dispatched; infinite if there is none."""
+        """Return when a delayed batch may be dispatched; infinite if there are none."""
         return self._order.wake_s(now_s)
 
     def expiry_s(self) -> float:
-        """Return when `shed` may find a request next; infinite if no request has a deadline."""
+        """Return when `shed` may next find a request; infinite if no request has a deadline."""
         return self._deadlines.earliest_s
 
     def clear(self) -> None:
@@ -218,7 +218,7 @@ class Scheduler:
             self._waiting[model] = known
 
     def _forget(self, ticket: Ticket) -> None:
-        """Remove a request that no longer waits, and with it the references to its inputs."""
+        """Remove a request that no longer waits, and thus the references to its inputs."""
         self._live.remove(ticket)
         self._deadlines.trim()
 
@@ -250,7 +250,7 @@ class Scheduler:
         return math.inf if ticket.late_s is None else ticket.late_s
 
     def _needed_s(self, ticket: Ticket, now_s: float) -> float:
-        """Return the time to allow for an execution: few exceed it, or, of requests that came alone, about half."""
+        """Return the time to allow for an execution: an upper estimate, or at most the mean if the device was idle."""
         estimate, rows = self._models[ticket.request.model].estimate_of(ticket), ticket.request.batch
         upper_s = estimate.upper_estimate_s(rows, now_s)
         return min(estimate.seconds(rows), upper_s) if ticket.alone else upper_s

@@ -13,9 +13,9 @@ ControlKind = Literal["start", "end", "ready", "id", "length"]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a model hands from one request of a sequence to the next: an output that is then an input.
+    """State passed between a sequence's requests: an output that becomes the next request's input.
 
-    Of a growing state, such as the keys and values of attention, the output is what a request adds to it.
+    A growing state, such as attention's keys and values, grows by the output of each request.
     """
 
     input: str
@@ -23,31 +23,31 @@ class State:
     initial: Array
     """The input of a sequence's first request, with a batch dimension of 1 if the model has one."""
     axis: int | None = None
-    """Of a growing state, the axis along which it grows, the batch counted. It is empty at first."""
+    """Axis along which a growing state grows, counting the batch dimension. The state is empty at first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """An input that tells the model where in its sequence a request stands."""
+    """An input that tells the model a request's position in its sequence."""
 
     input: str
     kind: ControlKind
     off: Array
-    """The input where that is not so, with a batch dimension of 1 if the model has one. Of a number, zeros."""
+    """The input if the condition is false, with a batch dimension of 1 if the model has one. Zeros for numbers."""
     on: Array
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRules:
-    """How a model's requests make sequences: Triton's `sequence_batching`."""
+    """Rules for a model's sequences: Triton's `sequence_batching`."""
 
     states: tuple[State, ...]
     controls: tuple[Control, ...]
     idle_s: float
-    """After this time without a request a sequence is forgotten."""
+    """Seconds without a request after which a sequence is forgotten."""
     least_length: int = 0
     most_length: int = 0
-    """The sizes that a growing state can have, padded; 0 where there is none."""
+    """Size limits of a growing state, padded; 0 without one."""
 
     @property
     def hidden_inputs(self) -> frozenset[str]:
@@ -60,7 +60,7 @@ class SequenceRules:
 
 
 def executable(waiting: Iterable[Ticket]) -> Iterator[Ticket]:
-    """Yield the requests that may be executed next: of a sequence the first, since it makes the state of the second."""
+    """Yield the requests that may be executed next: only a sequence's first one, which makes the next one's state."""
     seen: set[SequenceId] = set()
     for ticket in waiting:
         step = ticket.request.sequence

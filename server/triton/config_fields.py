@@ -1,4 +1,4 @@
-"""How each field of Triton's ModelConfig is supported: honoured, refused, or warned of when the model is loaded."""
+"""Support for each field of Triton's ModelConfig: honoured, refused, or ignored with a warning on load."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 Treatment = Literal["honoured", "refused", "warned"]
 
 LENGTHS = "cohabit.lengths"
-"""Key of `parameters`: the input that is told how many entries growing states have."""
+"""Key of `parameters`: the input that gets the number of entries of growing states."""
 PARAMETERS: Mapping[str, str] = {
     "precision": "float32, tf32, float16 or bfloat16",
     "weights": "float32, bfloat16 or int8: what weights are stored and copied as",
@@ -29,7 +29,7 @@ PARAMETERS: Mapping[str, str] = {
     LENGTHS: "the input that is told how many entries a sequence's growing states have",
     "cohabit.shape_buckets": "sizes to plan for of each dynamic dimension other than the batch, or INPUT.AXIS=N,N,...",
 }
-"""Keys of `parameters`, for settings that have no field."""
+"""Keys of `parameters`, for settings without a field."""
 _OWN_PARAMETERS = "cohabit."
 """Prefix of parameters in the configuration that the server returns."""
 _DEFAULT = "cohabit.default."
@@ -41,16 +41,16 @@ Applies = Callable[[Any, str], bool]
 
 @dataclass(frozen=True, slots=True)
 class ConfigField:
-    """A field with all that it contains. `note` is what is honoured, or the reason and the way out."""
+    """A field, including its subfields. `note` has the supported part, or the reason and a remedy."""
 
     path: str
     treatment: Treatment
     note: str
     applies: Applies | None = None
-    """Whether a value, on a device, is refused or warned of; others are honoured. None for every value."""
+    """Whether a value is refused or warned about on a device; others are honoured. None means every value."""
 
     def concerns(self, treatment: Treatment, value: Any, device: str) -> bool:
-        """Whether this treatment is what becomes of a value."""
+        """Whether this treatment applies to a value."""
         return self.treatment == treatment and (self.applies is None or self.applies(value, device))
 
 
@@ -208,13 +208,13 @@ FIELDS: Mapping[str, ConfigField] = {field.path: field for field in _FIELDS}
 
 
 def refuse_fields(config: ModelConfig) -> None:
-    """Raise RepositoryError, naming the field, for a configuration that cannot be served as it says."""
+    """Raise RepositoryError, naming the field, for a configuration that cannot be served as written."""
     for field, note in refused_fields(config).items():
         raise RepositoryError(f"config.pbtxt: {field} is not supported: {note}")
 
 
 def refused_fields(config: ModelConfig) -> dict[str, str]:
-    """Return the fields, with short values, with which a model is not loaded, and the reasons."""
+    """Return the fields, with short values, that prevent loading, and the reasons."""
     return {
         f"{field.path}{_shown(value)}": field.note
         for field, value in _present(config, "")
@@ -223,7 +223,7 @@ def refused_fields(config: ModelConfig) -> dict[str, str]:
 
 
 def defaults_of(config: ModelConfig) -> dict[str, float]:
-    """Return what fills each optional input. Raises RepositoryError for one that has no number, and the reverse."""
+    """Return the number that fills each optional input. Raises RepositoryError unless exactly these have a number."""
     optional = {tensor.name for tensor in config.input if tensor.optional}
     given = {
         key.removeprefix(_DEFAULT): value for key, value in config.parameters.items() if key.startswith(_DEFAULT)
@@ -239,7 +239,7 @@ def defaults_of(config: ModelConfig) -> dict[str, float]:
 
 
 def parameter_of(config: ModelConfig | None, key: str, parse: Callable[[str], _T]) -> _T | None:
-    """Parse one of `parameters`; None where the configuration has none. Raises RepositoryError naming it."""
+    """Parse one of `parameters`; None if it is not set. Raises RepositoryError naming it."""
     if config is None or key not in config.parameters:
         return None
     try:
@@ -249,7 +249,7 @@ def parameter_of(config: ModelConfig | None, key: str, parse: Callable[[str], _T
 
 
 def pooling_of(config: ModelConfig | None) -> str:
-    """Return how embeddings are made of the states of tokens. Raises RepositoryError."""
+    """Return the pooling of token states into embeddings. Raises RepositoryError."""
     return parameter_of(config, "pooling", _pooling) or "mean"
 
 
@@ -269,7 +269,7 @@ def _number(name: str, text: str) -> float:
 
 
 def ignored_fields(config: ModelConfig, device: str) -> dict[str, str]:
-    """Return the fields that have no effect on this device, with the reasons."""
+    """Return the fields without effect on this device, with the reasons."""
     ignored = {
         f"parameters[{key}]": "no such parameter is known"
         for key in config.parameters
@@ -282,7 +282,7 @@ def ignored_fields(config: ModelConfig, device: str) -> dict[str, str]:
 
 
 def _present(message: Message, prefix: str) -> Iterator[tuple[ConfigField, Any]]:
-    """Yield the fields that a message sets. A field that the table lacks, of a newer Triton, counts as warned of."""
+    """Yield the fields set in a message. A field missing from the table, of a newer Triton, counts as warned about."""
     for descriptor, value in message.ListFields():
         path = prefix + descriptor.name
         if path in FIELDS:

@@ -1,7 +1,7 @@
-"""Triton's ModelConfig messages, without gRPC's library.
+"""Triton's ModelConfig messages, without importing gRPC.
 
-They are a generated module of tritonclient's package for gRPC, and that package imports the library. The module itself
-needs protocol buffers only. It is loaded from its file, under its own name, so that the package finds it later.
+The messages are a generated module in tritonclient's gRPC package, which imports the gRPC library. The module itself
+needs only protocol buffers. It is loaded from its file under its own name, so that the package finds it later.
 """
 
 # ruff: noqa: E402 - the import below finds what was loaded before it

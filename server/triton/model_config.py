@@ -22,14 +22,14 @@ from cohabit.server.triton.config_messages import ModelWarmup as ModelWarmup
 
 _LARGEST_FILE_BYTES = 1 << 20
 _IDLE_US, _DELAY_US = 600_000_000, 10_000
-"""Of generated entries with growing states: how long a sequence may be idle, and how long one that goes on waits for
-others of the execution before, so that they are computed together again."""
+"""Defaults of generated entries with growing states: the idle limit of a sequence, and the batch delay. Within the
+delay, a continuing sequence waits for the others of the last execution, to be batched with them again."""
 _INDEXED = re.compile(r".*__(\d{1,4})", re.ASCII | re.DOTALL)
 """Triton's names for the tensors of PyTorch models, with their position."""
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Parse a config.pbtxt. Raises RepositoryError with the line that is wrong."""
+    """Parse a config.pbtxt. Raises RepositoryError with the faulty line."""
     try:
         if path.stat().st_size > _LARGEST_FILE_BYTES:
             raise RepositoryError(f"{path.name} is over {_LARGEST_FILE_BYTES} bytes")
@@ -41,7 +41,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def parse_config(text: str) -> ModelConfig:
-    """Read a ModelConfig from the JSON that a client sends. Raises RepositoryError."""
+    """Read a ModelConfig from a client's JSON. Raises RepositoryError."""
     try:
         return json_format.Parse(text, ModelConfig())
     except (json_format.ParseError, RecursionError, ValueError) as error:
@@ -54,10 +54,10 @@ def config_of(
     captures: Mapping[Bucket, GraphCapture] | None = None,
     device: str = "cpu",
 ) -> ModelConfig:
-    """Complete a config.pbtxt, all fields of which are optional, from the model and the device, as Triton does.
+    """Complete a config.pbtxt, whose fields are all optional, from the model and the device, as Triton does.
 
-    The batch sizes of a model whose rows influence one another are a parameter, and so is how it is issued, where
-    the device has graphs: Triton's clients expect any there.
+    Parameters hold the batch sizes of a model whose rows influence one another, and, on devices with graphs, how it is
+    issued. Triton's clients accept any parameters.
     """
     config = ModelConfig()
     if given is not None:
@@ -94,9 +94,9 @@ def config_text(
     parameters: Mapping[str, str],
     states: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Write a config.pbtxt for a model: its tensors, with the label files of outputs, and inputs that are images.
+    """Write a config.pbtxt for a model: its tensors, the label files of outputs, and which inputs are images.
 
-    `states` are the inputs, each with its output, that the server keeps for sequences; they grow.
+    `states` are pairs of an input and an output that the server keeps for sequences; they grow.
     """
     config = ModelConfig(name=info.name, backend="pytorch", max_batch_size=info.max_batch_size)
     tensors = {tensor.name: tensor for tensor in (*info.inputs, *info.outputs)}
@@ -118,14 +118,14 @@ def config_text(
 
 
 def execution_of(capture: GraphCapture) -> str:
-    """Describe whether executions are launched as one graph, and if not, why."""
+    """Say whether executions are launched as one graph, and if not, why."""
     if capture.refused is not None:
         return f"issued to the streams one by one: {capture.refused}"
     return f"one graph; {capture.graphs} of them take {capture.graph_bytes} bytes"
 
 
 def config_as_json(config: ModelConfig) -> dict[str, Any]:
-    """Write every field, defaults too, under its proto name, as Triton does."""
+    """Write every field, including defaults, under its proto name, as Triton does."""
     written: dict[str, Any] = json_format.MessageToDict(
         config, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -134,10 +134,10 @@ def config_as_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_names(given: Sequence[str], own: Sequence[str]) -> dict[str, str]:
-    """Return the names that a config.pbtxt gives to a program's inputs, or outputs, by their own names.
+    """Return the config.pbtxt's names for a program's inputs, or outputs, by the program's own names.
 
-    Tensors are told by name, if only the case differs, else by Triton's `NAME__INDEX`, else by order. Empty where
-    that is not clear: if there are more or fewer of them, or a name is that of another tensor of the program.
+    Matches tensors by name, ignoring case, else by Triton's `NAME__INDEX`, else by order. Empty if ambiguous: if the
+    counts differ, or a name belongs to another tensor of the program.
     """
     if len(given) != len(own) or not all(given):
         return {}
@@ -188,7 +188,7 @@ def config_mismatch(config: ModelConfig, info: ModelInfo) -> str | None:
 
 
 def with_defaults(info: ModelInfo, config: ModelConfig | None) -> ModelInfo:
-    """Return the description with what fills the optional inputs of a configuration, which agrees with it."""
+    """Return the description with the default values of optional inputs. The configuration must agree with it."""
     if config is None or not (defaults := defaults_of(config)):
         return info
     return replace(info, inputs=tuple(replace(tensor, default=defaults.get(tensor.name)) for tensor in info.inputs))

@@ -9,14 +9,14 @@ from cohabit.server.triton.config_fields import parameter_of
 from cohabit.server.triton.config_messages import ModelConfig, ModelDynamicBatching, ModelQueuePolicy
 
 CONCURRENCY, RATE, BURST = "max_concurrency", "max_requests_per_second", "max_burst"
-"""Keys of `parameters` in a ModelConfig, for settings that have no field."""
+"""Keys of `parameters` in a ModelConfig, for settings without a field."""
 
 _MOST_LEVELS = 1024
 _count = integer(1, 1 << 20)
 
 
 def policy_of(config: ModelConfig) -> Policy:
-    """Read a policy. Raises RepositoryError naming the field, for values that contradict each other."""
+    """Read a policy. Raises RepositoryError, naming the field, for contradictory values."""
     batching = config.dynamic_batching
     sequences = config.sequence_batching
     delays_us = (s.max_queue_delay_microseconds for s in (batching, sequences.direct, sequences.oldest))

@@ -1,4 +1,4 @@
-"""Reads `sequence_batching` of a ModelConfig: which states and control inputs a model has."""
+"""Reads `sequence_batching` of a ModelConfig: a model's states and control inputs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,17 +29,17 @@ _FALSE_TRUE = {"INT32": "int32_false_true", "FP32": "fp32_false_true", "BOOL": "
 
 
 def state_names(config: ModelConfig) -> tuple[list[str], list[str]]:
-    """Return the inputs, and the outputs, that a configuration keeps from clients."""
+    """Return the inputs, and the outputs, that a configuration hides from clients."""
     batching = config.sequence_batching
     inputs = [*(s.input_name for s in batching.state), *(c.name for c in batching.control_input)]
     return inputs, [state.output_name for state in batching.state]
 
 
 def rules_of(config: ModelConfig | None, info: ModelInfo, files: Mapping[str, Path]) -> SequenceRules | None:
-    """Read the rules of a model that `info` describes with all its tensors; None for one without sequences.
+    """Read the rules of a model whose `info` has all its tensors; None for one without sequences.
 
-    `files` has the contents of states at their start, by the names in the configuration. Raises RepositoryError
-    naming the field, for what contradicts the program.
+    `files` has the files of initial states, by their names in the configuration. Raises RepositoryError, naming the
+    field, for contradictions to the program.
     """
     if config is None or not config.HasField("sequence_batching"):
         return None
@@ -63,9 +63,10 @@ def rules_of(config: ModelConfig | None, info: ModelInfo, files: Mapping[str, Pa
 
 
 def with_sequences(info: ModelInfo, rules: SequenceRules | None) -> ModelInfo:
-    """Return the description for clients: without the inputs and outputs that the server keeps to itself.
+    """Return the description for clients, without the inputs and outputs that the server handles itself.
 
-    Raises RepositoryError if clients had nothing left to send, or if sizes that they send depend on states.
+    Raises RepositoryError if clients have nothing left to send or receive, or if sizes of their inputs depend on
+    states.
     """
     if rules is None:
         return info
@@ -111,7 +112,7 @@ def _state(given: Any, info: ModelInfo, files: Mapping[str, Path]) -> State:
 
 
 def _initial(where: str, given: Any, tensor: TensorSpec, info: ModelInfo, files: Mapping[str, Path]) -> Array:
-    """Return what a sequence's first request finds: a file's bytes, or zeros."""
+    """Return the state before a sequence's first request: a file's bytes, or zeros."""
     sizes = tuple(max(size, 0) for size in tensor.shape)
     shape = (1, *sizes) if info.max_batch_size > 0 else sizes
     if not given.initial_state or not given.initial_state[0].data_file:
@@ -176,7 +177,7 @@ def _length_control(name: str, info: ModelInfo) -> Control:
 
 
 def _growth(states: Sequence[State], info: ModelInfo) -> Dimension | None:
-    """Return the dimension along which growing states grow, which all do alike; None where there is none."""
+    """Return the dimension along which all growing states grow; None if none grows."""
     names, axis_of = [tensor.name for tensor in info.inputs], {state.input: state.axis for state in states}
     growing = [d for d in info.dynamic.dimensions if axis_of.get(names[d.input]) == d.axis]
     if len(growing) > 1:

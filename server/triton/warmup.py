@@ -1,4 +1,4 @@
-"""Requests made of the samples in `model_warmup` of a configuration."""
+"""Requests made from the samples in a configuration's `model_warmup`."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _SEED = 0
 
 
 def warmup_request(sample: ModelWarmup, info: ModelInfo, files: Mapping[str, Path]) -> Request:
-    """Make a sample's request, whose rows are all the same. `files` has those of its inputs, by name.
+    """Make a sample's request, with identical rows. `files` has the files of its inputs, by name.
 
     Raises InvalidRequest if it does not fit the model, or OSError.
     """
@@ -50,7 +50,7 @@ def warmup_request(sample: ModelWarmup, info: ModelInfo, files: Mapping[str, Pat
 
 
 def _random(random: np.random.Generator, count: int, datatype: str) -> Array:
-    """Draw numbers from 0 to 1: integers may be indices, and random bits would have NaNs and denormals."""
+    """Draw numbers from 0 to 1: integers may be indices, and random bits would include NaNs and denormals."""
     dtype = DTYPES[datatype]
     if datatype == BF16:
         return bf16_of_float32(random.random(count, np.float32))

@@ -1,7 +1,7 @@
-"""What a plan does over time: the bytes in use, the stalls of the compute lane, and the copies of each tensor.
+"""A plan over time: the bytes in use, the stalls of the compute lane, and the copies of each tensor.
 
-Times are the simulator's. A tensor occupies its bytes from the start of the step that brings it until the end of the
-last step that uses it before its drop; from then on another tensor may be written there.
+Times are the simulator's. A tensor occupies its bytes from the start of the step that brings it in, until the end of
+the last step that uses it before its drop. Then another tensor may be written there.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ KINDS: tuple[Kind, ...] = ("resident", "parameter", "state", "input", "activatio
 """A resident is a parameter that is in memory from the start; `parameter` here is one that is swapped in."""
 
 LANES: tuple[tuple[Lane, str], ...] = (("compute", "compute"), ("swap_in", "swap in"), ("swap_out", "swap out"))
-"""Each lane and its label, in order of drawing."""
+"""Each lane and its label, in drawing order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Occupancy:
     start_s: float
     end_s: float
     has_address: bool
-    """Whether the plan says where these bytes are. Counted ones are drawn in some place of the pool."""
+    """Whether the plan assigns an address. Counted bytes, which have none, are drawn somewhere in the pool."""
     drawn_at: int
     """The first byte, counted through the partition and then the workspace."""
     drawn_bytes: int
-    """Less than the bytes, if the pool has no place for them in one piece."""
+    """Less than `nbytes` if the pool has no contiguous range for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Stall:
     end_s: float
     step: int
     waits_for: int | None
-    """The step that ends last of those that it waits for."""
+    """Of the steps that it waits for, the last to end."""
 
     @property
     def seconds(self) -> float:
@@ -67,7 +67,7 @@ class TensorTraffic:
     swapped_in: int
     swapped_out: int
     nbytes: int
-    """In both directions together."""
+    """Total of both directions."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PlanAnalysis:
 
     @cached_property
     def end_s(self) -> float:
-        """When the last step ends, which may be after the outputs are complete."""
+        """End of the last step, which may be after the outputs are complete."""
         return max((s.end_s for s in self.timeline.spans), default=0.0)
 
     @property
@@ -115,14 +115,14 @@ class PlanAnalysis:
 
     @property
     def slowed_s(self) -> float:
-        """Time that ops take longer because of concurrent copies."""
+        """Additional time of ops because of concurrent copies."""
         return max(0.0, self.timeline.latency_s - self.stall_s - self.profile.compute_s)
 
     def spans_of(self, lane: Lane) -> list[Span]:
         return [span for span in self.timeline.spans if span.lane == lane]
 
     def name_of(self, step: int) -> str:
-        """Describe a step: `op conv1` or `swap-in of conv1.weight`."""
+        """Describe a step, such as `op conv1` or `swap-in of conv1.weight`."""
         match self.plan.steps[step]:
             case Compute(op=op):
                 return f"op {self.graph.ops[op].name}"
@@ -135,7 +135,7 @@ class PlanAnalysis:
 
 
 def analyze(graph: Graph, profile: Profile, plan: Plan) -> PlanAnalysis:
-    """Simulate a plan that `check` has accepted, and collect what there is to draw."""
+    """Simulate a plan that `check` has accepted, and collect the data to draw."""
     timeline = simulate(graph, plan, profile)
     return PlanAnalysis(
         graph,
@@ -194,7 +194,7 @@ def _subject(graph: Graph, plan: Plan, live: LiveRange) -> tuple[Kind, int]:
 def _drawn(
     lives: Sequence[LiveRange], times: Sequence[tuple[float, float]], plan: Plan
 ) -> Iterator[tuple[int, int]]:
-    """For each live range, its first byte and its bytes as drawn. What is counted gets some place in the pool."""
+    """Yield each live range's first byte and size as drawn. Counted ranges get some offset in the pool."""
     moments = {time_s: n for n, time_s in enumerate(sorted({time_s for time in times for time_s in time}))}
     counted = [i for i, live in enumerate(lives) if live.address is None]
     blocks = [

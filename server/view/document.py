@@ -1,6 +1,6 @@
-"""What the page draws, as one JSON document: a plan, or a server at one moment. `view.js` reads nothing else.
+"""Content of the page as one JSON document: a plan, or a server at one moment. `view.js` reads nothing else.
 
-Numbers stand with their unit, and the script writes them; all other text is written here.
+Numbers have units, and the script formats them; all other text is written here.
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ Unit = Literal["s", "bytes", "bytes/s", "1/s", "share", "count", "times"]
 
 
 class Quantity(msgspec.Struct, frozen=True, array_like=True):
-    """A number to be written in its unit; None is one that is not known."""
+    """A number with its unit; None is unknown."""
 
     value: float | None
     unit: Unit
@@ -29,31 +29,31 @@ class Figure(msgspec.Struct, frozen=True):
     value: Quantity
     note: Phrase
     help: str
-    """What the number means, in a sentence."""
+    """Meaning of the number, in a sentence."""
     is_followed: bool = False
-    """Whether the page draws its course over the last minutes."""
+    """Whether the page draws its history over the last minutes."""
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
-    """A step on its lane, or bytes in use; `group` is common to boxes that are highlighted together."""
+    """A step on its lane, or bytes in use; boxes with the same `group` are highlighted together."""
 
     start_s: float
     end_s: float
     kind: str
     words: tuple[int, ...]
-    """Lines of the text for it, as indices into the document's words."""
+    """Lines of its text, as indices into the document's words."""
     group: int | None = None
     low: int = 0
-    """In a memory map, its first byte, and the first one after it."""
+    """In a memory map: its first byte, and the first byte after it."""
     high: int = 0
 
 
 class LaneRow(msgspec.Struct, frozen=True):
-    """A lane and its steps. Stalls are boxes of the lane that waits."""
+    """A lane and its steps. Stalls are boxes of the waiting lane."""
 
     name: str
     busy: float | None
-    """Share of the time that is drawn; None for a lane that is not used."""
+    """Busy fraction of the drawn time; None for an unused lane."""
     boxes: list[Box]
 
 
@@ -86,7 +86,7 @@ class LaneChart(msgspec.Struct, frozen=True):
     start_s: float
     end_s: float
     answer_s: float | None
-    """When the outputs are complete, if steps end after that."""
+    """Time at which the outputs are complete, if steps end after that."""
     marks: list[Mark]
     lanes: list[LaneRow]
     words: list[str | Phrase]
@@ -99,13 +99,13 @@ class FactTable(msgspec.Struct, frozen=True):
     columns: list[str]
     rows: list[list[Cell]]
     empty: str = ""
-    """What is said instead of a table without rows."""
+    """Text shown instead of a table without rows."""
     more: int = 0
-    """Rows that were left out."""
+    """Number of omitted rows."""
 
 
 class PlanDocument(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
-    """A plan: what it comes to, its lanes and its memory over time."""
+    """A plan: its results, its lanes and its memory over time."""
 
     title: str
     subtitle: Phrase
@@ -119,7 +119,7 @@ class ArenaPart(msgspec.Struct, frozen=True):
 
     use: Literal["workspace", "partition", "shared", "free"]
     name: str
-    """The model, for a partition; else what the range is."""
+    """The model for a partition; otherwise the use of the range."""
     offset: int
     nbytes: int
     resident_bytes: int = 0
@@ -130,7 +130,7 @@ State = Literal["ready", "loading", "unloading", "unavailable", "not loaded"]
 
 
 class ModelRow(msgspec.Struct, frozen=True):
-    """A version of a model, with what it did in the last seconds. None is what is not known, or did not happen."""
+    """A version of a model, with its activity in the last seconds. None is unknown, or did not happen."""
 
     name: str
     version: int | None
@@ -145,7 +145,7 @@ class ModelRow(msgspec.Struct, frozen=True):
     predicted: Quantity
     """Of the smallest bucket."""
     measured: Quantity
-    """Over predicted."""
+    """Relative to predicted."""
     resident: Quantity
     parameters: Quantity
     copied: Quantity
@@ -165,14 +165,14 @@ class LiveDocument(msgspec.Struct, frozen=True, tag_field="kind", tag="live"):
     layout: str
     uptime: Quantity
     window_s: float
-    """How far back rates and latencies reach."""
+    """Seconds that rates and latencies cover."""
     figures: list[Figure]
     arena: list[ArenaPart]
     models: list[ModelRow]
     control: bool
     """Whether models can be loaded and unloaded."""
     tracing: str
-    """What of the lanes is drawn, or what to do to see them."""
+    """Which requests the lanes show, or how to show them."""
     chart: LaneChart | None
 
 
@@ -181,7 +181,7 @@ class NoDocument(msgspec.Struct, frozen=True, tag_field="kind", tag="live"):
 
 
 def quantity(value: float | None, unit: Unit) -> Quantity:
-    """Return a number with nine digits, which is all that the page can show."""
+    """Return a number with nine digits; the page cannot show more."""
     return Quantity(None if value is None else float(f"{value:.9g}"), unit)
 
 
@@ -194,7 +194,7 @@ def size(value: float | None) -> Quantity:
 
 
 class Words:
-    """The texts of boxes, each of which is sent once."""
+    """The texts of boxes; each is sent once."""
 
     def __init__(self) -> None:
         self.all: list[str | Phrase] = []

@@ -1,4 +1,4 @@
-"""The live feed: one document a second for everyone who watches the server, and no work while no one does."""
+"""Live feed: one document a second for all who watch the server, and no work while no one does."""
 
 import asyncio
 import time
@@ -20,9 +20,9 @@ _PERIOD_S = 1.0
 _MOST_WATCHERS = 16
 """Each keeps a connection with a request under way."""
 _MOST_LATENCIES = 2048
-"""Of each model, newest first, from which its p50 and p99 are taken."""
+"""Latencies kept per model, the newest, for its p50 and p99."""
 _MOST_TOKENS = 1 << 16
-"""Of all texts within the window."""
+"""Tokens kept of all texts within the window."""
 
 
 class LiveFeed:
@@ -37,7 +37,7 @@ class LiveFeed:
         clock: Callable[[], float] = time.monotonic,
         period_s: float = _PERIOD_S,
     ) -> None:
-        """`clock` is that of spans, common to all processes."""
+        """`clock` is the clock of spans, common to all processes."""
         self._config = config
         self._client = client
         self._tracer = tracer
@@ -50,18 +50,18 @@ class LiveFeed:
         self._next: asyncio.Future[bytes] | None = None
         self._readings: deque[Reading] = deque()
         self._latencies: dict[ModelKey, deque[tuple[float, float]]] = {}
-        """When requests were answered, and their latencies in seconds."""
+        """Times of answers, and their latencies in seconds."""
         self._tokens: deque[Token] = deque(maxlen=_MOST_TOKENS)
         self._lanes = LiveLanes(config.compute_lanes)
 
     def answered(self, model: ModelKey, latency_s: float) -> None:
-        """Note a request that was answered, if anyone watches."""
+        """Record an answered request, if anyone watches."""
         if self._watchers:
             latest = self._latencies.setdefault(model, deque(maxlen=_MOST_LATENCIES))
             latest.append((self._clock(), latency_s))
 
     def generated(self, waited_s: float, first: bool) -> None:
-        """Note a token that was generated, if anyone watches."""
+        """Record a generated token, if anyone watches."""
         if self._watchers:
             self._tokens.append(Token(self._clock(), waited_s, first))
 
@@ -100,12 +100,12 @@ class LiveFeed:
             await asyncio.sleep(0 if draining else due_s - loop.time())
 
     def _made(self, making: asyncio.Task[None]) -> None:
-        """End what waits for a document that will not be made."""
+        """Pass an error on to those who wait for the next document."""
         if not making.cancelled() and (error := making.exception()) is not None and self._next is not None:
             self._next.set_exception(error)
 
     def _stop(self) -> None:
-        """Forget what was noted: the next viewer starts empty."""
+        """Clear the records: the next viewer starts empty."""
         if self._making is not None:
             self._making.cancel()
         self._making = self._next = None

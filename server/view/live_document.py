@@ -1,4 +1,4 @@
-"""A running server as the document that the page draws: what the engine reports, and what changed within seconds."""
+"""A running server as the document that the page draws: the engine's report, and its changes within seconds."""
 
 import math
 from collections import Counter, deque
@@ -30,7 +30,7 @@ from cohabit.server.view.document import (
 )
 
 WINDOW_S = 10.0
-"""How far back rates and latencies reach."""
+"""Seconds that rates and latencies cover."""
 _STATES: dict[ModelState, State] = {
     ModelState.ABSENT: "not loaded",
     ModelState.LOADING: "loading",
@@ -53,11 +53,9 @@ class ModelTotals:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a text."""
-
     at_s: float
     waited_s: float
-    """For it, since its text was asked for or the token before."""
+    """Seconds since the text was requested, or since the previous token."""
     first: bool
 
 
@@ -135,7 +133,7 @@ def live_document(
 
 
 def _growth(first: Reading, last: Reading, key: ModelKey) -> ModelTotals:
-    """Return what was counted between two readings; a counter that fell was reset."""
+    """Return the increase of counters between two readings; a counter that fell was reset."""
     now, before = last.models.get(key, ModelTotals()), first.models.get(key, ModelTotals())
     if now.answered < before.answered or now.executions < before.executions:
         before = ModelTotals()
@@ -187,12 +185,12 @@ def _measured(counters: ModelCounters | None) -> float | None:
 
 
 def _percentile(ascending: Sequence[float], share: float) -> float | None:
-    """Return the smallest value that at least this share of all does not exceed; None without values."""
+    """Return the smallest value that is not exceeded by at least this share of all; None without values."""
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
 
 
 def _waiting(rows: Sequence[ModelRow], client: EngineClient) -> float:
-    """Return how many requests do not run yet; while the engine is down, those that the front end keeps for it."""
+    """Return the number of requests that do not run yet; while the engine is down, those kept by the front end."""
     return client.waiting if client.unavailable else sum(row.waiting.value or 0.0 for row in rows)
 
 
@@ -209,6 +207,7 @@ def _figures(
     waiting: float,
     memory_bytes: float,
 ) -> Iterator[Figure]:
+    # Models and their traffic.
     served = sum(row.state == "ready" for row in rows)
     yield Figure(
         "models served",
@@ -244,6 +243,7 @@ def _figures(
         within,
         "Refused: full queue, missed deadline, rate limit, or a request that does not fit. Failed: an error.",
     )
+    # Swapping, memory, and one figure per lane.
     yield Figure(
         "copied",
         quantity(sum(row.copied.value or 0.0 for row in rows), "bytes/s"),
@@ -268,7 +268,7 @@ def _figures(
 
 
 def _figures_of_texts(tokens: Collection[Token], span_s: float) -> Iterator[Figure]:
-    """Yield what is told of texts, if any were generated."""
+    """Yield the figures of texts, if any were generated."""
     if not tokens or span_s <= 0:
         return
     yield Figure(
@@ -289,7 +289,7 @@ def _figures_of_texts(tokens: Collection[Token], span_s: float) -> Iterator[Figu
 
 
 def _arena(extents: Sequence[ArenaExtent], entries: Sequence[ModelEntry]) -> Iterator[ArenaPart]:
-    """Yield the parts of the device's memory from its first byte on."""
+    """Yield the parts of the device's memory, by offset."""
     footprints = {entry.key: entry.footprint for entry in entries if entry.version is not None}
     activations = workspace_words(one for key, own in footprints.items() for one in own.activations(key.name))
     versions = Counter(extent.model.name for extent in extents if extent.model is not None)

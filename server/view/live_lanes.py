@@ -1,4 +1,4 @@
-"""The device's lanes of the last seconds, as traced executions show them."""
+"""The device's lanes of the last seconds, from traced executions."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from cohabit.server.ipc.spans import DeviceSpan
 from cohabit.server.view.document import Box, LaneChart, LaneRow, Mark, Phrase, Words, seconds, size
 
 LANES_S = 4.0
-"""How much is drawn."""
+"""Seconds drawn."""
 _ONE_COPY_S = 0.5e-3
 """Copies with a shorter pause between them are drawn as one."""
 _MOST_BOXES = 2000
@@ -22,7 +22,7 @@ _NAMES = {"compute": "compute", "swap_in": "swap in", "swap_out": "swap out"}
 
 _Told = tuple[str | Phrase, ...]
 _Part = tuple[float, float, str, int, str, _Told]
-"""Start, end, kind of the box, compute lane, kind of the lane, and what it says."""
+"""Start, end, kind of the box, compute lane, kind of the lane, and text."""
 
 
 class LiveLanes:
@@ -33,18 +33,18 @@ class LiveLanes:
         self._parts: deque[_Part] = deque(maxlen=_MOST_BOXES)
 
     def add(self, spans: Sequence[DeviceSpan]) -> None:
-        """Note the spans of an execution."""
+        """Record the spans of an execution."""
         self._parts.extend(list(_parts(spans)))
 
     def clear(self) -> None:
         self._parts.clear()
 
     def chart(self, now_s: float) -> LaneChart:
-        """Draw the last seconds. An execution's ops are one box, and so are copies that follow each other."""
+        """Draw the last seconds. An execution's ops are one box, and so are consecutive copies."""
         start_s = now_s - LANES_S
         while self._parts and self._parts[0][1] < start_s:
             self._parts.popleft()
-        parts = list(self._parts)  # other threads go on to add
+        parts = list(self._parts)  # other threads may still add
         words = Words()
         rows: dict[tuple[int, str], list[Box]] = {(n, lane): [] for n in range(self._lanes) for lane in _NAMES}
         for from_s, to_s, kind, number, lane, told in parts:
@@ -84,7 +84,7 @@ def _parts(spans: Sequence[DeviceSpan]) -> Iterator[_Part]:
 
 
 def _copies(run: Sequence[DeviceSpan]) -> _Part:
-    """Return copies that follow each other as one part."""
+    """Return consecutive copies as one part."""
     first = run[0]
     told: Phrase = (size(sum(span.nbytes for span in run)), f" in {len(run)} copies")
     return first.start_s, run[-1].end_s, first.lane, first.compute_lane, first.lane, (first.model, told)

@@ -13,14 +13,14 @@ from cohabit.server.view.document import NoDocument, PlanDocument
 
 
 def plan_page(document: PlanDocument) -> str:
-    """Return a page that draws a plan, and may load nothing at all."""
+    """Return a page that draws a plan, and may load nothing."""
     return _page(document, document.title, _policy("'none'"))
 
 
 def live_page() -> str:
-    """Return a page that follows the server that it comes from, and may reach no other.
+    """Return a page that follows its own server, and may reach no other.
 
-    It has no data of the server; the script asks for that, with a token if there must be one.
+    It has no data of the server; the script requests that, with a token if required.
     """
     return _page(NoDocument(), "Cohabit", live_policy())
 
@@ -36,7 +36,7 @@ def style_sheet() -> str:
 
 
 def static_policy() -> str:
-    """Return the Content-Security-Policy of a page without a script, which may load nothing but this style."""
+    """Return the Content-Security-Policy of a page without a script, which may load only this style."""
     return (
         f"default-src 'none'; style-src 'sha256-{_digest(style_sheet())}'; img-src data:; base-uri 'none';"
         " form-action 'none'"
@@ -44,7 +44,7 @@ def static_policy() -> str:
 
 
 def _page(document: PlanDocument | NoDocument, title: str, policy: str) -> str:
-    # No closing tag of a script can be in it, whatever the names of a model are.
+    # Escaped, so that no name of a model can close the script's tag.
     data = msgspec.json.encode(document).decode().replace("<", "\\u003c")
     return Template(_part("view.html")).substitute(
         title=html.escape(title),
@@ -56,7 +56,7 @@ def _page(document: PlanDocument | NoDocument, title: str, policy: str) -> str:
 
 
 def _policy(reached: str) -> str:
-    """Permit this page's own script and style, by their hashes, and `reached` to connect to."""
+    """Permit this page's own script and style, by their hashes, and connections to `reached`."""
     script, style = (f"'sha256-{_digest(_part(name))}'" for name in ("view.js", "view.css"))
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src {reached}; img-src data:;"

@@ -52,6 +52,7 @@ def _figures(analysis: PlanAnalysis) -> Iterator[Figure]:
     timeline, about, resident_s = analysis.timeline, analysis.plan.provenance, analysis.profile.compute_s
     latency_s, graph = timeline.latency_s, analysis.graph
     over = "with all parameters in memory"
+    # The latency, and how it compares with its bounds.
     yield Figure(
         "latency",
         seconds(latency_s),
@@ -72,6 +73,7 @@ def _figures(analysis: PlanAnalysis) -> Iterator[Figure]:
             ("per inference",),
             "Time per inference when one follows the other without a pause.",
         )
+    # Causes of a higher latency.
     share = analysis.stall_s / latency_s if latency_s else 0.0
     yield Figure(
         "stalled",
@@ -85,6 +87,7 @@ def _figures(analysis: PlanAnalysis) -> Iterator[Figure]:
         ("shared memory bandwidth",),
         "How much longer ops take because copies run at the same time.",
     )
+    # Bytes: copied, resident, in use.
     yield Figure(
         "copied",
         size(timeline.link_bytes),

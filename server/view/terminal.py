@@ -1,4 +1,4 @@
-"""Draws a plan in the terminal: what it comes to, its lanes, and its memory over time."""
+"""Draws a plan in the terminal: its results, its lanes, and its memory over time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,7 +20,6 @@ _NAME_CELLS = 54
 
 
 def draw(analysis: PlanAnalysis, console: Console) -> None:
-    """Print a plan."""
     cells = max(20, min(console.width, _MOST_CELLS) - _LABEL_CELLS - _NOTE_CELLS)
     console.print(_header(analysis), end="\n\n")
     if analysis.end_s > 0:
@@ -94,7 +93,7 @@ def _row(label: str, shares: Sequence[float], style: str, note: str) -> Text:
 
 
 def _memory(analysis: PlanAnalysis, cells: int) -> Text:
-    """Draw the most bytes in use during each cell; the full height is the budget."""
+    """Draw the maximum bytes in use during each cell; the full height is the budget."""
     most = [0] * cells
     uses = [(time_s, sum(now.values())) for time_s, now in bytes_in_use(analysis.occupancies)]
     for (start_s, nbytes), (end_s, _) in pairwise(uses):
@@ -121,7 +120,7 @@ def _bar(share: float) -> str:
 
 
 def _covered(intervals: Sequence[tuple[float, float]], total_s: float, cells: int) -> list[float]:
-    """Return the share of each cell's time that the disjoint intervals cover."""
+    """Return the fraction of each cell's time covered by the disjoint intervals."""
     covered = [0.0] * cells
     for start_s, end_s in intervals:
         start, end = start_s / total_s * cells, end_s / total_s * cells
