@@ -170,7 +170,9 @@ class CpuExecutor:
             frame[slot] = tensor
         for offloaded in program.offloaded:
             if offloaded.spill.at_start and offloaded.spill.slot is not None:
-                frame[offloaded.spill.slot] = frame[offloaded.spill.slot].clone()  # the caller's tensor keeps its bytes
+                frame[offloaded.spill.slot] = frame[
+                    offloaded.spill.slot
+                ].clone()  # the caller's tensor keeps its bytes
             offloaded.start(frame)
         # `_submit` replaces the last run, whose restores this run still waits for.
         restored = self._restored.get(program.name)

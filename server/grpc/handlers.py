@@ -78,7 +78,7 @@ def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots
     function: Callable[..., Any] = getattr(calls, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
     request_type, write = GetMessageClass(method.input_type), GetMessageClass(method.output_type).SerializeToString
     permission = _PERMISSIONS.get(method.name, Permission.INFERENCE)
-# The token is checked before a message is received.
+    # The token is checked before a message is received.
 
     async def request_of(requests: Any, context: Any) -> Any:
         if permission not in access.open:
@@ -97,7 +97,8 @@ def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots
     async def parsed(messages: Any) -> AsyncIterator[Any]:
         async for message in messages:
             yield parse(message)
-# The slot is taken before the message is received, and kept until the call ends.
+
+    # The slot is taken before the message is received, and kept until the call ends.
 
     async def unary(requests: Any, context: Any) -> Any:
         try:
