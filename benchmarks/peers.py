@@ -27,6 +27,7 @@ import msgspec
 import torch
 from rich.console import Console
 
+from benchmarks.earlier_models import EARLIER
 from benchmarks.record import RESULTS, markdown_table, record
 from benchmarks.unseen_models import UNSEEN
 from cohabit.loadgen.zoo import ZOO, Inputs
@@ -51,6 +52,8 @@ from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import resident_plan
 
 MODELS = ("resnet152", "resnet50", "mobilenet_v2", "vit_small", "bert_base", "bert_small", "lstm", "ranker")
+UNTUNED = {**EARLIER, **UNSEEN}
+"""Compared with everything resident only. Each list has a table of its own."""
 SHARE = 0.25
 WAYS = (
     *("resident", "streamed", "from file", "bfloat16", "bfloat16 streamed"),
@@ -85,11 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(msgspec.json.encode(_faults(options) if options.faults else _measure(options)).decode())
         return 0
     console = Console(highlight=False)
-    known = [name for name in options.models if name not in UNSEEN]
+    known = [name for name in options.models if name not in UNTUNED]
     if known:
         prepare_visibly(options.folder / "zoo", recipes(len(known), known), force=False, console=console)
     for name in set(options.models) - set(known):
-        save_model(export_model(*UNSEEN[name]()), _archive(options.folder, name), {})
+        save_model(export_model(*UNTUNED[name]()), _archive(options.folder, name), {})
     found: Found = {}
     for threads in options.threads:
         for batch in options.batches:
@@ -124,7 +127,7 @@ def _measure(options: argparse.Namespace) -> Times:
     (batch,), (threads,) = options.batches, options.threads
     torch.set_num_threads(threads)
     with ExitStack() as stack, torch.inference_mode():
-        ways = _ours(options.model, batch, options.folder, stack, resident_only=options.model in UNSEEN)
+        ways = _ours(options.model, batch, options.folder, stack, resident_only=options.model in UNTUNED)
         ways |= _peers(options.model, batch, threads, options)
         quickest = math.inf
         for way in ways.values():
@@ -160,7 +163,7 @@ def _archive(folder: Path, name: str) -> Path:
 
 
 def _built(name: str) -> tuple[torch.nn.Module, Inputs]:
-    return UNSEEN[name]() if name in UNSEEN else ZOO[name].build(0)
+    return UNTUNED[name]() if name in UNTUNED else ZOO[name].build(0)
 
 
 def _seconds(way: Way) -> float:
@@ -261,13 +264,13 @@ def _ratio(times: Times, way: str, to: str) -> list[float]:
 
 def _sections(found: Found, options: argparse.Namespace) -> list[str]:
     sections = [_ABOUT.format(rounds=options.rounds)]
-    tables = dict.fromkeys((batch, threads, name in UNSEEN) for name, batch, threads in found)
-    for batch, threads, unseen in tables:
+    tables = dict.fromkeys((batch, threads, _list_of(name)) for name, batch, threads in found)
+    for batch, threads, which in tables:
         rows: list[list[str]] = []
         means: dict[str, list[float]] = {}
-        ways = ("resident", "eager") if unseen else WAYS
+        ways = ("resident", "eager") if which else WAYS
         for (name, b, t), measured in found.items():
-            if (b, t, name in UNSEEN) != (batch, threads, unseen):
+            if (b, t, _list_of(name)) != (batch, threads, which):
                 continue
             times, base = measured.times, _base(measured.times)
             row = [name, f"{statistics.median(times[base]) * 1e3:.2f}"]
@@ -280,10 +283,16 @@ def _sections(found: Found, options: argparse.Namespace) -> list[str]:
         count = {way: len(ratios) for way, ratios in means.items()}
         last = [f"{statistics.geometric_mean(means[w]):.2f} of {count[w]}" if w in means else "" for w in ways]
         rows.append(["geometric mean", "", *last, ""])
-        which = ", models that no rewrite was made for" if unseen else ""
         sections += [f"## Batch {batch}, {threads} thread{'s' * (threads > 1)}{which}\n"]
         sections.append(markdown_table(["model", "ONNX Runtime ms", *ways, "page faults"], rows))
     return sections
+
+
+def _list_of(name: str) -> str:
+    """Return what a table's heading says of this model's list."""
+    if name in UNSEEN:
+        return ", models that were first run here"
+    return ", models that no rewrite was made for" if name in EARLIER else ""
 
 
 def _base(times: Times) -> str:
@@ -340,7 +349,7 @@ instructions, or that the engine was not installed or cannot run the model.
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--models", nargs="+", default=[*MODELS, *UNSEEN], metavar="NAME")
+    parser.add_argument("--models", nargs="+", default=[*MODELS, *UNTUNED], metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="where archives are kept")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", choices=(1, 8), default=[1, 8])

@@ -27,8 +27,9 @@ COMMANDS = {
     "live-page": "live_page --turn 6 --record",
     "frontend": "frontend --record",
     "peers": "peers --models resnet50 mobilenet_v2 vit_small minilm bert_small lstm ranker gated_mobilenet decoder"
-    " vocoder tagger recommender detector noise_unet speech_encoder forecaster --threads 1 --batches 1 --rounds 11"
-    " --without accelerate --record",
+    " vocoder tagger recommender detector noise_unet speech_encoder forecaster convnextv2_pico swin_tiny yolox_nano"
+    " deberta_v3_reranker qwen3_prefill conformer_ctc_small ecapa_tdnn two_tower patchtst --threads 1 --batches 1"
+    " --rounds 11 --without accelerate --record",
     "peers-threads": "peers --models resnet50 minilm bert_small ranker --threads 2 --batches 1 8 --rounds 9"
     " --without inductor --record --record-as peers-threads",
     "streaming": "streaming --models resnet152 bert_base minilm bert_small --rounds 11 --record",
@@ -52,7 +53,7 @@ COMMANDS = {
     "weights": "weights --record",
     "kernels": "kernels --record",
     "texts": "texts --record",
-    "sessions": "sessions --seconds 60 --record",
+    "sessions": "sessions --seconds 600 --layouts resident 'partitioned, 50%' 'lru, 60%' --record",
     "budget": "budget --record",
     "training": "training --seconds 3 --record",
     "training-batch": "training_batch --record",

@@ -473,11 +473,6 @@ class Budget:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Intercepts the ops of one thread."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Torch otherwise wraps `__torch_dispatch__`, at 3 microseconds per op; under a mode, nothing is compiled."""
-        return False
-
     def __init__(self, budget: Budget) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = budget.run

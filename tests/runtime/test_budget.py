@@ -237,6 +237,11 @@ def check(loop: Loop, memory: int | str, store: Literal["ram", "file"] = "ram", 
     return seen
 
 
+def with_a_compiled_module(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Compiled code calls ops, and the compiler must not trace the budget's own Python."""
+    return plain(torch.compile(net, backend="aot_eager"), optimizer)
+
+
 @pytest.mark.parametrize("memory", ["100%", "60%", "40%"])
 @pytest.mark.parametrize(
     "loop",
@@ -248,6 +253,7 @@ def check(loop: Loop, memory: int | str, store: Literal["ram", "file"] = "ram", 
         with_accumulation_and_autocast,
         with_a_scaler,
         with_state_read_between,
+        with_a_compiled_module,
     ],
 )
 def test_a_loop_has_eager_s_bits(loop: Loop, memory: str) -> None:

@@ -1,4 +1,4 @@
-"""Nine models with random weights that no rewrite was made for: the second table of `benchmarks.peers`."""
+"""Nine models with random weights that no rewrite was made for when they were written: a table of `benchmarks.peers`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -279,7 +279,7 @@ def _random(**sizes: tuple[int, ...]) -> Callable[[], Inputs]:
     return lambda: {name: torch.randn(EXAMPLE_BATCH, *size) for name, size in sizes.items()}
 
 
-UNSEEN: Mapping[str, Callable[[], Built]] = {
+EARLIER: Mapping[str, Callable[[], Built]] = {
     "gated_mobilenet": _model(GatedMobileNet, _random(image=(3, 224, 224))),
     "decoder": _model(Decoder, lambda: {"input_ids": token_ids(8000, 40)}),
     "vocoder": _model(Vocoder, _random(mel=(80, 32))),
