@@ -1,4 +1,4 @@
-"""Query any served model with tritonclient: its metadata, and one request of random values over HTTP.
+"""Query a served model with tritonclient: read its metadata, and send one request of random values over HTTP.
 
     python examples/client.py scorer localhost:8000
 
@@ -19,11 +19,11 @@ def main() -> int:
     inputs = []
     for tensor in metadata["inputs"]:
         shape = [max(size, 1) for size in map(int, tensor["shape"])]  # a dynamic dimension is -1
-        # An input that indexes a table says which values it takes.
+        # The metadata has the range of an input that indexes a table.
         most = tensor.get("parameters", {}).get("maximum", 1)
         values = np.random.default_rng(0).uniform(0, most, shape).astype(triton_to_np_dtype(tensor["datatype"]))
         inputs.append(triton.InferInput(tensor["name"], shape, tensor["datatype"]))
-        inputs[-1].set_data_from_numpy(values)  # as bytes; larger tensors are not taken as JSON
+        inputs[-1].set_data_from_numpy(values)  # as bytes; JSON does not accept large tensors
     # The timeout is in microseconds. A request that cannot be answered in time is refused at once, with status 503.
     answer = client.infer(model, inputs, timeout=1_000_000)
     for output in metadata["outputs"]:

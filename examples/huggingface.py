@@ -1,8 +1,8 @@
-"""Import a Hugging Face model directory into a model repository, and say in how much memory it can be served.
+"""Import a Hugging Face model directory into a model repository, and print the memory that serving it needs.
 
     python examples/huggingface.py ~/bert-base-uncased
 
-Without a directory, a tiny BERT with random weights is made. Then: `cohabit serve models --memory 1MiB`.
+Without a directory, it makes a tiny BERT with random weights. Then: `cohabit serve models --memory 1MiB`.
 """
 
 import subprocess

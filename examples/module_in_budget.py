@@ -1,9 +1,8 @@
-"""Run a module in half of the memory that its weights take, and compare it with the module itself.
+"""Run a module in half of the memory of its weights, and compare its outputs with the module's own.
 
     python examples/module_in_budget.py
 
-A served model is planned and executed in the same way. The plan is shown in the terminal; in a notebook, `fast.plan`
-is drawn.
+Served models are planned and executed in the same way. The terminal shows the plan; a notebook draws `small.plan`.
 """
 
 import torch
@@ -19,7 +18,7 @@ def main() -> int:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))).eval()
     example = torch.randn(8, WIDTH)
 
-    # Exports, measures and plans: some seconds. The other half of the weights is copied in while layers compute.
+    # Exports, measures and plans, which takes seconds. The other half of the weights is copied in while layers compute.
     with cohabit.load(module, example, "50%") as small:
         small.plan.show()
         batch = torch.randn(8, WIDTH)

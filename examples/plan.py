@@ -1,8 +1,8 @@
-"""Plan a model by hand: in half of its weights, which parameters stay resident, and when are the others copied?
+"""Plan a hand-written model in half of its weights: which parameters stay resident, and when are the others copied?
 
     python examples/plan.py && cohabit show plans/chain.plan.json --html plan.html
 
-A model of yours is planned by `cohabit plan models/NAME --memory 50%`, which measures it first.
+`cohabit plan models/NAME --memory 50%` measures and plans your own model.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ LAYERS, WEIGHT_BYTES, ACTIVATION_BYTES = 8, 4 << 20, 64 << 10
 
 
 def main() -> int:
-    # Layer n reads weight n and activation n, and writes activation n + 1. A tensor's id is its place in the list.
+    # Layer n reads weight n and activation n, and writes activation n + 1. A tensor's id is its index in the list.
     weights = [Tensor(f"weight{n}", WEIGHT_BYTES, "parameter") for n in range(LAYERS)]
     activations = [Tensor(f"x{n}", ACTIVATION_BYTES, "activation" if n else "input") for n in range(LAYERS + 1)]
     ops = [Op(f"layer{n}", "linear", (n, LAYERS + n), (LAYERS + n + 1,)) for n in range(LAYERS)]

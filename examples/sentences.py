@@ -1,4 +1,4 @@
-"""Compare sentences by their embeddings, which a served MiniLM computes.
+"""Compare sentences by their embeddings from a served MiniLM.
 
 loadgen prepare models --zoo minilm && cohabit serve models --memory 64MiB
 python examples/sentences.py localhost:8000 "A cat sleeps." "The kitten naps." "Rates rise."
@@ -35,7 +35,7 @@ def embed(address: str, sentences: Sequence[str], model: str = "minilm") -> NDAr
 
 
 def table(sentences: Sequence[str], embeddings: NDArray[np.float32]) -> str:
-    """Write the cosine of each pair of sentences."""
+    """Return a table with the cosine of each pair of sentences."""
     rows = zip(sentences, embeddings @ embeddings.T, strict=True)
     return "\n".join(f"{sentence:50}" + "".join(f"{cosine:8.3f}" for cosine in row) for sentence, row in rows)
 

@@ -2,7 +2,7 @@
 
     python examples/serve_module.py --memory 1MiB
 
-Arguments go to `cohabit serve`. `cohabit import MODULE:FUNCTION` does the same with checks and a configuration.
+Arguments go to `cohabit serve`. `cohabit import MODULE:FUNCTION` also checks the model and writes its configuration.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Logistic regression by gradient descent, on arrays that several processes share.
+"""Logistic regression by gradient descent, on arrays distributed over several processes.
 
 cohabit tile examples/tiling_regression.py:program --workers 4 --run
 """
@@ -9,7 +9,7 @@ from cohabit.planner.tiling import LazyArray, newarray
 
 
 def program() -> LazyArray:
-    """Build the program; nothing is computed yet. Data from disk would be `newarray(np.load(path, mmap_mode="r"))`."""
+    """Build the program without computing it. For data from disk, use `newarray(np.load(path, mmap_mode="r"))`."""
     rng = np.random.default_rng(0)
     samples = rng.standard_normal((20_000, 32), dtype=np.float32)
     x = newarray(samples)

@@ -1,8 +1,8 @@
-"""Train a model in 60 % of the memory that a step needs, and compare its losses with PyTorch's own.
+"""Train a model in 60 % of a step's peak memory, and compare its losses with eager PyTorch's.
 
     python examples/train_in_little_memory.py
 
-The command trains the same step with checkpoints, for which `make_step` returns what it needs:
+`cohabit train` calls `make_step` and trains the same model with checkpoints:
 
     cohabit train examples/train_in_little_memory.py:make_step --memory 60% --steps 20 --checkpoint run
 """
