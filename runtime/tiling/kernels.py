@@ -1,4 +1,4 @@
-"""Operators of tiled programs as calls of torch, on tiles or on DTensors."""
+"""Operators of tiled programs as torch calls, on tiles or on DTensors."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from cohabit.planner.tiling.arrays import Expression, Fold, Function, JoinUpdate
 
 _MAPS: dict[str, Callable[..., Any]] = {
     "astype": lambda tile: tile,
-    # Operators take scalars on both sides, torch's functions on one.
+    # Operators accept scalars on both sides, torch's functions on one.
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
