@@ -23,7 +23,7 @@ class UnsupportedModel(ArchiveError):
 
 
 class UnsupportedPlan(CohabitError):
-    """A valid plan needs an unsupported feature; the message says how to plan without it."""
+    """A valid plan needs a feature that this runtime lacks; the message says how to plan without it."""
 
 
 class DeviceError(CohabitError):

@@ -1,4 +1,4 @@
-"""Protocols of memory: the device's arena, a model's parameters in the host, and buffers for spilled activations."""
+"""Memory protocols: the device's arena, a model's parameters in the host, and buffers for spilled activations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar

@@ -1,5 +1,4 @@
-"""The operators that a model may use: aten's functional and in-place compute ops, recognised by schema, and control
-flow.
+"""The operators that a model may use: aten's functional and in-place compute ops, by schema, and control flow.
 
 An archive comes from a client, and an op can do more than compute: read files, take pointers, load code. An op is
 admitted only if its schema shows that it only computes. A new torch op that takes a path is refused by its arguments.

@@ -60,7 +60,7 @@ def _kind_of_start(start: bytes) -> str | None:
 
 
 class _FileState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """State of a file, which changes when it is written or replaced. Programs can set all times except the ctime."""
+    """State of a file, changed by any write or replacement. Programs can set all times but `changed_ns`, the ctime."""
 
     device: int
     inode: int

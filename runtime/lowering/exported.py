@@ -44,6 +44,7 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
     weights: dict[str, torch.Tensor] = {}
     inputs: dict[fx.Node, str] = {}
     names = _input_names(program)
+    # Sort placeholders into inputs and weights; constant inputs become literals.
     for node, spec in zip(placeholders, signature.input_specs, strict=True):
         match spec.kind:
             case InputKind.USER_INPUT:
@@ -65,6 +66,7 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
     if not inputs:
         raise UnsupportedModel(f"{name}: the program takes no tensors")
     nodes = list(inputs)
+    # The batch is optional; other symbols must follow from the inputs' sizes.
     batch = _batch_symbol(nodes)
     dimensions = tuple(_dimensions(name, program, nodes, batch))
     symbols = {d.symbol for d in dimensions}

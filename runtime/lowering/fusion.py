@@ -104,7 +104,7 @@ class LayerPattern:
 
 @dataclass(frozen=True, slots=True)
 class FusedCall:
-    """An op that computes a pattern."""
+    """The op that replaces a pattern."""
 
     pattern: LayerPattern
     target: Any

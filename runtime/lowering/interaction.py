@@ -159,8 +159,7 @@ def _difference(
 
 
 def difference(own: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float:
-    """Return the largest difference as a fraction of the largest element of `whole`; of integers, the fraction that
-    differs.
+    """Return the largest difference relative to the largest element of `whole`; of integers, the differing fraction.
 
     The tensors are `comparable`.
     """

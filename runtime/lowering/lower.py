@@ -39,7 +39,7 @@ MOST_BUCKETS = 64
 _CHECKED_BATCHES = 2
 """Number of batch sizes traced at several shapes per bucket: torch specialises batch 1, others are alike."""
 _LOWERING = "23"
-"""Changes whenever lowering writes other bytes for the same archive."""
+"""Version of lowering: changes whenever it writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 
 
@@ -70,7 +70,7 @@ class Lowered:
     validation: Validation | None = None
     """How the program was compared with the archive's; None if it is not from an archive."""
     encoding: Encoding | None = None
-    """How weights are rounded; None where they are exact."""
+    """How weights are rounded; None if they are exact."""
     saved_table_bytes: int = 0
     """Bytes that encoding saves in tables."""
 

@@ -193,7 +193,7 @@ def _require_same(model: str, first: Trace, other: Trace) -> None:
 def run_model(
     model: FxModel, weights: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return a model's outputs."""
+    """Run a model op by op, and return its outputs."""
     tracer = OpTracer(model, weights, Bucket(0), inputs)
     with torch.inference_mode():
         tracer.run()
@@ -410,6 +410,7 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
     A segment that an op changes is state; all others are parameters.
     """
     changed = {s.weight for op in trace.ops for s in op.mutates}
+    # Tensor ids are consecutive: segments, inputs, activations.
     segment_of = {p.name: i for i, s in enumerate(manifest.segments) for p in s.pieces}
     inputs = len(manifest.segments)
     activations = inputs + len(trace.input_bytes)
@@ -429,6 +430,7 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
         )
         for s in manifest.segments
     ]
+    # The order must be that of `tensor_id`.
     tensors += [Tensor(f"input_{i}", n, "input") for i, n in enumerate(trace.input_bytes)]
     tensors += [
         Tensor(f"{op.name}.{i}", s.nbytes, "activation") for op in trace.ops for i, s in enumerate(op.writes)
@@ -437,6 +439,7 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
         Op(
             op.name,
             op.target,
+            # Several weights may lie in one segment.
             tuple(sorted({tensor_id(s) for s in op.reads})),
             tuple(tensor_id(s) for s in op.writes),
             scratch_bytes=op.scratch_bytes,

@@ -181,6 +181,7 @@ def samples_of(
         except _REFUSALS:
             return None
 
+    # Find the largest bound of integers with finite outputs: indices must be valid.
     first, found = min(buckets), list[tuple[float, int, Sample]]()
     for bound in _INTEGERS if any(not p.dtype.is_floating_point for p in ports) else _INTEGERS[:1]:
         if (own := sample(first, bound)) is not None:
@@ -307,8 +308,7 @@ def _shares(sample: Sample, found: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _share(sample: Sample, own: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return an output's difference; infinite where the archive's is NaN or infinite and the program's is another
-    number.
+    """Return an output's difference; infinite for another number in place of the archive's NaN or infinity.
 
     In a broken sample, NaN in place of a number is accepted: kernels may multiply infinities by zero. So is infinity in
     place of NaN in any sample: PyTorch's own gelu of infinity returns either, depending on the number of elements.

@@ -51,9 +51,9 @@ def segment_copies(
 ) -> list[Copy]:
     """Return copies of all segments, or of their first bytes, to their own addresses in the arena.
 
-    A copy replaces bytes with the same bytes, so ops may read them meanwhile. With a window, copies go there, behind
-    the segments, one after the other; no copy is larger than the window. Encoded segments always go there, since
-    decoding would expose other bytes to ops meanwhile.
+    A copy replaces bytes with the same bytes, so ops may read them meanwhile. With a window, copies go into it, behind
+    the segments, one after the other; no copy is larger. Encoded segments always go there, since decoding would expose
+    other bytes to ops meanwhile.
     """
     copies = []
     cursor, behind_bytes = 0, measured_bytes(manifest, window_bytes) - manifest.segment_bytes

@@ -110,7 +110,7 @@ def measure(
 ) -> dict[Bucket, Profile]:
     """Run a model with every parameter resident, alone and alongside a busy link.
 
-    Every bucket is measured at the smallest batch size, and one at each other size; `_scaled_from` derives the rest,
+    At the smallest batch size every bucket is measured, at each other batch size one. `_scaled_from` derives the rest,
     and lists the exceptions. `arena` has `measured_bytes`. The link, and how much the link and the ops slow each other
     down, are measured in the smallest bucket.
     """

@@ -88,7 +88,7 @@ class SharedRegion:
     def add(self, lowered: Lowered, plan: Plan, profile: Profile | None, store: HostStore[Any]) -> Program:
         """Prepare a plan that keeps every parameter, and return the program to run.
 
-        Raises MemoryExceeded if it can never run here, and what `Backend.build` raises.
+        Raises MemoryExceeded if it can never run here, and the errors of `Backend.relocatable`.
         """
         if plan.memory.workspace_bytes > self._workspace_bytes:
             raise MemoryExceeded(
@@ -120,7 +120,7 @@ class SharedRegion:
         traced: bool = False,
         follow: Follow | None = None,
     ) -> Result:
-        """Run one inference of a program that `add` returned. See `runtime.backend.Executor`."""
+        """Run one inference of a program that `add` returned. See `runtime.backend.ProgramRunner.run`."""
         model = self._models[program.name, program.bucket]
         uses = model.relocatable.uses
         prefetch = self._sharing.arrives != "on demand" or program.name in self._have_run

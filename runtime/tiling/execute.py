@@ -57,7 +57,7 @@ class TiledRun:
         self.steps = {id(e): plan.steps(e) for e in computed}
 
     def load(self) -> None:
-        """Load this worker's tiles of the inputs. Raises ValueError for an input without data."""
+        """Load this worker's tiles of the inputs. Raises ValueError if an input has no data."""
         for expression in self.graph.expressions:
             if isinstance(expression.operator, NewArray):
                 data = expression.operator.data

@@ -88,7 +88,7 @@ class Decoding:
 
     codec: Codec
     encoded: torch.Tensor
-    """Bytes."""
+    """uint8."""
     numbers: torch.Tensor
     in_place: bool
     """Whether the numbers may overlap the encoded bytes. No number lies behind the encoded bytes of a later one."""

@@ -23,8 +23,8 @@ _KEEP_LAST = (
 )
 """Operators that keep each vector of the last dimension, if its size stays the same."""
 _MOST_LENGTH, _LANES = 128, 16
-"""torch's kernel computes the remainder of a row of scores, after the last 16, one by one. If at least half of 16
-remain, plain products take 15 to 30 % less time, up to about this length."""
+"""torch's kernel computes the remainder of a row of scores, after whole groups of 16, one by one. If at least half of
+16 remain, plain products take 15 to 30 % less time, up to about this length."""
 
 
 def join_projections(model: FxModel, most_bytes: int) -> None:
@@ -43,6 +43,7 @@ def join_projections(model: FxModel, most_bytes: int) -> None:
                 or (bias is not None and model.weight_of(bias) is None)
             ):
                 continue
+            # Layers with and without a bias cannot be joined.
             by_input[node.args[0], bias is None, weight.dtype].append(node)
     # Join the weights of each group, and let the old results be slices of the new one.
     for (x, plain, _), layers in by_input.items():
@@ -185,7 +186,7 @@ def _is_turned(turned: Any, x: fx.Node, size: int) -> bool:
 
 
 def attend_plainly(model: FxModel) -> None:
-    """Compute attention as plain products if its fixed length is short and far from a multiple of the vector width."""
+    """Compute attention as plain products if its fixed length is short and leaves at least half a vector over."""
     nodes: list[Any] = list(model.graph.nodes)
     for node in nodes:
         plain = node.target is aten.scaled_dot_product_attention.default and len(node.args) == 3

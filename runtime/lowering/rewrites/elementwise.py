@@ -79,7 +79,7 @@ def use_rms_norm(model: FxModel) -> None:
 
 
 def _rms_norm_of(rsqrt: fx.Node) -> tuple[fx.Node, fx.Node, float, fx.Node] | None:
-    """Return x, the weight, eps, and the op that has the result."""
+    """Return x, the weight, eps, and the op that has the result; None for any other rsqrt."""
     total = rsqrt.args[0]
     if not isinstance(total, fx.Node) or total.target is not aten.add.Tensor or total.kwargs:
         return None

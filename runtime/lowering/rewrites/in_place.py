@@ -1,7 +1,7 @@
 """In-place ops: an op overwrites an operand that nothing else reads afterwards.
 
-This is the last rewrite, since the others assume that each value is written once. It restores the in-place ops that the
-model had itself.
+Runs after the rewrites that assume that each value is written once. It restores the in-place ops that the model had
+itself.
 """
 
 import operator

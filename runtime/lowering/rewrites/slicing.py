@@ -111,8 +111,7 @@ def _part_of(value: Any, dim: int, size: int) -> Any:
 
 
 def _whole_sizes(model: FxModel, node: fx.Node, last: fx.Node) -> list[int | None] | None:
-    """Return the sizes of a linear layer's large result, whose parts are written into it one by one; the batch's is
-    None.
+    """Return the sizes of a linear layer's large result that parts are written into; None for the batch's size.
 
     Memory then holds the result and one part, not the result twice. Returns None if parts are joined: if the result is
     small, the next op can overwrite it, or sizes other than the batch's are dynamic.
