@@ -1,1 +1,1 @@
-"""Lowers exported models to programs, measures them, and runs them on lanes under a memory cap."""
+"""Lowers exported models to programs, profiles them, and runs them on lanes under a memory limit."""

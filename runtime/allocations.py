@@ -1,4 +1,4 @@
-"""Measures what torch's CPU allocator allocates inside named ranges (`torch.profiler.record_function`)."""
+"""Measures the allocations of torch's CPU allocator inside named ranges (`torch.profiler.record_function`)."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,17 +13,17 @@ from torch.autograd import (  # type: ignore[attr-defined]
 )
 
 _USER_SCOPE = 7
-"""Of `record_function`, in torch's enumeration `RecordScope`."""
+"""Scope of `record_function`, in torch's enumeration `RecordScope`."""
 
 
 @contextmanager
 def measuring_allocations() -> Iterator[dict[str, int]]:
-    """Yield a dictionary that, when the block has ended, has each range's most bytes beyond those at its start.
+    """Yield a dictionary that gets each range's peak bytes, relative to its start, when the block ends.
 
-    Of ranges with the same name, the one with the most counts. Memory that libraries take elsewhere is not seen.
+    Of ranges with the same name, the largest peak counts. Memory that libraries allocate elsewhere is not measured.
     """
     peaks: dict[str, int] = {}
-    # Not `torch.profiler`: its library prints an error where another thread than this one has loaded torch.
+    # Not `torch.profiler`: its library prints an error if a thread other than this one has loaded torch.
     experimental = torch._C._profiler._ExperimentalConfig()
     _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, experimental))
     try:
@@ -39,7 +39,7 @@ def _peaks(events: Iterable[Any]) -> Iterator[tuple[str, int]]:
     """Yield the name and the peak of each range of a thread, from its events in order."""
     held = 0
     open_ranges: list[tuple[str | None, int, int]] = []
-    """Name, None of torch's own, bytes at the start, and most bytes so far."""
+    """(name, bytes at the start, peak so far); the name is None for torch's own ranges."""
     for event in events:
         match event.kind():
             case "push":

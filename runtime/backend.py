@@ -1,7 +1,7 @@
-"""What a device provides: memory, host stores, programs and executors. `runtime.devices` opens one by name.
+"""The interface of a device: memory, host stores, programs and executors. `runtime.devices` opens one by name.
 
 The rest of the runtime (lowering, binding, plans) is the same for all devices. A device's own program type is the type
-parameter; `Backend`, `Executor` and `Runner` are for code that is independent of it.
+parameter; `Backend`, `Executor` and `Runner` are for device-independent code.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,19 +37,19 @@ class Result:
     link_bytes: int
     timeline: Timeline | None = None
     device_s: float | None = None
-    """The part of the latency that a device of its own took, from the copies of inputs to those of outputs; None
-    where the host computes."""
+    """Part of the latency spent on a separate device, from the copies of inputs to those of outputs; None if the host
+    computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """How one program or several are issued on a device that can capture one into a graph: as graphs, or why not."""
+    """Capture state of one program or several on a device with graphs: their size, or why there are none."""
 
     graphs: int
     graph_bytes: int
-    """Device memory that the graphs take outside of the arena, as the driver reports it."""
+    """Device memory of the graphs outside of the arena, as the driver reports it."""
     refused: str | None
-    """Why kernels and copies are issued one by one."""
+    """Why kernels and copies are issued one by one; None if they are captured."""
 
 
 class ProgramRunner(Protocol[P_contra]):
@@ -57,7 +57,7 @@ class ProgramRunner(Protocol[P_contra]):
 
     @property
     def lost(self) -> str | None:
-        """Why nothing can run any more, or None while the device works."""
+        """Why the device is lost; None while it works."""
         ...
 
     def run(
@@ -70,10 +70,10 @@ class ProgramRunner(Protocol[P_contra]):
     ) -> Result:
         """Run one inference on CPU tensors of the program's exact shapes, which may be overwritten.
 
-        `traced` measures every step and waits for the last. `follow` gets a recording of the lanes without slowing
-        them, some time after the last copy has ended, and perhaps in parts; a device that replays graphs knows only
-        when the inference ran, unless it is `traced`. Raises DeviceError if a kernel or a copy fails: the program can
-        be run again, unless the device is `lost`.
+        `traced` measures every step and waits for the last. `follow` receives a recording of the lanes, without slowing
+        them, some time after the last copy, and perhaps in parts. A device that replays graphs records only the whole
+        inference, unless it is `traced`. Raises DeviceError if a kernel or a copy fails. The program can then be run
+        again, unless the device is `lost`.
         """
         ...
 
@@ -83,33 +83,33 @@ class ProgramRunner(Protocol[P_contra]):
 
 
 class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
-    """A compute lane of a device: it also loads initial residents, and releases what programs hold."""
+    """A compute lane of a device, which also loads initial residents and releases programs' resources."""
 
     @property
     def swap_busy_s(self) -> float | None:
-        """Seconds that the swap-in lane has spent copying since the start; None if it is not measured."""
+        """Seconds that the swap-in lane has spent copying since the start; None if not measured."""
         ...
 
     def load(self, program: P_contra, *, follow: Follow | None = None) -> float:
         """Copy a program's initial residents in and wait for them. Returns the seconds. Raises DeviceError.
 
-        `follow` gets a recording of the copies, where the device knows their times.
+        `follow` receives a recording of the copies, if the device knows their times.
         """
         ...
 
     def load_in_pieces(self, programs: Sequence[P_contra]) -> Iterator[None]:
-        """Load programs of one model, which have the same residents, a piece per step of the iterator.
+        """Load programs of one model, which share their residents; each step of the iterator loads one piece.
 
         Other programs may run between two pieces. Raises DeviceError.
         """
         ...
 
     def invalidate(self, program: P_contra) -> None:
-        """Note that a model's residents are not in place: its next run loads them first."""
+        """Mark a model's residents as missing: its next run loads them first."""
         ...
 
     def release(self, program: P_contra) -> None:
-        """Release what a program holds; it will not run any more."""
+        """Release a program's resources; it will not run again."""
         ...
 
     def settle(self) -> None:
@@ -117,19 +117,19 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         ...
 
     def finish(self, program: P_contra) -> None:
-        """Wait for the copies of a program's last run, so that its state is at hand. Raises DeviceError.
+        """Wait for the copies of a program's last run, so that its state can be read. Raises DeviceError.
 
-        State that stays on a device with memory of its own is copied to its host buffers.
+        State on a device with separate memory is copied to its host buffers.
         """
         ...
 
 
 class DeviceBackend(Protocol[P]):
-    """One device. Memory, stores and programs of one backend work with each other only."""
+    """One device. Its memory, stores and programs only work with each other."""
 
     @property
     def name(self) -> str:
-        """The device's name, in profiles and in output."""
+        """The device's name in profiles and output."""
         ...
 
     @property
@@ -139,7 +139,7 @@ class DeviceBackend(Protocol[P]):
 
     @property
     def outside_bytes(self) -> int | None:
-        """Device memory that the process takes outside of arenas, as of the last load; None where nothing does."""
+        """Device memory of the process outside of arenas, as of the last load; None if there is none."""
         ...
 
     def arena(self, nbytes: int) -> DeviceArena[Any]:
@@ -156,7 +156,7 @@ class DeviceBackend(Protocol[P]):
         ...
 
     def executors(self, count: int) -> Sequence[ProgramExecutor[P]]:
-        """Return one executor per compute lane, each for one thread and for programs with a workspace of their own."""
+        """Return one executor per compute lane. Each is for one thread, and for programs with a separate workspace."""
         ...
 
     def measure(
@@ -169,10 +169,10 @@ class DeviceBackend(Protocol[P]):
         quick: bool = False,
         known_only: bool = False,
     ) -> tuple[Lowered, dict[Bucket, Profile]]:
-        """Return the model with the scratch that kernels take on this device, and its profiles by bucket.
+        """Return the model with the scratch sizes of kernels on this device, and its profiles by bucket.
 
-        Both are read from the cache if they were measured before. With `quick`, profiles may be provisional. With
-        `known_only`, nothing is measured. Raises NotCached for what the cache then lacks.
+        Earlier measurements are read from the cache. With `quick`, profiles may be provisional. With `known_only`,
+        nothing is measured, and NotCached is raised if the cache lacks any.
         """
         ...
 

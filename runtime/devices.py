@@ -13,11 +13,11 @@ def open_device(
     lost_on_change: bool = True,
     host_memory_bytes: int | None = None,
 ) -> Backend:
-    """Open a device. Raises DeviceError where there is none of that name.
+    """Open a device. Raises DeviceError if there is none of this name.
 
-    `link_bandwidth_bytes_per_s` is for the CPU. `verify_reads` compares reads from weights files with checksums.
-    `lost_on_change`, for the CPU as well, says whether a changed weights file is the loss of the device.
-    `host_memory_bytes` is the RAM that this process may have, by default that of the machine: CUDA pins a part of it.
+    `link_bandwidth_bytes_per_s` is for the CPU only. `verify_reads` compares reads from weights files with checksums.
+    `lost_on_change`, also for the CPU only, treats a changed weights file as the loss of the device.
+    `host_memory_bytes` is the RAM that this process may use, by default the machine's: CUDA pins a part of it.
     """
     kind, _, index = name.partition(":")
     if name == "cpu":

@@ -15,15 +15,15 @@ from cohabit.planner.errors import CohabitError
 
 
 class ArchiveError(CohabitError):
-    """A model archive is damaged, or holds what is never loaded from a repository (pickles, binaries)."""
+    """A model archive is damaged, or has content that is never loaded (pickles, binaries)."""
 
 
 class UnsupportedModel(ArchiveError):
-    """The program is sound, but breaks one of the rules that planning rests on."""
+    """The program is valid, but breaks a rule that planning relies on."""
 
 
 class UnsupportedPlan(CohabitError):
-    """A valid plan needs an unsupported feature; the message says how to plan without it."""
+    """A valid plan needs a feature that this runtime lacks; the message says how to plan without it."""
 
 
 class DeviceError(CohabitError):
@@ -31,11 +31,11 @@ class DeviceError(CohabitError):
 
 
 class StoreChanged(DeviceError):
-    """A weights file was written to, or cut off, after its model was loaded: models must be loaded again."""
+    """A weights file was changed or truncated after its model was loaded: models must be loaded again."""
 
 
 class DeviceLost(DeviceError):
-    """The device does not answer any more, or refuses everything: only a new process gets it back."""
+    """The device no longer responds, or rejects everything: only a new process can use it again."""
 
 
 class CaptureFailed(CohabitError):

@@ -1,4 +1,4 @@
-"""Protocols of memory: the device's arena, a model's parameters in the host, and buffers for spilled activations."""
+"""Memory protocols: the device's arena, a model's parameters in the host, and buffers for spilled activations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
@@ -12,13 +12,13 @@ StoreKind = Literal["ram", "file"]
 Copy = Callable[[], None]
 
 Destination = TypeVar("Destination")
-"""What a copy fills: a numpy array on the CPU, a tensor on CUDA."""
+"""Target of a copy: a numpy array on the CPU, a tensor on CUDA."""
 Destination_co = TypeVar("Destination_co", covariant=True)
 Destination_contra = TypeVar("Destination_contra", contravariant=True)
 
 
 class DeviceArena(Protocol[Destination_co]):
-    """All device memory that models may use, taken once."""
+    """All device memory that models may use, allocated once."""
 
     @property
     def nbytes(self) -> int: ...
@@ -27,7 +27,7 @@ class DeviceArena(Protocol[Destination_co]):
     def device(self) -> torch.device: ...
 
     def bytes(self, offset: int, nbytes: int) -> Destination_co:
-        """Return a view of these bytes, for a copy to fill. Raises MemoryExceeded outside of the arena."""
+        """Return a view of these bytes, as the target of a copy. Raises MemoryExceeded outside of the arena."""
         ...
 
     def tensor(
@@ -37,7 +37,7 @@ class DeviceArena(Protocol[Destination_co]):
         ...
 
     def over(self, flat: torch.Tensor) -> Destination_co:
-        """Return the bytes of a flat tensor that lies elsewhere on the device, for a copy to fill while it exists."""
+        """Return the bytes of a flat tensor elsewhere on the device, as the target of copies while it exists."""
         ...
 
     def close(self) -> None: ...
@@ -52,11 +52,11 @@ def require_inside(arena: DeviceArena[Any], offset: int, nbytes: int) -> None:
 
 
 class SpillBuffer(Protocol):
-    """Host memory for one activation while it is spilled. Its bytes, or fewer, come as a flat tensor of the device."""
+    """Host memory for one spilled activation. Its bytes, or fewer, are passed as a flat tensor of the device."""
 
     @property
     def pinned(self) -> torch.Tensor | None:
-        """Pinned memory for copies that the device issues; None where `save` and `load` make the copies."""
+        """Pinned memory for copies that the device issues; None if `save` and `load` make the copies."""
         ...
 
     def save(self, source: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ class SpillBuffer(Protocol):
         ...
 
     def load(self, destination: torch.Tensor) -> None:
-        """Copy them back."""
+        """Copy the bytes back."""
         ...
 
     def close(self) -> None:
@@ -86,16 +86,16 @@ class HostStore(Protocol[Destination_contra]):
     def copy(self, segment: int, destination: Destination_contra) -> Copy:
         """Prepare to fill the destination with a segment. The returned call makes the copy.
 
-        A smaller destination gets the segment's first bytes as the store has them, which measures the link.
+        A smaller destination gets the segment's first stored bytes, which serves to measure the link.
         """
         ...
 
     def link_bytes(self, segment: int) -> int:
-        """Return the bytes of a segment that pass over the link when it is copied."""
+        """Return the number of bytes that cross the link when a segment is copied."""
         ...
 
     def pinned(self, segment: int) -> torch.Tensor | None:
-        """Return a segment in pinned memory, for copies that the device issues; None where `copy` makes the copies."""
+        """Return a segment in pinned memory, for copies that the device issues; None if `copy` makes the copies."""
         ...
 
     def table(self, name: str) -> torch.Tensor:
@@ -104,13 +104,13 @@ class HostStore(Protocol[Destination_contra]):
 
     @property
     def check_tables(self) -> Callable[[], None] | None:
-        """What to call before and after each gather: raises StoreChanged. None if tables cannot change."""
+        """Check to call before and after each gather, which raises StoreChanged. None if tables cannot change."""
         ...
 
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
         """Return buffers of these sizes for activations that leave memory while a program runs.
 
-        Raises MemoryExceeded where the host has too little room.
+        Raises MemoryExceeded if the host lacks the memory.
         """
         ...
 
@@ -118,7 +118,7 @@ class HostStore(Protocol[Destination_contra]):
 
 
 class PinnedUse(Protocol):
-    """How much pinned host memory a device uses, and its limit."""
+    """Use and limit of a device's pinned host memory."""
 
     limit_bytes: int
     used_bytes: int

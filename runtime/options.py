@@ -1,6 +1,6 @@
-"""A model's options for its kernels, which trade accuracy for time.
+"""A model's kernel options, which trade accuracy for time.
 
-Tolerances are relative to the largest output, against eager float32 on the CPU; a test per option holds them.
+Tolerances are relative to the largest output, compared with eager float32 on the CPU. Each option has a test.
 """
 
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from typing import Literal, get_args
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Tf32 = Literal["none", "cudnn", "all"]
-"""Which float32 kernels of CUDA may round their operands to 10 bits of mantissa: none, cuDNN's convolutions and
-recurrent layers (torch's own default), or matrix products, too."""
+"""Float32 CUDA kernels that may round operands to 10 bits of mantissa: none; cuDNN's convolutions and recurrent layers
+(torch's default); or matrix products, too."""
 Weights = Literal["float32", "bfloat16", "int8"]
-"""What float32 weights are stored and copied as: exactly, in as few bytes as that takes, or in 16 or 8 bits."""
+"""Storage of float32 weights, also when copied: exact in as few bytes as possible, or in 16 or 8 bits."""
 STORED_AS: tuple[Weights, ...] = get_args(Weights)
 
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -20,7 +20,7 @@ TF32_TOLERANCE = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Choices of one model. Inputs and outputs keep their types whatever is chosen."""
+    """Options of one model. Inputs and outputs always keep their types."""
 
     dtype: Dtype = "float32"
     """Type of parameters and activations that are float32 in the archive."""
@@ -30,7 +30,7 @@ class Options:
     packed: bool = False
     """Pack the weights of convolutions and linear layers for oneDNN's fused kernels on this machine's CPU."""
     fused: bool = False
-    """Use cuDNN's fused kernel for a convolution, its bias, a residual sum and a ReLU, where there is one."""
+    """Use cuDNN's fused kernel for a convolution, its bias, a residual sum and a ReLU, if there is one."""
     weights: Weights = "float32"
 
     @property
@@ -48,4 +48,4 @@ class Options:
 DEFAULTS = Options()
 """Exact float32 in the exported layout."""
 CUDA_DEFAULTS = Options(channels_last=True, tf32="cudnn", fused=True)
-"""What a server computes with on CUDA unless a model's configuration says otherwise."""
+"""Server defaults on CUDA; a model's configuration can override them."""

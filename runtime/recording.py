@@ -1,4 +1,4 @@
-"""Recordings of one inference: noted by the lanes while it runs, named when they are read."""
+"""Recordings of one inference: lanes add notes while it runs; names are resolved when they are read."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ class LaneSpan:
     model: str
     lane: Lane
     name: str
-    """Of the op, or of the tensor whose bytes were copied."""
+    """Name of the op, or of the copied tensor."""
     start_s: float
     end_s: float
     nbytes: int = 0
-    """Bytes copied."""
+    """Bytes copied; 0 for ops."""
     stalled: bool = False
-    """The op waited for copies and did not run yet."""
+    """Whether this is the op's wait for copies, before it ran."""
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -39,14 +39,14 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Recording:
-    """Notes of one inference. The lanes' threads write it; it is read after the last of its copies."""
+    """Notes of one inference. Written by the lanes' threads; complete after its last copy."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.notes: list[Note] = []
 
     def note(self, step: Step | None, start_s: float, end_s: float, stalled: bool = False) -> None:
-        """Note that one step has ended, or its wait."""
+        """Record that a step, or its wait, has ended."""
         self.notes.append(Note(step, start_s, end_s, stalled))
 
     def measured(self, start_s: float) -> tuple[Span, ...]:
@@ -61,7 +61,7 @@ class Recording:
     def spans(self) -> Iterator[LaneSpan]:
         """Yield every step with its name."""
         graph = self.program.graph
-        # A relocatable program numbers its steps in its own way.
+        # A relocatable program has its own step numbers.
         planned = (step.op for step in self.program.plan.steps if isinstance(step, Compute))
         ops = {step.step: op for step, op in zip(self.program.computes, planned, strict=True)}
         for note in self.notes:
@@ -78,4 +78,4 @@ class Recording:
 
 
 Follow = Callable[[Recording], None]
-"""Takes a recording that is complete. Called by a thread of the executor: it must return soon, and not raise."""
+"""Called with a complete recording, in a thread of the executor. Must return soon, and must not raise."""

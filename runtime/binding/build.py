@@ -1,4 +1,4 @@
-"""Builds programs from plans: a plan is checked, drafted, and bound to addresses."""
+"""Builds programs from plans: checks a plan, drafts it, and binds the draft to addresses."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def build(
     bases: Bases,
     store: HostStore[Destination],
 ) -> Program:
-    """Check a plan and bind it. Raises what `draft` raises, and MemoryExceeded."""
+    """Check a plan and bind it. Raises the errors of `draft`, and MemoryExceeded."""
     drafted = draft(lowered, plan, profile, arena.device)
     return bind(drafted, _offloaded(drafted, arena, store), arena, bases, store)
 
@@ -51,11 +51,12 @@ def bind(
     bases: Bases,
     store: HostStore[Destination],
 ) -> Program:
-    """Bind a draft to addresses. `of_tensor` has its spills, by tensor. Raises MemoryExceeded."""
+    """Bind a draft to addresses. `of_tensor` has its spilled tensors, by tensor id. Raises MemoryExceeded."""
     offloaded = tuple(of_tensor.values())
     of_storage = {tensor.storage_key: tensor for tensor in offloaded if tensor.spill.is_weight}
     statics: list[Any] = []
     for static in drafted.statics:
+        # A view needs its storage at full size: counted weights get theirs while it is created.
         if not isinstance(static, StaticWeight):
             values = _values(static.statics, statics)
             with ExitStack() as sized:
@@ -67,6 +68,7 @@ def bind(
             statics.append(of_tensor[static.segment].view(static.piece))
         else:
             statics.append(weight_at(arena, bases.offset(static.address), static.piece))
+    # Offloaded tensors take results after the op, before its getitem calls free them, and end their uses last.
     adopting, finishing = _adopting(offloaded), _finishing(offloaded)
 
     def bound(calls: Sequence[DraftCall]) -> tuple[Call, ...]:
@@ -100,7 +102,7 @@ def bind(
 
 
 def _require_unpacked(lowered: Lowered, plan: Plan) -> None:
-    """Refuse to count parameters that are packed: a kernel's layout is made for one address."""
+    """Raise UnsupportedPlan for counted parameters that are packed: a kernel's layout is made for one address."""
     packed = [p.name for s in lowered.manifest.segments for p in s.pieces if p.layout is not None]
     if plan.memory.counted and packed:
         raise UnsupportedPlan(
@@ -112,7 +114,7 @@ def _require_unpacked(lowered: Lowered, plan: Plan) -> None:
 def _offloaded(
     drafted: Draft, arena: DeviceArena[Destination], store: HostStore[Destination]
 ) -> dict[int, OffloadedTensor]:
-    """Return the tensors that leave memory, with the buffers or the store's bytes that they are filled from."""
+    """Return the offloaded tensors, with the buffers or store bytes that they are filled from."""
     spilled = [s for s in drafted.spills if not s.is_weight]
     buffers = iter(store.spill_buffers([s.nbytes for s in spilled]) if spilled else [])
     return {
@@ -128,7 +130,7 @@ def _values(static_slots: Statics, statics: Sequence[Any]) -> dict[int, Any]:
 
 
 def _adopting(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
-    """Return, per compute step, the calls by which offloaded tensors take the storages of its results."""
+    """Return, per compute step, the calls with which offloaded tensors take the storages of its results."""
     calls: dict[int, list[Call]] = defaultdict(list)
     for tensor in offloaded:
         for n, interval in enumerate(tensor.spill.intervals):

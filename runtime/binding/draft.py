@@ -1,6 +1,6 @@
 """A draft: the calls, views and copies of one inference, with addresses relative to the plan's regions.
 
-Drafting walks the plan once. A model that moves, or is loaded again, is bound to the arena from the same draft.
+Drafting walks the plan once. A model that moves or is reloaded is bound to the arena from the same draft.
 """
 
 import operator
@@ -23,7 +23,7 @@ from cohabit.runtime.offload.storage import OffloadedTensor
 
 C = TypeVar("C")
 D = TypeVar("D")
-"""Calls of a step: `DraftCall` in a draft, `Call` in a program."""
+"""Type of a step's calls: `DraftCall` in a draft, `Call` in a program."""
 
 Statics = tuple[tuple[int, int], ...]
 """(slot, index into `Draft.statics`) of slots whose values are known once the model has addresses."""
@@ -34,7 +34,7 @@ PendingCall = tuple[Instruction, Statics]
 
 @dataclass(frozen=True, slots=True)
 class StaticWeight:
-    """A parameter of a segment, with the segment's address; None where it is counted."""
+    """A parameter, with its segment's address; None for a counted segment."""
 
     piece: Piece
     segment: int
@@ -43,7 +43,7 @@ class StaticWeight:
 
 @dataclass(frozen=True, slots=True)
 class DraftCall:
-    """A call, with its static slots and the slots that it is the last to read."""
+    """A call, with its static slots, and the slots whose values it is the last to read."""
 
     template: CallTemplate
     statics: Statics
@@ -52,7 +52,7 @@ class DraftCall:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep(Generic[C]):
-    """An op with the views that lead to it. Counts are of finished steps of this run on the other lanes."""
+    """An op with the views that it needs. The `_before` fields count finished steps of this run on the other lanes."""
 
     lane: ClassVar[Literal["compute"]] = "compute"
     step: int
@@ -66,7 +66,7 @@ class ComputeStep(Generic[C]):
     """Number of trailing getitem calls; each result is freed after its own last use."""
 
     def with_calls(self, calls: tuple[D, ...]) -> "ComputeStep[D]":
-        """Return the same step with its calls in another form."""
+        """Return the same step with other calls."""
         return ComputeStep(
             self.step, calls, self.swap_ins_before, self.swap_outs_before, self.first_reads, self.unpacking
         )
@@ -80,8 +80,8 @@ def _not_bound() -> None:
 class SwapStep:
     """A copy on one of the swap lanes.
 
-    A swap-in goes to `offset`, which counts from the region's start in a draft and from the arena's start in a program,
-    or, where `offloaded` is set, to wherever the allocator puts that tensor.
+    A swap-in fills the bytes at `offset`, from the region's start in a draft and from the arena's start in a program.
+    If `offloaded` is set, the allocator chooses that tensor's address instead.
     """
 
     lane: Literal["swap_in", "swap_out"]
@@ -90,11 +90,11 @@ class SwapStep:
     tensor: int
     nbytes: int
     computes_before: int
-    """Finished compute steps of this run that it waits for."""
+    """Number of this run's compute steps that must finish first."""
     others_before: int = 0
-    """Finished steps of the other swap lane that it waits for."""
+    """Number of the other swap lane's steps that must finish first."""
     address: Address | None = None
-    """The plan's, of a parameter."""
+    """Address of a parameter in the plan; None for other tensors."""
     offset: int = 0
     copy: Copy = _not_bound
     offloaded: OffloadedTensor | None = None
@@ -108,7 +108,7 @@ class Draft:
     trace: Trace
     plan: Plan
     profile: Profile | None
-    """What the plan was checked against."""
+    """The profile that the plan was checked against."""
     device: torch.device
     statics: tuple[StaticWeight | DraftCall, ...]
     """Parameters and views of them. Each uses earlier ones only."""
@@ -117,7 +117,7 @@ class Draft:
     swap_outs: tuple[SwapStep, ...]
     spills: tuple[Spill, ...]
     residents: tuple[SwapStep, ...]
-    """Copies that put the initial residents in place."""
+    """Copies of the initial residents to their addresses."""
     final_calls: tuple[DraftCall, ...]
     """Views that are outputs and belong to no op."""
     constants: Statics
@@ -125,9 +125,9 @@ class Draft:
     epilogue: int
     """Index of the first swap-in after the last compute step."""
     restored: Mapping[int, int]
-    """Initial residents that a run brings back, with the index into `swap_ins` of the last copy that does.
+    """Initial residents that a run restores, with the index into `swap_ins` of the last copy that does so.
 
-    The run itself need not wait for that copy: the next one does.
+    The run itself does not wait for that copy: the next run does.
     """
 
 
@@ -139,7 +139,7 @@ class Drafter:
         self.op_instructions = {i.op: i for i in trace.instructions if i.op is not None}
         self.views = {i.out: i for i in trace.instructions if i.op is None}
         self.parts: dict[int, list[Instruction]] = defaultdict(list)
-        """By slot, the calls that take its results apart."""
+        """Getitem calls on a slot's value, by slot."""
         for i in self.views.values():
             if i.target is operator.getitem:
                 self.parts[i.reads[0]].append(i)
@@ -148,7 +148,7 @@ class Drafter:
         self.made: set[int] = set()
         """Slots of views whose value is current."""
         self.computed: set[int] = set()
-        """Ops that have been computed so far."""
+        """Ops computed so far."""
         self.addresses: dict[int, Address | None] = {p.tensor: p.address for p in plan.residents}
         self.unread = set(self.addresses)
         self.computes: list[ComputeStep[PendingCall]] = []
@@ -156,7 +156,7 @@ class Drafter:
         self.swap_outs: list[SwapStep] = []
         self.spills = spills_of(graph, trace, plan)
         self.position: dict[int, int] = {}
-        """By index in the plan: the step's position on its lane."""
+        """Position of each step on its lane, by index in the plan."""
 
     def draft(self, profile: Profile | None) -> Draft:
         final_calls, constants = self._walk()
@@ -223,13 +223,13 @@ class Drafter:
     def _add_compute(self, index: int, step: Compute) -> None:
         swap_ins, swap_outs = self._finished(step.after, SwapIn), self._finished(step.after, SwapOut)
         self.position[index] = len(self.computes)
-        # Sizes come first: read later, the input that has them would be in memory for longer than the plan says.
+        # Sizes come first: reading them later would keep their input in memory for longer than planned.
         numbers = [] if self.computes else self.numbers
         self.made.update(i.out for i in numbers)
         instruction = self.op_instructions[step.op]
         parts = self.parts[instruction.out]
         calls = self._pending([*numbers, *self._needed_by(instruction), *parts])
-        if step.op in self.computed:  # its result is a new one, so its views are made again
+        if step.op in self.computed:  # a new result: its views must be rebuilt
             self.made -= self._views_of(instruction.out)
         self.made.update(part.out for part in parts)
         self.computed.add(step.op)
@@ -241,7 +241,7 @@ class Drafter:
         return tuple((i, self.statics.of(i.reads, self.addresses)) for i in instructions)
 
     def _finished(self, after: Sequence[int], kind: type[Compute] | type[SwapIn] | type[SwapOut]) -> int:
-        """Return how many steps of another lane must have finished; lanes run in order."""
+        """Return the number of another lane's steps that must have finished; lanes run in order."""
         return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
 
     def _calls(self, pending: Iterable[PendingCall], frees: Iterable[tuple[int, ...]]) -> tuple[DraftCall, ...]:
@@ -254,7 +254,7 @@ class Drafter:
         return self.graph.tensors[tensor].nbytes
 
     def _needed_by(self, instruction: Instruction) -> list[Instruction]:
-        """Return the views that an op needs and that are not made yet, in order, and the op itself."""
+        """Return the views that an op needs and that do not exist yet, in order, followed by the op."""
         needed: list[Instruction] = []
         pending = [(slot, False) for slot in reversed(instruction.reads)]
         while pending:
@@ -273,9 +273,9 @@ class Drafter:
         return needed
 
     def _views_of(self, slot: int) -> set[int]:
-        """Return the slots of the views that are made of a slot's value."""
+        """Return the slots of all views of a slot's value, direct or nested."""
         found = {slot}
-        for view in self.views.values():  # in the order in which they can be made
+        for view in self.views.values():  # in order of creation
             if not found.isdisjoint(view.reads):
                 found.add(view.out)
         return found - {slot}
@@ -291,7 +291,7 @@ class Drafter:
 
 
 class _StaticValues:
-    """Parameters and views of parameters, each once per address that it has in the plan."""
+    """Parameters and views of parameters, one value per address that they have in the plan."""
 
     def __init__(self, trace: Trace, manifest: Manifest, device: torch.device) -> None:
         self.values: list[StaticWeight | DraftCall] = []
@@ -300,7 +300,7 @@ class _StaticValues:
         self._pieces = {p.name: (n, p) for n, s in enumerate(manifest.segments) for p in s.pieces}
         self._weights = trace.weight_slots
         self._segments = {slot: frozenset({self._pieces[w][0]}) for slot, w in trace.weight_slots.items()}
-        """The segments that each static slot is made of."""
+        """The segments that each static slot depends on."""
         for i in trace.instructions:
             if i.op is None and i.reads and all(r in self._segments for r in i.reads):
                 self._segments[i.out] = frozenset().union(*(self._segments[r] for r in i.reads))
@@ -310,7 +310,7 @@ class _StaticValues:
         return slot in self._segments
 
     def of(self, slots: Iterable[int], addresses: Mapping[int, Address | None]) -> Statics:
-        """Return those of some slots that are static, with segments at these addresses."""
+        """Return the static ones of `slots`, with segments at these addresses."""
         return tuple((slot, self._index(slot, addresses)) for slot in slots if slot in self._segments)
 
     def _index(self, slot: int, addresses: Mapping[int, Address | None]) -> int:
@@ -330,11 +330,11 @@ class _StaticValues:
 
 
 def _frees(steps: Sequence[Sequence[PendingCall]], kept: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Return the slots whose values each call is the last to use, in the plan's order of ops.
+    """Return, per step and call, the slots whose values the call is the last to use.
 
-    An op that is computed again gives its slot a new value; the one before has been used for the last time by then.
+    A recomputed op gives its slot a new value; all uses of the previous value come before.
     """
-    value = dict[int, int]()  # how often each slot has been given one
+    value = dict[int, int]()  # number of values that each slot has had
     last: dict[tuple[int, int], tuple[int, int]] = {}
     for n, step in enumerate(steps):
         for m, (instruction, _) in enumerate(step):

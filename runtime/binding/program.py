@@ -1,4 +1,4 @@
-"""A program: one plan bound to addresses, with everything prepared that can be decided before a request arrives."""
+"""A program: one plan bound to addresses. All decisions that need no request are made beforehand."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,28 +16,28 @@ from cohabit.runtime.offload.storage import OffloadedTensor
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """Where a model's regions start in the arena, in bytes."""
+    """Offsets of a model's regions in the arena, in bytes."""
 
     partition: int
     workspace: int
 
     def offset(self, address: Address) -> int:
-        """Return the offset in the arena of an address in the plan."""
+        """Convert an address in the plan to an offset in the arena."""
         return address.offset + (self.partition if address.region == "partition" else self.workspace)
 
 
 @dataclass(frozen=True, slots=True)
 class CallGroup:
-    """Compute steps in a row: only the first waits for other lanes, and they wait for none but the last."""
+    """Consecutive compute steps. Only the first waits for other lanes; other lanes wait only for the last."""
 
     first: ComputeStep[Call]
     calls: tuple[Call, ...]
-    """Of all its steps."""
+    """The calls of all its steps."""
     steps: int
 
 
 def call_groups(computes: Sequence[ComputeStep[Call]], copies: Iterable[SwapStep]) -> Iterator[CallGroup]:
-    """Join compute steps between which no lane waits for another. What `copies` has is all that waits for them."""
+    """Join compute steps between which no lane waits for another. Only `copies` wait for compute steps."""
     awaited, start, seen = {copy.computes_before for copy in copies}, 0, (0, 0)
     for n, step in enumerate(computes):
         waits_for = (step.swap_ins_before, step.swap_outs_before)
@@ -54,25 +54,25 @@ def _call_group(computes: Sequence[ComputeStep[Call]]) -> CallGroup:
 
 
 HAND_OVER_S, LEAST_BETWEEN_S = 50e-6, 250e-6
-"""Cost of a copy in a thread of its own, which is woken and takes turns with the interpreter, and the computation
-between two copies that hides it."""
+"""Seconds: cost of a copy in a separate thread, for waking it and sharing the interpreter, and computation between two
+copies that hides this cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A draft bound to addresses. What an executor needs to run one inference."""
+    """A draft bound to addresses, with all that an executor needs for one inference."""
 
     name: str
-    """Which programs share their residents: executors keep state by it. `graph.name` is the model's."""
+    """Key of the executors' state: programs of one name share residents. The model's name is `graph.name`."""
     draft: Draft
     computes: tuple[ComputeStep[Call], ...]
     swap_ins: tuple[SwapStep, ...]
     swap_outs: tuple[SwapStep, ...]
     offloaded: tuple[OffloadedTensor, ...]
     residents: tuple[SwapStep, ...]
-    """Copies that put the initial residents in place."""
+    """Copies of the initial residents to their addresses."""
     final_calls: tuple[Call, ...]
-    """Views of results that belong to no op, made after the last compute step."""
+    """Views of results that belong to no op, created after the last compute step."""
     constants: Mapping[int, torch.Tensor]
     """Output slots that are parameters or views of them."""
     epilogue: int
@@ -91,7 +91,7 @@ class Program:
         object.__setattr__(self, "link_bytes", link_bytes)
 
     def _copies_are_short(self) -> bool:
-        """Whether copies, and ops between them, are so short that a thread of its own would take longer."""
+        """Whether copies, and the ops between them, are too short to pay for a separate thread."""
         profile, count = self.draft.profile, len(self.swap_ins)
         if profile is None or not count:
             return False
@@ -120,12 +120,12 @@ class Program:
 
     @property
     def last_return(self) -> int:
-        """How many swap-ins there are up to the last that fills an offloaded tensor."""
+        """Number of swap-ins up to the last that fills an offloaded tensor."""
         return max((i + 1 for i, s in enumerate(self.swap_ins) if s.offloaded is not None), default=0)
 
     @property
     def last_return_awaited(self) -> int:
-        """The same without copies that bring back residents, which may go on while the next run begins."""
+        """The same without copies that restore residents, which may continue while the next run begins."""
         restored = self.draft.restored
         awaited = (
             i for i, s in enumerate(self.swap_ins) if s.offloaded is not None and restored.get(s.tensor) != i
@@ -134,7 +134,7 @@ class Program:
 
     @property
     def saves_unread_residents(self) -> bool:
-        """Whether a resident may be copied out before an op has waited for the copy that brought it back."""
+        """Whether a resident may be copied out before an op has waited for the copy that restored it."""
         initial = {step.tensor for step in self.residents}
         read = {tensor: n for n, step in enumerate(self.computes) for tensor in step.first_reads}
         finished = 0

@@ -1,4 +1,4 @@
-"""Direct I/O: files that are read and written without the page cache, where their file system supports that."""
+"""Direct I/O: reads and writes files without the page cache, if their file system supports it."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ def open_direct(path: Path, flags: int) -> int:
 
 
 def read_fully(fd: int, destination: Bytes, offset: int) -> None:
-    """Fill the destination from an offset of the file on. Raises OSError, also where the file ends too early."""
+    """Fill the destination from an offset in the file. Raises OSError, also if the file ends too early."""
     view = destination.data
     done = 0
     while done < len(view):
@@ -26,7 +26,7 @@ def read_fully(fd: int, destination: Bytes, offset: int) -> None:
 
 
 def write_fully(fd: int, source: Bytes, offset: int) -> None:
-    """Write all of the source from an offset of the file on. Raises OSError."""
+    """Write the whole source at an offset in the file. Raises OSError."""
     view = source.data
     done = 0
     while done < len(view):

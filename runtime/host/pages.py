@@ -1,4 +1,4 @@
-"""Pages of host memory: anonymous ones, in huge pages where there are, and those of code; released without the GIL."""
+"""Pages of host memory: anonymous ones, in huge pages if available, and those of code. Released without the GIL."""
 
 import ctypes
 import mmap
@@ -16,7 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _MADV_COLLAPSE = 25
-"""Linux 6.1; Python's mmap does not have it."""
+"""Since Linux 6.1; Python's mmap module lacks it."""
 
 _MAPPING = re.compile(r"(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<rights>\S{4}) \S+ \S+ \d+ *(?P<path>.*)")
 
@@ -25,12 +25,12 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def anonymous_memory(nbytes: int) -> mmap.mmap:
-    """Private zeroed pages, at least one; they take memory once they are touched."""
+    """Return private zeroed pages, at least one. They occupy memory once touched."""
     return mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def huge_pages_are_off() -> bool:
-    """Whether the system says that it gives no huge pages to anonymous memory."""
+    """Whether the system disables huge pages for anonymous memory."""
     try:
         return "[never]" in HUGE_PAGES_SETTING.read_text()
     except OSError:  # hidden in some containers
@@ -38,9 +38,9 @@ def huge_pages_are_off() -> bool:
 
 
 def use_huge_pages(region: Bytes) -> None:
-    """Move a region that has been written into huge pages, which are copied faster; a system without keeps it as it is.
+    """Move a written region into huge pages, which are copied faster. No effect on systems without them.
 
-    Asking for them before the first write is not the same: each page fault then clears 2 MiB, and other threads wait.
+    Requesting them before the first write is worse: each page fault then clears 2 MiB, and other threads wait.
     """
     _libc.madvise(region.ctypes.data, region.nbytes, _MADV_COLLAPSE)
 
@@ -48,27 +48,27 @@ def use_huge_pages(region: Bytes) -> None:
 def release_pages(region: Bytes) -> None:
     """Release a region's pages now; views that still exist read zeros.
 
-    Python's own calls hold the interpreter lock meanwhile, for a third of a second per 4 GiB; this one does not.
+    Python's own calls hold the GIL meanwhile, for a third of a second per 4 GiB; this one does not.
     """
     _libc.madvise(region.ctypes.data, region.nbytes, mmap.MADV_DONTNEED)
 
 
 def release_code_pages() -> None:
-    """Release the pages of this process's executables and libraries; those that are needed again are read again.
+    """Release the pages of this process's executables and libraries; pages still in use are read again.
 
-    Loading a library runs the initializers of all its parts once, and reads pages around each: two thirds of what
-    torch's take is never touched again.
+    Loading a library runs the initializers of all its parts once, and reads the pages around each. Two thirds of
+    torch's pages are never touched again.
     """
     for path, start, nbytes in list(_unmodified_code()):
         _libc.madvise(start, nbytes, mmap.MADV_DONTNEED)
-        with suppress(OSError):  # replaced since it was loaded
+        with suppress(OSError):  # the file was replaced since it was loaded
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
 
 def _unmodified_code() -> Iterator[tuple[str, int, int]]:
-    """File, address and bytes of each mapping of code that has no pages of its own, as a debugger's breakpoints are."""
+    """Yield file, address and bytes of each code mapping without private pages, such as a debugger's breakpoints."""
     found: tuple[str, int, int] | None = None
     with suppress(OSError), Path("/proc/self/smaps").open() as smaps:  # hidden in some containers
         for line in smaps:

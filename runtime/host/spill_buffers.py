@@ -1,7 +1,7 @@
 """Spill buffers: host memory, or an unnamed file, for activations that leave memory.
 
-The file is read and written with O_DIRECT where its file system has that, so that the page cache does not keep what
-was meant to leave memory. Activations have any alignment, so their bytes pass through a small aligned buffer.
+The file is read and written with O_DIRECT if its file system supports it, so that the page cache does not keep spilled
+bytes in memory. Activations have any alignment, so their bytes pass through a small aligned buffer.
 """
 
 import ctypes
@@ -35,19 +35,22 @@ def ram_spill_buffers(sizes: Sequence[int]) -> list[SpillBuffer]:
 
 
 def file_spill_buffers(folder: Path, sizes: Sequence[int]) -> list[SpillBuffer]:
-    """Return buffers of these sizes in one file in a folder. Raises MemoryExceeded where its disk is full."""
+    """Return buffers of these sizes in one file in a folder. Raises MemoryExceeded if the disk is full."""
     starts = _starts(sizes)
     file = _ScratchFile(folder, starts[-1])
     return [_FileSpillBuffer(file, at) for at in starts[:-1]]
 
 
 def bytes_of(flat: torch.Tensor) -> Bytes:
-    """A tensor's bytes, for as long as it is there. Its own `numpy` would forbid its storage to be resized."""
+    """Return a view of a tensor's bytes, valid while the tensor exists.
+
+    `Tensor.numpy` would forbid resizing the storage.
+    """
     return np.ctypeslib.as_array((ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr()))
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where each begins, in whole blocks, and the end of all."""
+    """Return the start of each buffer, in whole blocks, followed by the end of all."""
     return list(accumulate((aligned(n, BLOCK_BYTES) for n in sizes), initial=0))
 
 
@@ -68,7 +71,7 @@ class _RamSpillBuffer:
 
 
 class _ScratchFile:
-    """A file without a name, so that it is deleted however this process ends."""
+    """An unnamed file, which is deleted however this process ends."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         handle, path = tempfile.mkstemp(dir=folder, prefix="activations-")
@@ -111,4 +114,4 @@ class _FileSpillBuffer:
             np.copyto(part, buffer[: len(part)])
 
     def close(self) -> None:
-        """The file's blocks are released with the last buffer."""
+        """Do nothing: the file's blocks are released with the last buffer."""

@@ -1,8 +1,8 @@
-"""Host stores: where parameters are when they are not in the arena.
+"""Host stores: hold the parameters that are not in the arena.
 
-`RamStore` keeps the weights file's bytes in host memory. `FileStore` leaves them on disk and reads them with
-O_DIRECT where the file system has it, so that the page cache does not hold a second copy. Both keep encoded segments
-encoded; a copy decodes them.
+`RamStore` keeps the weights file's bytes in host memory. `FileStore` leaves them on disk and reads them with O_DIRECT
+where the file system supports it, so that the page cache holds no second copy. Both keep encoded segments encoded;
+copies decode them.
 """
 
 import mmap
@@ -27,11 +27,11 @@ from cohabit.runtime.lowering.weights import Manifest, Segment, Table, checksum,
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 
 Store = HostStore[Bytes]
-"""One model's host copy. A copy is done by the call, without holding the GIL."""
+"""One model's host copy. Its copies run in the calling thread, without holding the GIL."""
 
 
 def open_store(kind: StoreKind, path: Path, manifest: Manifest, *, verify_reads: bool = False) -> Store:
-    """Open a weights file. `verify_reads` compares all that is read from it with its checksums; raises StoreChanged."""
+    """Open a weights file. With `verify_reads`, all bytes read are compared with checksums; raises StoreChanged."""
     if kind == "ram":
         return RamStore(path, manifest, verify_reads=verify_reads)
     return FileStore(path, manifest, verify_reads=verify_reads)
@@ -77,10 +77,10 @@ class RamStore:
 class FileStore:
     """The weights file itself. Tables are mapped, so that a gather reads only the pages of its rows.
 
-    A copy raises StoreChanged if it read other bytes than were written when the model was prepared. Its checksum is
-    compared once the file's size or time of change differ from those at the start, and with `verify_reads` always.
-    `check_tables` does the same for the tables, which `verify_reads` reads into memory instead. A table that is cut
-    off between this check and a gather ends the process.
+    A copy raises StoreChanged if it read other bytes than those written when the model was prepared. Its checksum is
+    verified once the file's size or times differ from those at the start, and always with `verify_reads`.
+    `check_tables` does the same for the tables, which `verify_reads` reads into memory instead. A table that is
+    truncated between this check and a gather ends the process.
     """
 
     kind: StoreKind = "file"
@@ -122,7 +122,7 @@ class FileStore:
         nbytes = self.manifest.segments[segment].file_bytes
         if read.nbytes >= nbytes:
             self._require(segment, zlib.crc32(read[:nbytes].data))
-        elif self._is_changed():  # only measurements of the link read less
+        elif self._is_changed():  # only link measurements read less
             raise self._changed(segment)
 
     def _require(self, index: int, found: int) -> None:
@@ -130,7 +130,7 @@ class FileStore:
             raise self._changed(index)
 
     def _changed(self, index: int) -> StoreChanged:
-        """Drop the page cache's copy, so that the check at the next start reads the disk."""
+        """Drop the page cache's copy, so that the check at the next start reads the disk. Returns the error."""
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return self._checksums.changed(index)
 
@@ -165,7 +165,7 @@ class FileStore:
         return self._tables[table.name]
 
     def _check_tables(self) -> None:
-        """Compare the tables with their checksums if the file was changed since that was last done."""
+        """Compare the tables with their checksums if the file has changed since the last comparison."""
         if (state := self._current_state()) == self._tables_state:
             return
         tables = list(enumerate(self.manifest.ranges))[len(self.manifest.segments) :]
@@ -175,7 +175,7 @@ class FileStore:
         self._tables_state = state
 
     def _buffered(self) -> BinaryIO:
-        """Open the same file again, even if another has its path now, with the page cache."""
+        """Reopen the same file with the page cache, even if another file has its path now."""
         return open(f"/proc/self/fd/{self._fd}", "rb")
 
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
@@ -186,7 +186,7 @@ class FileStore:
 
 
 class _Checksums:
-    """What the ranges of a weights file must add up to."""
+    """Checksums of the ranges of a weights file."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._file = f"{path.name} of {path.parent.name}"
@@ -197,7 +197,7 @@ class _Checksums:
         self._known = known_checksums(path, manifest)
 
     def fit(self, index: int, found: int) -> bool:
-        """Whether a range, segments first, has this checksum; False if none is known."""
+        """Whether a range, segments first, has this checksum; False if its checksum is unknown."""
         return self._known is not None and self._known[index] == found
 
     def changed(self, index: int) -> StoreChanged:
@@ -207,7 +207,7 @@ class _Checksums:
 
 
 def decodings(segment: Segment, source: Bytes, destination: Bytes, *, in_place: bool = False) -> list[Decoding]:
-    """Prepare to fill memory with a segment's pieces. With `in_place` the source is the end of the destination."""
+    """Prepare to fill memory with a segment's pieces. With `in_place`, the source is the end of the destination."""
     prepared = []
     for piece, offset in zip(segment.pieces, segment.file_offsets, strict=True):
         encoded = source[offset : offset + encoded_bytes(piece.codec, piece.nbytes)]
@@ -222,7 +222,7 @@ def _run(prepared: Sequence[Decoding]) -> None:
 
 
 def read_weights(path: Path, manifest: Manifest, destination: Bytes, *, verify_reads: bool) -> None:
-    """Read a whole weights file, and compare it with its checksums if `verify_reads`: raises StoreChanged."""
+    """Read a whole weights file. With `verify_reads`, raises StoreChanged if its checksums differ."""
     with path.open("rb", buffering=0) as file:
         read_fully(file.fileno(), destination[: manifest.file_bytes], 0)
     if not verify_reads:
@@ -234,7 +234,7 @@ def read_weights(path: Path, manifest: Manifest, destination: Bytes, *, verify_r
 
 
 class Links:
-    """A bus, which carries one copy at a time in each direction."""
+    """A bus that carries one copy at a time in each direction."""
 
     def __init__(self) -> None:
         self.to_device = _Direction()
@@ -247,15 +247,14 @@ class _Direction:
     def __init__(self) -> None:
         self.turn = threading.Lock()
         self.overslept_s = 0.0
-        """How much later than it should have the last copy ended, because the system woke its thread too late."""
+        """Seconds that the last copy ended too late, because the system woke its thread too late."""
 
 
 class LimitedStore:
     """A store with a slower link: each copy takes at least `latency_s + bytes / bandwidth`, by sleeping.
 
-    What a sleep takes too long is taken off the next copy, so that copies that follow one another have the bandwidth.
-
-    Stores with the same `links` share them: a copy waits for those of other threads.
+    Excess sleep is subtracted from the next copy, so that consecutive copies reach the bandwidth. Stores with the same
+    `links` share them: a copy waits for those of other threads.
     """
 
     staged = False
@@ -301,7 +300,7 @@ class LimitedStore:
 
 
 class _SlowLink:
-    """A link for one prepared copy; it remembers how long the copy itself took the last time."""
+    """A link for one prepared copy; it records how long the copy itself took the last time."""
 
     def __init__(self, latency_s: float, bandwidth_bytes_per_s: float, direction: _Direction) -> None:
         self._latency_s = latency_s
@@ -310,7 +309,7 @@ class _SlowLink:
         self._copy_s = 0.0
 
     def carry(self, copy: Callable[[], None], nbytes: int) -> None:
-        """Copy. The bytes arrive at the end of the wait, so that a read that is too early gets wrong bytes."""
+        """Copy. The bytes arrive at the end of the wait, so that a premature read gets wrong bytes."""
         with self._direction.turn:
             begin = time.perf_counter() - self._direction.overslept_s
             end = begin + self._latency_s + nbytes / self._bandwidth
@@ -343,7 +342,7 @@ class _LimitedSpillBuffer:
 
 
 def _sleep_until(end_s: float) -> float:
-    """Return how much too long the sleep took."""
+    """Sleep until `end_s`. Returns the seconds that the sleep took too long."""
     if (rest := end_s - time.perf_counter()) <= 0:
         return 0.0
     time.sleep(rest)
@@ -351,11 +350,11 @@ def _sleep_until(end_s: float) -> float:
 
 
 def find_table(manifest: Manifest, name: str) -> Table:
-    """The embedding table of this name."""
+    """Return the embedding table of this name."""
     return next(t for t in manifest.tables if t.name == name)
 
 
 def table_view(raw: Bytes, table: Table, offset: int) -> torch.Tensor:
-    """The table whose bytes begin at an offset."""
+    """Return a view of the table whose bytes begin at an offset."""
     own = torch.from_numpy(raw[offset : offset + table.nbytes])
     return own.view(dtype_of(table.dtype)).reshape(table.shape)

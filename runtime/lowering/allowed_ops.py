@@ -1,7 +1,7 @@
-"""The operators that a model may use: aten's functional and in-place compute ops, told by schema, and control flow.
+"""The operators that a model may use: aten's functional and in-place compute ops, by schema, and control flow.
 
 An archive comes from a client, and an op can do more than compute: read files, take pointers, load code. An op is
-admitted only if its schema shows that it computes; a new op of torch's that takes a path is refused by its arguments.
+admitted only if its schema shows that it only computes. A new torch op that takes a path is refused by its arguments.
 """
 
 import math
@@ -28,12 +28,12 @@ _CHOICES = _names(
     reduce rounding_mode side UPLO
     """
 )
-"""Names of string arguments that select a way to compute."""
+"""Names of string arguments that select an algorithm."""
 _NOT_COMPUTE = re.compile(
     r"_|.*backward|(?:cudnn|fbgemm|from|fused_moving|miopen|mkldnn|mps|nested|pin|quantize|quantized|record|requires"
     r"|resize|retain|set|sparse|to_mkldnn|to_sparse)(?:_|$)|empty_quantized|convolution_overrideable"
 )
-"""Names of ops that are private, that change storages, or whose operands hold handles."""
+"""Names of ops that are private, change storages, or whose operands hold handles."""
 _PRIVATE = _names(
     """
     __and__ __iand__ __ilshift__ __ior__ __irshift__ __ixor__ __lshift__ __or__ __rshift__ __xor__
@@ -65,7 +65,7 @@ _WITHOUT_TENSOR = _names(
     sym_size sym_storage_offset sym_stride
     """
 )
-"""Ops that return no tensor: checks, shapes, and numbers that are read out of tensors."""
+"""Ops that return no tensor: checks, shapes, and numbers read from tensors."""
 _ASSERTIONS = _names(
     "_assert_tensor_metadata _assert_scalar _assert_async sym_constrain_range sym_constrain_range_for_size"
 )
@@ -86,7 +86,7 @@ NUMBER_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     )
     for name in names.split()
 }
-"""Python's functions for arithmetic of shapes, by the names that archives and the cache have for them."""
+"""Python's functions for shape arithmetic, by their names in archives and the cache."""
 _OPERATOR = re.compile(r"torch\.ops\.(aten|higher_order)\.([A-Za-z_0-9]+)(?:\.([A-Za-z_0-9]+))?", re.ASCII)
 
 LOWERED = _names(
@@ -94,12 +94,12 @@ LOWERED = _names(
     aten::mkldnn_rnn_layer mkldnn::_convolution_pointwise mkldnn::_convolution_pointwise_ mkldnn::_linear_pointwise
     """
 )
-"""Operators that lowering itself puts into programs; an archive may not contain them."""
+"""Operators that lowering adds to programs; archives must not contain them."""
 
 
 @lru_cache(maxsize=4096)
 def allows_target(text: str) -> bool:
-    """Whether an archive's program may call what it names so: `torch.ops.aten.relu.default`, `_operator.mul`."""
+    """Whether an archive's program may call a target by name: `torch.ops.aten.relu.default`, `_operator.mul`."""
     if text.removeprefix("_") in NUMBER_FUNCTIONS:  # archives write _operator
         return True
     match = _OPERATOR.fullmatch(text)
@@ -123,7 +123,7 @@ def allows(op: Any) -> bool:
     if _NOT_COMPUTE.match(name) and name not in _PRIVATE | _WITHOUT_TENSOR:
         return False
     if name not in _WITHOUT_TENSOR and not any("Tensor" in str(r.type) for r in schema.returns):
-        # In-place ops on lists return nothing, and are not written by torch.export.
+        # In-place ops on lists return nothing; torch.export never writes them.
         return False
     return all(
         _TYPE.fullmatch(str(a.type)) and ("str" not in str(a.type) or a.name in _CHOICES) for a in schema.arguments
@@ -131,12 +131,12 @@ def allows(op: Any) -> bool:
 
 
 def allows_lowered(op: Any) -> bool:
-    """Whether a lowered program may call this operator: what `allows` admits, and what lowering introduces."""
+    """Whether a lowered program may call this operator: those of `allows`, and those that lowering introduces."""
     return allows(op) or (isinstance(op, OpOverload) and op._schema.name in LOWERED)
 
 
 def is_assertion(op: Any) -> bool:
-    """Whether an operator only checks its operands, as export writes it for run time."""
+    """Whether an operator only checks its operands: export's run-time assertions."""
     return getattr(op, "_opname", getattr(op, "__name__", "")) in _ASSERTIONS
 
 
@@ -146,7 +146,7 @@ def is_random(op: Any) -> bool:
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers; attention and recurrent layers do only with a dropout."""
+    """Whether a call draws random numbers. Attention and recurrent layers do so only with dropout."""
     if not is_random(op):
         return False
     given = {a.name: a.default_value for a in op._schema.arguments}

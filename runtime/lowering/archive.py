@@ -1,8 +1,8 @@
 """Reads a `.pt2` archive of `torch.export.save` without unpickling or evaluating its contents.
 
 `torch.export.load` is unsafe for untrusted files: it unpickles sample inputs and legacy weights, passes shape
-expressions to `sympify` (which evaluates them), resolves any name below `torch`, and runs compiled libraries.
-Here weights must be raw records, sample inputs are not read, and names and expressions are checked first.
+expressions to `sympify` (which evaluates them), resolves any name below `torch`, and runs compiled libraries. Here
+weights must be raw records, sample inputs are not read, and names and expressions are checked first.
 """
 
 import json
@@ -36,11 +36,11 @@ _WEIGHTS = "data/weights/model_weights_config.json"
 _CONSTANTS = "data/constants/model_constants_config.json"
 _MAX_JSON_BYTES = 256 << 20
 
-# Torch imports the modules that these name. A structure is JSON with JSON in its texts, in which an escape hides words.
+# Torch imports the modules named by these. A structure is JSON with nested JSON strings, in which escapes hide words.
 _NOT_IN_SPECS = ("default_factory_module", "__enum__", "\\u")
 
-# Shape expressions, as `sympy.srepr` writes them: `Mul(Integer(2), Symbol('s77', positive=True, integer=True))`.
-# `sympify` evaluates its text, so nothing but these words may reach it.
+# Shape expressions as `sympy.srepr` writes them: `Mul(Integer(2), Symbol('s77', positive=True, integer=True))`.
+# `sympify` evaluates its text, so only these words may reach it.
 _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/%(), .<>=!&|~']*")
 _NAME = re.compile(r"[A-Za-z_0-9]*", re.ASCII)
 _QUOTED = re.compile(r"'([^']*)'")
@@ -60,9 +60,9 @@ _FUNCTIONS = frozenset(
 
 
 def read(archive: ArchiveFile) -> tuple[ExportedProgram, list[str]]:
-    """Load an exported program, and the conditions on its inputs' sizes that stand beside it.
+    """Load an exported program, and the separately stored conditions on its inputs' sizes.
 
-    The program's weights are views of the mapped file. The conditions are Python text, which must not be executed.
+    The program's weights are views of the mapped file. The conditions are Python source, which must not be executed.
     Raises ArchiveError for a bad file.
     """
     path, records = archive.path, _Records(archive)
@@ -72,7 +72,7 @@ def read(archive: ArchiveFile) -> tuple[ExportedProgram, list[str]]:
     serialized, guards = _check_program(path, records.checked(_MODEL, _MAX_JSON_BYTES))
     try:
         program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, None)
-    except Exception as error:  # the deserializer raises whatever its asserts and look-ups raise
+    except Exception as error:  # the deserializer raises any type
         reason = str(error).split("\n", 1)[0][:300]
         raise ArchiveError(f"{path.name}: not a program that torch {torch.__version__} reads: {reason}") from error
     return program, guards
@@ -106,7 +106,7 @@ class _Records:
                 )
 
     def checked(self, name: str, limit_bytes: int) -> bytes:
-        """Read a record with its checksum verified."""
+        """Read a record and verify its checksum. Raises ArchiveError."""
         info = self.infos.get(name)
         if info is None:
             raise ArchiveError(
@@ -122,7 +122,7 @@ class _Records:
             raise ArchiveError(f"{self.path.name}: record {name} is damaged: {error}") from error
 
     def tensors(self, config_name: str, folder: str) -> dict[str, torch.Tensor]:
-        """The raw tensors that a payload config lists: views of the mapped file, tied ones on one storage."""
+        """Return the tensors that a payload config lists: views of the mapped file; tied ones share a storage."""
         try:
             document = json.loads(self.checked(config_name, _MAX_JSON_BYTES))
             config = _dict_to_dataclass(schema.PayloadConfig, document).config  # type: ignore[no-untyped-call]
@@ -167,7 +167,7 @@ class _Records:
 
 
 def _check_program(path: Path, raw: bytes) -> tuple[Any, list[str]]:
-    """Return the serialized program without its guards, and the guards."""
+    """Check a serialized program. Returns it without its guards, and the guards."""
     try:
         document = json.loads(raw)
         for kind, text in _texts(document):
@@ -195,9 +195,9 @@ def _check_program(path: Path, raw: bytes) -> tuple[Any, list[str]]:
 
 
 def _texts(document: Any) -> Iterator[tuple[str, str]]:
-    """Every shape expression, container structure, operator and name of a serialized program.
+    """Yield every shape expression, container structure, operator and name of a serialized program.
 
-    Torch writes names into Python code, which it runs when it loads the program.
+    Names matter: torch writes them into Python code, which it runs when it loads the program.
     """
     pending = [document]
     while pending:
@@ -209,7 +209,7 @@ def _texts(document: Any) -> Iterator[tuple[str, str]]:
                 yield "expr_str", item["expr_str"]
             if isinstance(item.get("target"), str) and "inputs" in item and "outputs" in item:
                 yield "target", item["target"]
-                item["metadata"] = {}  # nothing here needs stack traces, and torch looks functions up by these
+                item["metadata"] = {}  # drops stack traces, by which torch would look functions up
             if isinstance(item.get("as_operator"), str):
                 yield "target", item["as_operator"]
             for key in ("name", "as_name"):

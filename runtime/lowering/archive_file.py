@@ -1,7 +1,7 @@
 """A `.pt2` archive as a file: opening it, and its identity.
 
-An archive's *fingerprint* is the SHA-256 of its bytes. It is noted in a folder of the cache, with the state of the file
-that was read for it, so that a restart reads no archives.
+An archive's *fingerprint* is the SHA-256 of its bytes. A *note* in a cache folder stores it together with the file's
+state, so that a restart does not have to read archives.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from cohabit.planner.graph import decode_as
 from cohabit.runtime.errors import ArchiveError
 
 _MOST_DIRECTORY_BYTES = 4 << 20
-"""Size of the list of records, which is read before anything else; torch writes about a hundred bytes per record."""
+"""Maximum bytes of the list of records, which is read before anything else; torch writes about 100 bytes per record."""
 _NOTE_VERSION = 1
 _SETTLED_NS = 100_000_000
-"""A file that changed less than this before it was read may change again with the same time, which is that of a tick of
-the kernel's clock."""
+"""A file that changed less than this before it was read may change again with the same timestamp: file times advance
+with the kernel's clock tick."""
 
 
 LOWERED_SUFFIX = ".lowered"
-"""Of a file that stands for an archive which was lowered on another machine: it has the archive's fingerprint."""
+"""Suffix of a file that stands for an archive lowered on another machine, and contains the archive's fingerprint."""
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}\s*", re.ASCII)
 
 
@@ -53,14 +53,14 @@ _SAFETENSORS = (
 
 
 def _kind_of_start(start: bytes) -> str | None:
-    """Say what a file is that is no zip archive, by its first bytes; None if that is not known."""
-    if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):  # a protocol of pickle
+    """Describe a file that is not a zip archive by its first bytes; None if they are unknown."""
+    if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):  # pickle protocols
         return _PICKLE
     return _SAFETENSORS if start[8:10] == b'{"' else None
 
 
 class _FileState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes when a file is written or replaced. Programs can set every time but `changed_ns`, the ctime."""
+    """State of a file, changed by any write or replacement. Programs can set all times but `changed_ns`, the ctime."""
 
     device: int
     inode: int
@@ -77,7 +77,7 @@ class _FileState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fingerprint of a file in this state, with this list of records.
 
-    The list has the CRC-32 of each record. It tells files apart on file systems whose times are coarse or invented.
+    The list has the CRC-32 of each record. It tells files apart on file systems with coarse or made-up times.
     """
 
     path: str
@@ -91,10 +91,10 @@ _note_decoder = msgspec.json.Decoder(_Note)
 
 
 class ArchiveFile:
-    """An open archive. All of it is read from the file that was opened, even if another one takes its place."""
+    """An open archive. All reads go to the file that was opened, even if another one replaces it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ArchiveError for a file that is not an archive, or has too long a list of records."""
+        """Open an archive. Raises ArchiveError for a file that is not one, or whose list of records is too long."""
         self.path = path
         if path.suffix == LOWERED_SUFFIX:
             raise ArchiveError(
@@ -124,12 +124,12 @@ class ArchiveFile:
 
     @property
     def other_kind(self) -> str | None:
-        """What the file is and what to do with it, if it is a zip archive that torch.save or torch.jit.save wrote."""
+        """Description and remedy of a zip archive of torch.save or torch.jit.save; None for a `.pt2` archive."""
         names = {name.partition("/")[2] for name in self.records.namelist()}
         if "models/model.json" in names or "data.pkl" not in names:
             return None
         if min(record.header_offset for record in self.records.infolist()) > 0:
-            return None  # the list of records is that of an archive inside of this one, whose own is cut off
+            return None  # these are the records of an archive nested in this one, whose own list is cut off
         return _TORCHSCRIPT if "constants.pkl" in names else _PICKLE
 
     def _start(self) -> bytes:
@@ -148,23 +148,23 @@ class ArchiveFile:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The hex SHA-256 of the file's bytes, which are read for it. Raises ArchiveError."""
+        """Hex SHA-256 of the file's bytes; reads the whole file. Raises ArchiveError."""
         self._read_ns = time.time_ns()
         return self._digest()
 
     @cached_property
     def mapped(self) -> mmap.mmap:
-        """The whole file in a private mapping: writable for torch's sake, and never written."""
+        """The whole file in a private mapping; writable because torch asks for it, but never written."""
         return mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def refuse_change(self) -> None:
-        """Raise ArchiveError if the file is not as it was when its fingerprint was taken."""
+        """Raise ArchiveError if the file's bytes have changed since its fingerprint was taken."""
         state = _FileState.of(self._file.fileno())
-        if state != self._state and self._digest() != self.fingerprint:  # a new hard link is no other content
+        if state != self._state and self._digest() != self.fingerprint:  # a new hard link changes the state only
             raise ArchiveError(f"{self.path.name}: it was written while it was read; load the model again")
 
     def note(self, notes: Path) -> None:
-        """Keep the fingerprint in a folder, if the file has been as it is for long enough and the folder takes it."""
+        """Note the fingerprint in a folder, if the file has been unchanged for long enough. Ignores write errors."""
         settled_ns = self._state.changed_ns + _SETTLED_NS
         if self._read_ns < settled_ns:
             self._read_ns = time.time_ns()
@@ -175,9 +175,9 @@ class ArchiveFile:
             cache_file.write(_note_path(self.path, notes), msgspec.json.encode(note))
 
     def noted(self, notes: Path) -> str | None:
-        """Return the fingerprint that was noted when the file was as it is now. It is good enough to read the cache.
+        """Return the fingerprint noted for the file's current state; None without one. It suffices to read the cache.
 
-        What is written to the cache goes by `fingerprint`: bytes can change without a new time, through a mapping.
+        Writes to the cache use `fingerprint`: a mapping can change bytes without a new file time.
         """
         try:
             note = decode_as(cache_file.read(_note_path(self.path, notes)), _note_decoder, "note", _NOTE_VERSION)
@@ -209,7 +209,7 @@ class ArchiveFile:
 
 
 def fingerprint(path: Path) -> str:
-    """Return the fingerprint of an archive, which is read for it, or of the one that a file stands for.
+    """Return the fingerprint of an archive, which is read in full, or of the one that a file stands for.
 
     Raises ArchiveError.
     """
@@ -220,12 +220,12 @@ def fingerprint(path: Path) -> str:
 
 
 def notes_of(weights: Path) -> Path:
-    """Return the folder of the notes on archives, for the cache's folder of lowered models."""
+    """Return the folder of the notes on archives, below the cache's folder of lowered models."""
     return weights / "archives"
 
 
 def noted_fingerprint(path: Path, notes: Path) -> str | None:
-    """Return the fingerprint of an archive if it is noted, or of the one that a file stands for.
+    """Return the noted fingerprint of an archive, or that of the archive that a file stands for; None if not noted.
 
     Raises ArchiveError.
     """
@@ -236,7 +236,7 @@ def noted_fingerprint(path: Path, notes: Path) -> str | None:
 
 
 def noted_archives(notes: Path) -> dict[Path, tuple[Path, str]]:
-    """Return what is noted of archives, by the note's file: their path when they were read, and their fingerprint."""
+    """Return the notes on archives by the note's file: the archive's path when it was read, and its fingerprint."""
     found: dict[Path, tuple[Path, str]] = {}
     for path in sorted(notes.glob("*.json")):
         with suppress(FileNotFoundError, FormatError):
@@ -254,5 +254,5 @@ def _stood_for(path: Path) -> str:
 
 
 def _note_path(path: Path, notes: Path) -> Path:
-    """A file has one note, which is written again when it changes."""
+    """Return the path of a file's only note, which is overwritten when the file changes."""
     return notes / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"

@@ -1,7 +1,7 @@
 """The cache file of a lowered model: ports, instructions and storages as JSON, so that a restart needs no archive.
 
 Operators are written by name and looked up below `torch.ops` only. Sub-programs (of `torch.cond`) are written as lists
-of nodes, with new names: torch writes names into code.
+of nodes and get new names when read: torch writes names into code.
 """
 
 import math
@@ -37,7 +37,7 @@ _TORCH_CONSTANTS = (torch.layout, torch.memory_format)
 
 
 class NotPlain(UnsupportedModel):
-    """A value of a program has no plain form."""
+    """A value of a program has no JSON form."""
 
     def __init__(self, value: object) -> None:
         super().__init__(
@@ -76,14 +76,15 @@ class TraceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """What the file says of a lowered model."""
+    """Contents of the file of a lowered model."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     batched: bool
     traces: Mapping[Bucket, Trace]
     weights: str
-    """Fingerprint of the manifest of the weights that it was traced with. Batch sizes may change which are packed."""
+    """Fingerprint of the manifest of the weights traced with. Which weights are packed may depend on the batch
+    sizes."""
     interaction: str | None = None
     dynamic: DynamicShape = STATIC
     changed_inputs: tuple[str, ...] = ()
@@ -93,7 +94,7 @@ class LoweredProgram:
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `LoweredProgram` as it is written. `lowering` identifies the code and the archive that made it."""
+    """A `LoweredProgram` as written. `lowering` identifies the code and the archive that it came from."""
 
     lowering: str
     weights: str
@@ -114,7 +115,7 @@ _decoder = msgspec.json.Decoder(Artifact)
 
 
 def encode(lowering: str, program: LoweredProgram) -> bytes:
-    """The artifact's JSON. Raises UnsupportedModel for a program that has no plain form."""
+    """Return the artifact's JSON. Raises UnsupportedModel for a program without a JSON form."""
     artifact = Artifact(
         lowering=lowering,
         weights=program.weights,
@@ -133,7 +134,7 @@ def encode(lowering: str, program: LoweredProgram) -> bytes:
 
 
 def decode(raw: bytes, lowering: str | None) -> LoweredProgram:
-    """Raises FormatError, also for another lowering; with None, every lowering will do."""
+    """Decode an artifact. Raises FormatError, also for another `lowering`; None accepts any."""
     artifact = decode_as(raw, _decoder, "lowered model", FORMAT_VERSION)
     if lowering is not None and artifact.lowering != lowering:
         raise FormatError(f"lowered model was made by {artifact.lowering}, in use is {lowering}; lower it again")
@@ -203,7 +204,7 @@ def _target(name: str) -> Callable[..., Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON form of an argument. Lists stand for lists; whatever JSON lacks is an object with one key."""
+    """Return the JSON form of an argument. Lists stay lists; types that JSON lacks become objects with one key."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -262,7 +263,7 @@ def _value(plain: Any) -> Any:
 
 
 def _graph_record(module: fx.GraphModule) -> list[Any]:
-    """A sub-program's nodes in order: kind, operator, arguments; slots are indices of nodes."""
+    """Return a sub-program's nodes in order: kind, operator, arguments; slots are indices of nodes."""
     slots: dict[fx.Node, Any] = {}
     records = []
     for index, node in enumerate(module.graph.nodes):

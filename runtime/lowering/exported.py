@@ -1,4 +1,4 @@
-"""Converts an exported program to the form in which it is lowered."""
+"""Converts an exported program to the form that lowering works on."""
 
 import re
 from collections import Counter
@@ -22,17 +22,17 @@ from cohabit.runtime.lowering.trace import DYNAMIC, is_unbacked
 
 _UNLIMITED = 1 << 20
 _TRIED = 5040
-"""A value of symbols for which no quotient that occurs is zero."""
+"""Value tried for every symbol: no quotient that occurs is zero for it."""
 _INPUT_SIZE = re.compile(r"L((?:\['[^']+'\]|\[\d+\])+)\.size\(\)\[(\d+)\]", re.ASCII)
-"""How guards name the size of an input's dimension: `L['x'].size()[1]`."""
+"""Size of an input's dimension as guards name it: `L['x'].size()[1]`."""
 _KEY = re.compile(r"\['?([^'\]]+)'?\]")
 _TRAINING_FLAG = {"aten.dropout.default": 2, "aten.batch_norm.default": 5, "aten.feature_dropout.default": 2}
-"""By operator, the position of the argument that says whether it trains."""
+"""Position of the training flag among the arguments, by operator."""
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()) -> FxModel:
-    """Convert an exported program; `guards` are the conditions on its inputs' sizes that stand beside it.
+    """Convert an exported program; `guards` are the conditions on its inputs' sizes that the archive stores separately.
 
     Raises UnsupportedModel for state, tokens, and sizes that depend on values.
     """
@@ -44,11 +44,12 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
     weights: dict[str, torch.Tensor] = {}
     inputs: dict[fx.Node, str] = {}
     names = _input_names(program)
+    # Sort placeholders into inputs and weights; constant inputs become literals.
     for node, spec in zip(placeholders, signature.input_specs, strict=True):
         match spec.kind:
             case InputKind.USER_INPUT:
                 if isinstance(spec.arg, TensorArgument):
-                    # The copy has a name of its own where the program's is that of a function, such as `input`.
+                    # The copied node has another name if the program's is that of a function, such as `input`.
                     inputs[node] = names.get(spec.arg.name, spec.arg.name)
                 elif isinstance(spec.arg, ConstantArgument):
                     node.replace_all_uses_with(spec.arg.value)
@@ -65,6 +66,7 @@ def from_program(name: str, program: ExportedProgram, guards: Sequence[str] = ()
     if not inputs:
         raise UnsupportedModel(f"{name}: the program takes no tensors")
     nodes = list(inputs)
+    # The batch is optional; other symbols must follow from the inputs' sizes.
     batch = _batch_symbol(nodes)
     dimensions = tuple(_dimensions(name, program, nodes, batch))
     symbols = {d.symbol for d in dimensions}
@@ -95,7 +97,7 @@ def _weight(program: ExportedProgram, target: str) -> torch.Tensor:
 
 
 def _refuse_training(name: str, program: ExportedProgram) -> None:
-    """Refuse batch norms that take the statistics of the batch and change their own."""
+    """Raise UnsupportedModel for batch norms in training mode, which use batch statistics and update their own."""
     norms = [op for op in _trained_layers(program) if op.startswith("batch_norm")]
     buffers = set(program.graph_signature.inputs_to_buffers.values())
     if norms and any(target.rpartition(".")[2] == "running_mean" for target in buffers):
@@ -115,13 +117,13 @@ def _refuse_state(name: str, program: ExportedProgram) -> None:
 
 
 def _changed_inputs(program: ExportedProgram, names: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the inputs whose tensors a functional program's caller would find changed."""
+    """Return the names of the inputs that the original program changes in place, given its functional form."""
     changed = [s.target for s in program.graph_signature.output_specs if s.kind is OutputKind.USER_INPUT_MUTATION]
     return tuple(names.get(target, target) for target in changed if target is not None)
 
 
 def _trained_layers(program: ExportedProgram) -> list[str]:
-    """Return the names of dropouts and batch norms that a program calls in training mode."""
+    """Return the names of dropouts and batch norms that run in training mode."""
     return [
         node.name
         for node in program.graph.nodes
@@ -132,23 +134,23 @@ def _trained_layers(program: ExportedProgram) -> list[str]:
 
 
 def _batch_symbol(inputs: list[fx.Node]) -> str | None:
-    """The symbol that is the first dimension of every input; None if there is none."""
+    """Return the symbol that is the first dimension of every input; None if there is none."""
     first = [node.meta["val"].shape[0] if node.meta["val"].dim() else 0 for node in inputs]
     is_symbol = all(isinstance(dim, torch.SymInt) and dim.node.expr.is_Symbol for dim in first)
     return str(first[0]) if is_symbol and len(set(map(str, first))) == 1 else None
 
 
 def _symbols(dim: Any) -> set[str]:
-    """The symbols in a size; none in a static one."""
+    """Return the symbols in a size; none for a static one."""
     return set() if isinstance(dim, int) else {str(s) for s in dim.node.expr.free_symbols}
 
 
 def _dimensions(
     name: str, program: ExportedProgram, inputs: list[fx.Node], batch: str | None
 ) -> Iterator[Dimension]:
-    """Yield the other dynamic dimensions: for each symbol, the first input dimension that is the symbol itself.
+    """Yield the other dynamic dimensions: for each symbol, the first input dimension equal to it.
 
-    Where there is none, one that is a multiple of it, plus a constant.
+    Without one, a dimension that is a multiple of the symbol plus a constant.
     """
     found = [
         (dim.node.expr, index, axis)
@@ -175,7 +177,7 @@ def _dimensions(
 
 
 def _range(program: ExportedProgram, symbol: str) -> tuple[int, int | None]:
-    """The least and the largest value of a symbol; None if it has no limit."""
+    """Return the smallest and the largest value of a symbol; None for no limit."""
     for known, bounds in program.range_constraints.items():
         if str(known) == symbol:
             limited = bounds.upper.is_number and bounds.upper < _UNLIMITED
@@ -191,7 +193,7 @@ def _constraints(
     symbols: set[str],
     batch: str | None,
 ) -> tuple[str, ...]:
-    """The conditions on dynamic dimensions that export has written into the program, and beside it."""
+    """Return export's conditions on dynamic dimensions: assertions in the program, and guards stored separately."""
     found = [str(value) for node in program.graph.nodes if (value := _asserted(node)) is not None]
     found += [_INPUT_SIZE.sub(lambda match: _size_of(inputs, match), guard) for guard in guards]
     kept: dict[str, None] = {}
@@ -207,7 +209,7 @@ def _constraints(
 
 
 def _asserted(node: fx.Node) -> torch.SymBool | None:
-    """The condition that a node asserts, if it is one on symbols."""
+    """Return the condition on symbols that a node asserts; None for any other node."""
     if getattr(node.target, "_opname", "") != "_assert_scalar" or not isinstance(node.args[0], fx.Node):
         return None
     value = node.args[0].meta.get("val")
@@ -215,7 +217,7 @@ def _asserted(node: fx.Node) -> torch.SymBool | None:
 
 
 def _size_of(inputs: dict[str, fx.Node], match: re.Match[str]) -> str:
-    """The expression for the size of an input's dimension that a guard names."""
+    """Return the expression for an input size that a guard names."""
     node = inputs.get("_".join(_KEY.findall(match[1])))
     return match[0] if node is None else f"({node.meta['val'].shape[int(match[2])]})"
 
@@ -248,7 +250,7 @@ def _port(model: str, name: str, node: fx.Node, batch: str | None, symbols: set[
 
 
 def _is_symbol(dim: Any, symbol: str) -> bool:
-    """Whether a size is a symbol for all values, also as a quotient: `(L * B + L - 1) // L` is B."""
+    """Whether a size equals a symbol for all values, also as a quotient: `(L * B + L - 1) // L` is B."""
     expression = dim.node.expr
     own = next((s for s in expression.free_symbols if str(s) == symbol), None)
     if own is None or expression == own or not isinstance(expression, FloorDiv):
@@ -259,7 +261,7 @@ def _is_symbol(dim: Any, symbol: str) -> bool:
 
 
 def _is_known(expression: str, symbols: Iterable[str | None]) -> bool:
-    """Whether a server can evaluate an expression."""
+    """Whether the server can evaluate an expression."""
     try:
         evaluate(expression, {s: _TRIED for s in symbols if s is not None})
     except (UnknownExpression, ArithmeticError):
@@ -270,7 +272,7 @@ def _is_known(expression: str, symbols: Iterable[str | None]) -> bool:
 def compute_sizes_first(model: FxModel) -> None:
     """Compute every size that depends on a dynamic dimension from the inputs' sizes, once, before the first op.
 
-    A size that is read from an activation later would keep it in memory for as long. Raises UnsupportedModel.
+    Reading a size from an activation later would keep that activation in memory until then. Raises UnsupportedModel.
     """
     if not model.dynamic.dimensions:
         return
@@ -299,7 +301,7 @@ def compute_sizes_first(model: FxModel) -> None:
 
 
 def _symbol_proxies(model: FxModel, inputs: list[fx.Node]) -> dict[str, fx.Proxy]:
-    """Add nodes that read the symbols' values from the inputs' sizes."""
+    """Add nodes that read the symbols' values from the inputs' sizes. Returns their proxies by symbol."""
     tracer = fx.proxy.GraphAppendingTracer(model.graph)
 
     def size(index: int, axis: int) -> fx.Node:
@@ -336,7 +338,7 @@ def _outputs(
 
 
 def _output_names(program: ExportedProgram, count: int) -> list[str]:
-    """Names from the output structure: dictionary keys, `output` for a lone tensor, else `output_0`, ..."""
+    """Return names from the output structure: dictionary keys, `output` for a lone tensor, else `output_0`, ..."""
     spec = program.call_spec.out_spec
     if spec is None:
         return [f"output_{i}" for i in range(count)]
@@ -345,16 +347,16 @@ def _output_names(program: ExportedProgram, count: int) -> list[str]:
 
 
 def _input_names(program: ExportedProgram) -> dict[str, str]:
-    """The names that the model itself has for its arguments, by those that torch gives them, in lower case.
+    """Return the model's own argument names, by torch's (lower-case) names.
 
-    Empty where the archive does not say them, or has one twice.
+    Empty if the archive lacks them or has one twice.
     """
     signature = program.module_call_graph[0].signature if program.module_call_graph else None
     if signature is None or not signature.forward_arg_names:
         return {}
     user_inputs = [s.arg for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
     arguments, paths, names = signature.forward_arg_names, _paths(signature.in_spec), []
-    if min(map(len, paths), default=0) < 2:  # positional or by name, then which
+    if min(map(len, paths), default=0) < 2:  # path: positional or keyword, then the argument
         return {}
     for kind, argument, *rest in paths:
         positional = kind == "0" and argument.isdigit() and int(argument) < len(arguments)
@@ -365,7 +367,7 @@ def _input_names(program: ExportedProgram) -> dict[str, str]:
 
 
 def _paths(spec: pytree.TreeSpec) -> list[list[str]]:
-    """The keys and indices that lead to each leaf of a structure."""
+    """Return the keys and indices that lead to each leaf of a structure."""
     leaves, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
     return [
         [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]

@@ -1,9 +1,9 @@
-"""Ops of our own, each made of torch's operators. Their results are new bytes.
+"""Custom ops composed of torch's operators. Their results are new bytes.
 
-1x1 convolutions are computed as linear layers on the CPU, where that is faster. Convolution, bias, residual sum and
-ReLU are cuDNN's fused kernel on CUDA, and plain ops elsewhere; that kernel sums in another order than the plain ops do,
-so it is an option of the model. Both read and write the same tensors: a model's graph and plans do not depend on which
-one runs. `window` is stride, padding, dilation and groups.
+On the CPU, 1x1 convolutions are computed as linear layers where that is faster. On CUDA, convolution, bias, residual
+sum and ReLU are cuDNN's fused kernel; elsewhere they are plain ops. That kernel sums in another order, so it is an
+option of the model. Both read and write the same tensors: a model's graph and plans do not depend on which one runs.
+`window` is stride, padding, dilation and groups.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from cohabit.runtime.lowering.packing import CONVOLUTION, CONVOLUTION_SUM, LINEA
 
 
 def conv1x1(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *activation: Any) -> torch.Tensor:
-    """Return `activation(conv2d(x))`, channels last, given the weight packed as a linear layer's."""
+    """Return `activation(conv2d(x))`, channels last, given a weight packed for a linear layer."""
     result: torch.Tensor = LINEAR(x.permute(0, 2, 3, 1), weight, bias, *activation)
     return result.permute(0, 3, 1, 2)
 
@@ -23,13 +23,13 @@ def conv1x1(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *a
 def conv1x1_add(
     x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str
 ) -> torch.Tensor:
-    """Return `conv2d(x) + other`, channels last, given the weight packed as a linear layer's."""
+    """Return `conv2d(x) + other`, channels last, given a weight packed for a linear layer."""
     result: torch.Tensor = LINEAR_SUM(x.permute(0, 2, 3, 1), other.permute(0, 2, 3, 1), weight, bias, operation)
     return result.permute(0, 3, 1, 2)
 
 
 def conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
-    """Return `activation(conv1d(x))`, channels last, given the weight packed as that of images of one row."""
+    """Return `activation(conv1d(x))`, channels last, given a weight packed for images of one row."""
     result: torch.Tensor = CONVOLUTION(x.unsqueeze(2), weight, bias, *rest)
     return result.squeeze(2)
 
@@ -37,13 +37,13 @@ def conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *re
 def conv1d_add(
     x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
 ) -> torch.Tensor:
-    """Return `conv1d(x) + other` or the ReLU of it, channels last, given the weight packed as for `conv1d`."""
+    """Return `conv1d(x) + other` or its ReLU, channels last, given a weight packed as for `conv1d`."""
     result: torch.Tensor = CONVOLUTION_SUM(x.unsqueeze(2), other.unsqueeze(2), weight, bias, *rest)
     return result.squeeze(2)
 
 
 def conv_pixel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `conv2d(x)` of images of one pixel by a 1x1 kernel: a matrix product without oneDNN's operator."""
+    """Return `conv2d(x)` of one-pixel images by a 1x1 kernel: a matrix product without oneDNN's operator."""
     return torch.nn.functional.linear(x.flatten(1), weight.flatten(1), bias)[:, :, None, None]
 
 
@@ -55,34 +55,34 @@ def linear_transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x [..., width] over the root mean square of each row, times the weight [width]."""
+    """Return x [..., width] divided by each row's root mean square, times the weight [width]."""
     scale = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
     scale = scale.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return torch.mul(x, scale).mul_(weight)
 
 
 def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Return x [batch, length, heads, size], each pair of numbers turned. Angles: [length, 1, size / 2, (cos, sin)]."""
+    """Return x [batch, length, heads, size] with each pair rotated. Angles: [length, 1, size / 2, (cos, sin)]."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * torch.view_as_complex(angles.float())).flatten(-2).to(x.dtype)
 
 
 def short_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return what attention computes, from products of whole matrices: [batch, heads, length, size]."""
+    """Return attention computed as whole matrix products: [batch, heads, length, size]."""
     query3, key3, value3 = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
     scores = torch.bmm(query3, key3.mT).mul_(scale)
     return torch.bmm(torch.softmax(scores, -1), value3).view(query.shape)
 
 
 def rows_of_tables(ids: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Return each column's ids as rows of tables that lie one after the other. Raises IndexError as a table would."""
+    """Return each column's ids as rows of tables stored one after the other. Raises IndexError as a table would."""
     if bool(((ids < 0) | (ids >= sizes)).any()):
         raise IndexError("index out of range in self")
     return ids + offsets
 
 
 def conv_relu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *window: Any) -> torch.Tensor:
-    """Return `relu(conv2d(x))` from one kernel. Raises RuntimeError where cuDNN has none for these operands."""
+    """Return `relu(conv2d(x))` from one kernel. Raises RuntimeError if cuDNN has none for these operands."""
     if not on_cudnn(x):
         return plain_conv_relu(x, weight, bias, *window)
     return torch.cudnn_convolution_relu(x, weight, bias, *window)
@@ -91,21 +91,21 @@ def conv_relu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 def conv_add_relu(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, *window: Any
 ) -> torch.Tensor:
-    """Return `relu(conv2d(x) + residual)` from one kernel; both summands have one shape. Raises as `conv_relu`."""
+    """Return `relu(conv2d(x) + residual)` from one kernel; both summands have the same shape. Raises as `conv_relu`."""
     if not on_cudnn(x):
         return plain_conv_add_relu(x, weight, residual, bias, *window)
     return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *window)
 
 
 def plain_conv_relu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *window: Any) -> torch.Tensor:
-    """Do what `conv_relu` does, kernel by kernel."""
+    """Compute `conv_relu` kernel by kernel."""
     return torch.conv2d(x, weight, bias, *window).relu_()
 
 
 def plain_conv_add_relu(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, *window: Any
 ) -> torch.Tensor:
-    """Do what `conv_add_relu` does, kernel by kernel."""
+    """Compute `conv_add_relu` kernel by kernel."""
     return torch.conv2d(x, weight, bias, *window).add_(residual).relu_()
 
 

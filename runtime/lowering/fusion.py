@@ -1,7 +1,7 @@
 """Fusion: a convolution or linear layer, the sum and the activation function after it become one op.
 
-One pass for every library of kernels. A table has the activation functions, and `LayerKernels` says which patterns a
-library computes. The fused op stands where the last op of the pattern stood.
+One pass serves all kernel libraries. `ACTIVATIONS` lists the activation functions; `LayerKernels` says which patterns a
+library computes. The fused op takes the position of the pattern's last op.
 """
 
 import math
@@ -29,15 +29,15 @@ from cohabit.runtime.lowering.rewrites.linear_forms import Form, fastest
 aten = torch.ops.aten
 
 _DEFAULTS = (None, [1, 1], [0, 0], [1, 1], 1)
-"""Of a 2-d convolution's arguments after the weight: bias, stride, padding, dilation, groups."""
+"""Defaults of a 2-d convolution's arguments after the weight: bias, stride, padding, dilation, groups."""
 LEAST_MULTIPLICATIONS = 1 << 20
-"""A linear layer with fewer in its smallest batch is not packed: entering oneDNN takes ten times as long as a small
-product."""
+"""Multiplications in the smallest planned shape below which a linear layer is not packed: entering oneDNN takes ten
+times as long as a small product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation function in the words of oneDNN's operators."""
+    """An activation function as oneDNN's operators name it."""
 
     name: str
     scalars: tuple[float, ...] = ()
@@ -78,16 +78,16 @@ ACTIVATIONS: dict[Any, Callable[[fx.Node], Activation | None]] = {
     aten.silu.default: lambda _: Activation("swish"),
     aten.gelu.default: _gelu,
 }
-"""Operators that kernels compute with the layer before them."""
+"""Operators that fused kernels compute together with the layer before them."""
 
 
 _HIDES_NAN = ("relu", "hardtanh", "hardsigmoid")
-"""Activation functions that oneDNN computes as a minimum and a maximum, which of a NaN and a bound return the bound."""
+"""Activation functions that oneDNN computes with min and max, which turn a NaN into a bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPattern:
-    """A layer and what follows it, with no other reader in between."""
+    """A layer and the ops after it; intermediate results have no other reader."""
 
     layer: fx.Node
     total: fx.Node | None = None
@@ -95,7 +95,7 @@ class LayerPattern:
     """The other summand of `total`."""
     last: fx.Node | None = None
     activation: Activation | None = None
-    """What `last` computes."""
+    """The function that `last` computes."""
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -104,7 +104,7 @@ class LayerPattern:
 
 @dataclass(frozen=True, slots=True)
 class FusedCall:
-    """An op that computes a pattern."""
+    """The op that replaces a pattern."""
 
     pattern: LayerPattern
     target: Any
@@ -119,14 +119,14 @@ class LayerKernels(Protocol):
         ...
 
     def fused(self, model: FxModel, found: LayerPattern) -> FusedCall | None:
-        """Return a call that computes a pattern, or the start of it; None if that is not worth it."""
+        """Return a call that computes a pattern or a prefix of it; None if fusing does not pay."""
         ...
 
 
 def fuse(model: FxModel, kernels: LayerKernels) -> None:
-    """Replace each pattern that nothing else reads by one op.
+    """Replace each pattern by one op, if nothing else reads its intermediate results.
 
-    Later layers come first: of two that are summed, the other is computed by then.
+    Iterates backwards: of two summed layers, the later takes the sum, since the other's result is ready.
     """
     for layer in reversed(list(model.graph.nodes)):
         if layer.op != "call_function" or not kernels.takes(model, layer):
@@ -145,7 +145,7 @@ def fuse(model: FxModel, kernels: LayerKernels) -> None:
 
 
 def _pattern(layer: fx.Node) -> LayerPattern:
-    """The longest pattern that starts with a layer."""
+    """Return the longest pattern that starts with a layer."""
     total = residual = last = activation = None
     end = _only_reader(layer)
     if end is not None and end.target is aten.add.Tensor and (other := _summand(end, layer)) is not None:
@@ -158,7 +158,7 @@ def _pattern(layer: fx.Node) -> LayerPattern:
 
 
 def _only_reader(node: fx.Node) -> fx.Node | None:
-    """The op that is a value's only reader, and reads it once."""
+    """Return the only op that reads a value, if it reads it once; else None."""
     if len(node.users) != 1:
         return None
     (reader,) = node.users
@@ -166,7 +166,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def _summand(total: fx.Node, layer: fx.Node) -> fx.Node | None:
-    """What a sum adds to a layer's result, if that is of the same form."""
+    """Return the operand that a sum adds to a layer's result, if it has the same shape and dtype."""
     other = total.args[1] if total.args[0] is layer else total.args[0]
     if total.kwargs or not isinstance(other, fx.Node) or not same_form(layer, other):
         return None
@@ -174,7 +174,7 @@ def _summand(total: fx.Node, layer: fx.Node) -> fx.Node | None:
 
 
 def _is_signal_convolution(node: fx.Node) -> bool:
-    """Whether a node is a convolution of a batch of signals: of images of one row."""
+    """Whether a node is a batched 1-d convolution."""
     if node.target is not aten.conv1d.default or node.kwargs:
         return False
     signal = node.args[0].meta.get("val")  # type: ignore[union-attr]
@@ -182,7 +182,7 @@ def _is_signal_convolution(node: fx.Node) -> bool:
 
 
 def _is_image_convolution(node: fx.Node) -> bool:
-    """Whether a node is a convolution of a batch of images."""
+    """Whether a node is a batched 2-d convolution."""
     if node.target is not aten.conv2d.default or node.kwargs:
         return False
     image = node.args[0].meta.get("val")  # type: ignore[union-attr]
@@ -190,7 +190,7 @@ def _is_image_convolution(node: fx.Node) -> bool:
 
 
 def _window(conv: fx.Node) -> list[Any]:
-    """Stride, padding, dilation and groups of a convolution of images, with a number per dimension."""
+    """Return stride, padding, dilation and groups as for a 2-d convolution, with a number per dimension."""
     given = [*conv.args, *_DEFAULTS[len(conv.args) - 2 :]][3:]
     if conv.target is aten.conv1d.default:
         stride, padding, dilation = (n[-1] if isinstance(n, list | tuple) else n for n in given[:3])
@@ -208,7 +208,7 @@ def _bias(layer: fx.Node) -> Any:
 
 
 class CudnnKernels:
-    """cuDNN's: `relu(conv2d(x) [+ residual])`. Where it has none, plain kernels compute the fused op."""
+    """cuDNN's fused kernel: `relu(conv2d(x) [+ residual])`. Without one, plain kernels compute the op."""
 
     def takes(self, model: FxModel, layer: fx.Node) -> bool:
         return _is_image_convolution(layer)
@@ -224,24 +224,24 @@ class CudnnKernels:
 
 
 class OneDnnKernels:
-    """oneDNN's, with packed weights: `activation(layer(x))` where it keeps NaN, and `layer(x) + residual`.
+    """oneDNN's fused kernels on packed weights: `activation(layer(x))` if NaN propagates, `layer(x) + residual`.
 
-    Convolutions compute channels last, whatever comes in. A weight in another layout than a kernel wants is converted
-    in every call: a 1x1 convolution for which oneDNN wants several layouts in the planned shapes is computed as a
-    linear layer, whose kernels take one layout for all of them.
+    Convolutions use the channels-last layout, whatever their input's layout. oneDNN converts a weight in an unexpected
+    layout in every call. A 1x1 convolution whose planned shapes need several layouts therefore runs as a linear layer,
+    which has one layout for all shapes.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], symbols: Sequence[Mapping[str, int]]) -> None:
-        """Weights of a model are packed for the shapes that these values of the symbols give."""
+        """`symbols` are the symbols' values in each planned shape; weights are packed for these shapes."""
         self._symbols = symbols
         self._tied: dict[str, tuple[Any, ...]] = {
             name: (plain.data_ptr(), plain.shape, plain.stride(), plain.dtype)
             for name, plain in weights.items()
             if not packing.is_packed(plain)
         }
-        """What tied weights have in common, by name: plain weights are released as they are packed."""
+        """Identity of each plain weight, by name; the weights themselves are released once packed."""
         self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
-        """By what identifies a plain weight and its use: tied weights stay tied."""
+        """By a plain weight's identity and its use, so that tied weights stay tied."""
 
     def takes(self, model: FxModel, layer: fx.Node) -> bool:
         weight = model.weight_of(layer.args[1]) if len(layer.args) > 1 else None
@@ -288,7 +288,7 @@ class OneDnnKernels:
         return FusedCall(found, add, (x, found.residual, weight, bias, "add"))
 
     def _form(self, model: FxModel, found: LayerPattern, rows: Sequence[int]) -> Form:
-        """Return the form of a linear layer that is fastest on this machine, packed or not."""
+        """Return the fastest form of a linear layer on this machine, packed or not."""
         weight, activation = model.weight_of(found.layer.args[1]), found.activation
         assert weight is not None
         packs = min(rows) * weight.numel() >= LEAST_MULTIPLICATIONS
@@ -323,7 +323,7 @@ class OneDnnKernels:
         return FusedCall(found, add, (x, residual, *rest, "add", 1.0, None, [], None))
 
     def _sees_one_pixel(self, model: FxModel, layer: fx.Node) -> bool:
-        """Whether a convolution is a small product of one pixel per image, as in a squeeze-and-excite gate."""
+        """Whether a 1x1 convolution is a small product over one pixel per image, as in a squeeze-and-excite gate."""
         weight = model.weight_of(layer.args[1])
         assert weight is not None
         pixels = all(
@@ -332,14 +332,14 @@ class OneDnnKernels:
         return pixels and _is_1x1(model, layer)
 
     def _sizes(self, layer: fx.Node) -> list[tuple[int, ...]]:
-        """The sizes of a layer's input in each shape; () where export does not tell."""
+        """Return the input sizes of a layer in each planned shape; empty if export did not record them."""
         value = layer.args[0].meta.get("val") if isinstance(layer.args[0], fx.Node) else None
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return []
         return [tuple(_at(d, symbols) for d in value.shape) for symbols in self._symbols]
 
     def _layouts(self, model: FxModel, conv: fx.Node) -> int:
-        """How many layouts oneDNN wants for a convolution's weight in the planned shapes."""
+        """Return the number of layouts that oneDNN wants for a convolution's weight in the planned shapes."""
         weight = model.weight_of(conv.args[1])
         assert weight is not None
         return len(packing.convolution_layouts(weight, _onednn_window(conv), self._sizes(conv)))
@@ -347,7 +347,7 @@ class OneDnnKernels:
     def _packed_once(
         self, model: FxModel, layer: fx.Node, use: str, pack: Callable[[torch.Tensor], torch.Tensor]
     ) -> fx.Node:
-        """A placeholder of the packed weight."""
+        """Return a placeholder of the packed weight. Tied weights are packed once per use."""
         node = layer.args[1]
         assert isinstance(node, fx.Node)
         key = (*self._tied[node.name], use)
@@ -357,7 +357,7 @@ class OneDnnKernels:
 
 
 def _words(activation: Activation | None) -> tuple[str, list[float], str]:
-    """An activation function as oneDNN's operators take it."""
+    """Return the arguments for an activation function in oneDNN's operators."""
     return (
         ("none", [], "")
         if activation is None
@@ -366,13 +366,13 @@ def _words(activation: Activation | None) -> tuple[str, list[float], str]:
 
 
 def _is_1x1(model: FxModel, conv: fx.Node) -> bool:
-    """Whether a convolution computes each pixel from the same one: a linear layer, channels last."""
+    """Whether a convolution is pointwise, which is a linear layer in channels-last layout."""
     weight = model.weight_of(conv.args[1])
     return weight is not None and weight.shape[2:] == (1, 1) and _window(conv) == [[1, 1], [0, 0], [1, 1], 1]
 
 
 def _at(dim: Any, symbols: Mapping[str, int]) -> int:
-    """A dimension, given the values of the symbols in it."""
+    """Return a dimension, given the values of its symbols."""
     if isinstance(dim, int):
         return dim
     expression = dim.node.expr

@@ -1,7 +1,7 @@
-"""Inputs whose values index a weight: which of them, and in which range they are.
+"""Finds input values that index a weight, and their valid ranges.
 
-A CPU's kernels raise IndexError for any other index. CUDA's fail an assertion, which loses the device and every model
-on it, or compare the lower 32 bits only and read another row.
+A CPU's kernels raise IndexError for an index out of range. CUDA's kernels fail an assertion, which loses the device and
+every model on it, or compare only the lower 32 bits and read another row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,28 +26,28 @@ _SAME_VALUES = frozenset(
         *(aten.permute.default, aten.transpose.int, aten.t.default),
     }
 )
-"""Operators whose result has all values of their first argument, and no other, perhaps in another shape."""
+"""Operators whose result has exactly the values of their first argument, perhaps in another shape."""
 _CASTS = frozenset({aten._to_copy.default, aten.to.dtype})
 _PARTS = frozenset({aten.select.int, aten.slice.Tensor})
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedValues:
-    """Values of one input that index a weight, and their range."""
+    """Values of one input that index a weight, and their valid range."""
 
     input: int
     calls: tuple[Instruction, ...]
-    """Casts, and choices of a part of the input, that lead to them."""
+    """Casts, and selections of parts of the input, that lead to the values."""
     least: int
     most: int
 
     @property
     def are_all(self) -> bool:
-        """Whether every value of the input is among them."""
+        """Whether every value of the input is an index."""
         return all(call.target in _CASTS for call in self.calls)
 
     def out_of_range(self, given: torch.Tensor) -> int | None:
-        """Return a value of the input that is out of range, if one is."""
+        """Return a value of the input that is out of range; None if there is none."""
         values = given
         for call in self.calls:
             values = call.target(values, *call.args[1:], **call.kwargs)
@@ -59,7 +59,7 @@ class IndexedValues:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The input that a value comes from, and how."""
+    """The input that a value comes from, and the calls in between."""
 
     input: int
     calls: tuple[Instruction, ...] = ()
@@ -67,7 +67,7 @@ class _Origin:
 
 
 def indexed_values(lowered: Lowered, bucket: Bucket) -> tuple[IndexedValues, ...]:
-    """Return what of the inputs indexes weights directly. Indices that the program computes are not among them."""
+    """Return the input values that index weights directly, without indices that the program computes."""
     trace = lowered.traces[bucket]
     shapes = {piece.name: piece.shape for segment in lowered.manifest.segments for piece in segment.pieces}
     shapes |= {table.name: table.shape for table in lowered.manifest.tables}
@@ -90,7 +90,7 @@ def indexed_values(lowered: Lowered, bucket: Bucket) -> tuple[IndexedValues, ...
 
 
 def _ranges(call: Instruction, shape: Sequence[int]) -> Iterator[tuple[Any, int, int]]:
-    """Yield the indices by which a call reads a weight of this shape, each with the least and the largest."""
+    """Yield the indices by which a call reads a weight of this shape, with their smallest and largest valid values."""
     if call.target in TABLE_OPS:
         yield call.args[1], 0, shape[0] - 1
     elif call.target in (aten.index_select.default, aten.gather.default):
@@ -101,7 +101,7 @@ def _ranges(call: Instruction, shape: Sequence[int]) -> Iterator[tuple[Any, int,
 
 
 def _after(call: Instruction, origin: _Origin) -> _Origin | None:
-    """Return the origin of a call's result, given that of its first argument."""
+    """Return the origin of a call's result, given that of its first argument; None if it is not tracked."""
     if call.target in _SAME_SHAPE:
         return origin
     if call.target in _SAME_VALUES:

@@ -1,7 +1,8 @@
-"""Finds by trial whether the rows of a batch influence one another.
+"""Tests whether the rows of a batch influence one another.
 
-Only where they do not may a request be padded, or batched with others. The same rows are run at other positions, batch
-sizes and with other neighbours, and their results compared. Neighbours of NaN show float influences of any size.
+A request may be padded, or batched with others, only if rows are independent. The same rows are run at other positions,
+in other batch sizes and with other neighbours, and their results are compared. Neighbours of NaN reveal float
+influences of any size.
 """
 
 import math
@@ -12,32 +13,32 @@ import torch
 from cohabit.runtime.lowering.model import FxModel, Port
 
 TOLERANCE = 1e-4
-"""Largest difference that counts as rounding, as a share of the output's largest element: that of outputs from eager
-PyTorch's. Kernels round differently in different batches. Of integers, this share of the elements may differ."""
+"""Largest difference that counts as rounding, as a fraction of the output's largest element: the tolerance against
+eager PyTorch. Of integers, this fraction of the elements may differ. Kernels round differently per batch size."""
 REDUCED_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""The same for models that compute in these types anywhere."""
+"""`TOLERANCE` of models that compute in these types anywhere."""
 
 _RANDOM: tuple[tuple[int, Callable[..., torch.Tensor]], ...] = (
     *((bound, torch.randn) for bound in (1000, 100, 10, 2)),
     *((bound, torch.rand) for bound in (2, 1)),
 )
-"""Bounds of random integers, and distributions of floats, in the order in which they are tried: a model's indices must
-be valid, and its results finite. It was traced with the last ones."""
+"""Bounds of random integers and distributions of floats, in the order tried: a model's indices must be valid, and its
+results finite. The last entry matches the inputs of the trace."""
 
 _LEAST_COMPANY = 3
-"""Rows of a batch in which one is among others on both sides."""
+"""Smallest batch in which a row has neighbours on both sides."""
 
 _Tensors = list[torch.Tensor]
 Run = Callable[[int, _Tensors], _Tensors]
-"""Runs a model on inputs of a batch size, which it may change."""
+"""Runs a model on inputs of a batch size. May change the inputs."""
 
 
 def find_interaction(model: FxModel, batches: Sequence[int], symbols: Mapping[str, int], run: Run) -> str | None:
-    """Say how rows influence one another in batches of these sizes, or return None if no trial shows it.
+    """Return how rows influence one another in batches of these sizes, or None if no trial shows it.
 
     Dynamic dimensions have the sizes that `symbols` give. Random operators count as influence. Runs the model two or
-    three times at the largest size, once at smaller ones, and once at a small one. Not found are influences that only
-    special values cause.
+    three times at the largest size, once at each smaller one, and once at a small one. Influences that only special
+    values cause are not found.
     """
     most = max(batches)
     if model.max_batch is None or most == 1:
@@ -54,11 +55,12 @@ def find_interaction(model: FxModel, batches: Sequence[int], symbols: Mapping[st
         wanted = [t[order] for t in expected]
         if (different := _difference(model.outputs, results, wanted, expected, tolerance)) is not None:
             return f"{different} {where}"
+    # NaN neighbours reveal influences of any size.
     few = min([b for b in batches if b >= _LEAST_COMPANY], default=most)
     place = few // 2
     company = [_without_numbers(t[:few], place) for t in rows]
     results = _try(model, run, company) if any(t.is_floating_point() for t in rows) else None
-    if results is None:  # such a batch fails in the server, too, and its requests are then executed one by one
+    if results is None:  # such a batch also fails in the server, which then runs its requests one by one
         return None
     own, wanted = ([t[place : place + 1] for t in tensors] for tensors in (results, expected))
     different = _difference(model.outputs, own, wanted, expected, tolerance)
@@ -66,18 +68,18 @@ def find_interaction(model: FxModel, batches: Sequence[int], symbols: Mapping[st
 
 
 def _trials(batches: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Return what is tried: the rows that a batch has, by their places in the reference."""
+    """Return the trials: a description, and the rows of the batch as indices into the reference."""
     most = max(batches)
     smaller = [b for b in batches if b < most] or [most - 1]
     trials = [("among copies of the row", [most - 1] * most)]
     trials += [(f"in a batch of {b} instead of {most}", list(range(b))[::-1]) for b in smaller]
-    if max(smaller) == 1:  # only one row has been at another place
+    if max(smaller) == 1:  # so far only one row has been at another position
         trials.append(("at another place of the batch", list(range(most))[::-1]))
     return trials
 
 
 def _without_numbers(rows: torch.Tensor, place: int) -> torch.Tensor:
-    """Return the rows with floats other than one row's replaced by NaN."""
+    """Replace all floats by NaN, except those of one row."""
     if not rows.is_floating_point():
         return rows
     company = torch.full_like(rows, torch.nan)
@@ -88,9 +90,9 @@ def _without_numbers(rows: torch.Tensor, place: int) -> torch.Tensor:
 def _reference(
     model: FxModel, run: Run, batch: int, symbols: Mapping[str, int]
 ) -> tuple[_Tensors, _Tensors] | None:
-    """Return random rows that the model takes, and its results: those with the most finite elements.
+    """Return random rows that the model accepts, and its results: those with the most finite elements.
 
-    None if it takes none.
+    None if the model accepts none.
     """
     generator = torch.Generator().manual_seed(0)
     found: list[tuple[float, _Tensors, _Tensors]] = []
@@ -115,7 +117,7 @@ def _random_rows(
     floats: Callable[..., torch.Tensor],
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return float32 or int64 rows, at least two. The last one is one token, repeated: an expert gets all of them."""
+    """Return at least two float32 or int64 rows. The last repeats one token: one expert then gets all of its tokens."""
     if dtype.is_floating_point or dtype.is_complex:
         rows = floats(shape, generator=generator)
         if len(shape) > 2:
@@ -124,12 +126,12 @@ def _random_rows(
     most = min(bound, 2 if dtype is torch.bool else torch.iinfo(dtype).max)
     rows = torch.randint(0, most, shape, generator=generator)
     other = rows[-2, :1] if len(shape) > 1 else rows[-2]
-    rows[-1] = (other + 1) % most  # few values may be all that a model takes, and the rows must differ
+    rows[-1] = (other + 1) % most  # the model may accept few values, and the rows must differ
     return rows
 
 
 def _try(model: FxModel, run: Run, rows: _Tensors) -> _Tensors | None:
-    """Return the results in types whose rows can be selected and compared, or None if the model refuses the rows."""
+    """Return the results in `comparable` types, or None if the model rejects the rows."""
     try:
         inputs = [t.to(port.dtype, copy=True) for port, t in zip(model.inputs, rows, strict=True)]
         return [comparable(t) for t in run(len(rows[0]), inputs)]
@@ -138,7 +140,7 @@ def _try(model: FxModel, run: Run, rows: _Tensors) -> _Tensors | None:
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return float64 or int64, of which rows can be selected and compared."""
+    """Convert to float64 or int64, whose rows can be selected and compared."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj()).double()
     return tensor.double() if tensor.is_floating_point() else tensor.long()
@@ -147,7 +149,7 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
 def _difference(
     ports: Sequence[Port], found: _Tensors, wanted: _Tensors, reference: _Tensors, tolerance: float
 ) -> str | None:
-    """Say which output differs by more than the tolerance, and by how much."""
+    """Describe the first output that differs by more than the tolerance; None if all agree."""
     for port, own, other, whole in zip(ports, found, wanted, reference, strict=True):
         if (share := difference(own, other, whole)) > tolerance:
             unit = "of the largest element" if own.is_floating_point() else "of its elements"
@@ -157,7 +159,7 @@ def _difference(
 
 
 def difference(own: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float:
-    """Return the largest difference as a share of the largest element of `whole`; of integers, the share that differs.
+    """Return the largest difference relative to the largest element of `whole`; of integers, the differing fraction.
 
     The tensors are `comparable`.
     """

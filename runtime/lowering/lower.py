@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cohabit.runtime")
 MOST_BUCKETS = 64
-"""Each has a plan, and programs in memory."""
+"""Maximum number of buckets of a model: each has a plan, and programs in memory."""
 _CHECKED_BATCHES = 2
-"""How many batch sizes are traced at several shapes of a bucket: a batch of 1 is special to torch, others are alike."""
+"""Number of batch sizes traced at several shapes per bucket: torch specialises batch 1, others are alike."""
 _LOWERING = "23"
-"""Changes whenever lowering writes other bytes for the same archive."""
+"""Version of lowering: changes whenever it writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 
 
@@ -61,17 +61,18 @@ class Lowered:
     weights_path: Path
     options: Options = DEFAULTS
     interaction: str | None = None
-    """How the rows of a batch influence one another; None if they were not seen to. See `find_interaction`."""
+    """How the rows of a batch influence one another; None if nothing was found or the rows were not compared. See
+    `find_interaction`."""
     dynamic: DynamicShape = STATIC
     """Dynamic dimensions other than the batch."""
     changed_inputs: tuple[str, ...] = ()
-    """Inputs that the archive's program changes in place. Callers do not see it."""
+    """Inputs that the archive's program changes in place. Callers' tensors stay unchanged."""
     validation: Validation | None = None
     """How the program was compared with the archive's; None if it is not from an archive."""
     encoding: Encoding | None = None
-    """How weights are rounded; None where they are exact."""
+    """How weights are rounded; None if they are exact."""
     saved_table_bytes: int = 0
-    """Bytes that encoding has saved in tables."""
+    """Bytes that encoding saves in tables."""
 
     @cached_property
     def graphs(self) -> dict[Bucket, Graph]:
@@ -84,7 +85,7 @@ class Lowered:
 
     @property
     def archive(self) -> str:
-        """The fingerprint of the archive that this was lowered from."""
+        """Fingerprint of the archive."""
         return self.manifest.archive.partition("/")[0]
 
     @property
@@ -105,7 +106,7 @@ class Lowered:
 
 
 def example_inputs(ports: Iterable[Port], batch: int, symbols: Mapping[str, int]) -> list[torch.Tensor]:
-    """Inputs that any model accepts: zeros for integers (an index that every table has), else seeded noise."""
+    """Return inputs that any model accepts: zeros for integers (an index valid in every table), else seeded noise."""
     generator = torch.Generator().manual_seed(0)
     examples = []
     for port in ports:
@@ -128,14 +129,13 @@ def lower(
     shape_buckets: ShapeBuckets = DEFAULT_BUCKETS,
     compare_rows: bool = True,
 ) -> Lowered:
-    """Lower an archive for the given batch sizes; those it was not exported for are left out.
+    """Lower an archive for the given batch sizes, except those it was not exported for.
 
-    `shape_buckets` are sizes of each other dynamic dimension; by default, powers of two. Without `compare_rows`,
-    `interaction` is not looked for: that runs the model at its largest batch, and is for models whose batches mix
-    requests.
+    `shape_buckets` gives the sizes of each other dynamic dimension (default: powers of two). Without `compare_rows`,
+    the search for `interaction` is skipped. It runs the model at its largest batch; only mixed batches need it.
 
-    The weights file goes to `cache`, keyed by the archive, and is used again when it is there. Raises ArchiveError
-    for a bad archive and UnsupportedModel for a program that cannot be planned.
+    The weights file is written to `cache`, keyed by the archive, and reused from there. Raises ArchiveError for a bad
+    archive and UnsupportedModel for a program that cannot be planned.
     """
     wanted = sorted(set(batches))
     noted = noted_fingerprint(path, notes_of(cache))
@@ -160,7 +160,7 @@ def cached(
     options: Options,
     shape_buckets: ShapeBuckets = DEFAULT_BUCKETS,
 ) -> Lowered:
-    """Return what `lower` has left in the cache for an archive of this fingerprint. Raises NotCached."""
+    """Return the cached result of `lower` for an archive of this fingerprint. Raises NotCached."""
     entry = Entry(cache, archive, sorted(set(batches)), options, shape_buckets)
     known = _known(name, entry)
     if known is None:
@@ -174,6 +174,7 @@ def cached(
 def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callable[[str], None]) -> Lowered:
     from cohabit.runtime.lowering.archive import read  # torch's deserializer takes seconds to import
 
+    # Validation runs the rewritten program; the traces of these runs are reused below.
     program, guards = read(archive)
     entry.folder.mkdir(parents=True, exist_ok=True)
     on_progress(f"{name}: comparing with the archive's program")
@@ -185,14 +186,17 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         asked, unchecked = entry.options.weights, validation.unchecked
         lossy, encoding = encode_lossy(runs.model, runs.own, asked, run, unchecked)
         codecs |= lossy
-        runs = _Runs(runs.model, runs.own, runs.buckets, runs.applied)  # with encoded tables, ops are others
+        runs = _Runs(runs.model, runs.own, runs.buckets, runs.applied)  # encoded tables change the ops: trace again
     model, own, buckets, usable = runs.model, runs.own, runs.buckets, sorted({b.batch for b in runs.buckets})
+    # Trace every bucket, the smaller batches at several shapes.
     on_progress(f"{name}: tracing batches{', and comparing their rows' if entry.compare_rows else ''}")
     interaction = find_interaction(model, usable, runs.symbols, runs.outputs) if entry.compare_rows else None
     traces: dict[Bucket, Trace] = {}
     for bucket in buckets:
         sizes = model.dynamic.checked(bucket.sizes) if bucket.batch in usable[:_CHECKED_BATCHES] else [bucket.sizes]
         traces[bucket] = covering(name, [runs.trace(bucket, s) for s in sizes])
+    # Lay weights out in the order in which the smallest bucket's ops read them. An undamaged file with the same
+    # manifest is kept.
     first = traces[min(traces)]
     readers = first.readers()
     uses = [
@@ -217,6 +221,7 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         encoding=encoding,
         saved_table_bytes=model.saved_table_bytes,
     )
+    # The program file comes last: it names the weights file and completes the cache entry.
     encoded = artifact.encode(entry.stamp, lowered)
     archive.refuse_change()
     cache_file.write(entry.program_path, encoded)
@@ -226,7 +231,7 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
 def _validated(
     name: str, program: "ExportedProgram", guards: Sequence[str], entry: "Entry"
 ) -> tuple["_Runs", Validation, list[Sample]]:
-    """Rewrite a program, and compare it with itself as it was exported, on the samples. Raises UnsupportedModel."""
+    """Rewrite a program, and validate it against the exported one on samples. Raises UnsupportedModel."""
 
     failed: dict[str, LeftOut] = {}
 
@@ -257,7 +262,7 @@ def _validated(
 def _outputs_of(
     model: FxModel, samples: Sequence[Sample], weights: Mapping[str, torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """Return a model's outputs with these weights on the samples that have no NaN or infinity."""
+    """Return a model's outputs with these weights on the samples without NaN or infinity."""
     ordinary = [sample.inputs for sample in samples if not sample.broken]
     return [run_model(model, dict(weights), [tensor.clone() for tensor in inputs]) for inputs in ordinary]
 
@@ -299,7 +304,7 @@ def _lowered(name: str, entry: "Entry", program: artifact.LoweredProgram, manife
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of a lowered model in the cache. Its files say what they were made from, and are used for no other."""
+    """Cache entry of a lowered model. Its files record their origin, and are used only where it matches."""
 
     cache: Path
     archive: str
@@ -320,12 +325,12 @@ class Entry:
 
     @property
     def origin(self) -> str:
-        """What a weights file is made from."""
+        """Identity of a weights file's inputs: archive, lowering version, options."""
         return f"{self.archive}/{_LOWERING}{self.options.label}"
 
     @cached_property
     def stamp(self) -> str:
-        """What a program is made from, and by."""
+        """Identity of a program's inputs and toolchain."""
         made = f"archive {self.archive}, lowering {_LOWERING}, torch {torch.__version__}"
         made += f", batches {','.join(map(str, self.batches))}"
         if not self.compare_rows:
@@ -339,7 +344,7 @@ class Entry:
         return self.folder / f"program-{hashlib.sha256(self.stamp.encode()).hexdigest()[:16]}.json"
 
     def weights_path(self, manifest: str) -> Path:
-        """The place of the weights file that has a manifest of this fingerprint."""
+        """Path of the weights file whose manifest has this fingerprint."""
         return self.folder / _weights_name(manifest)
 
 
@@ -348,7 +353,7 @@ def _weights_name(manifest: str) -> str:
 
 
 def folders_of(cache: Path) -> dict[Path, str]:
-    """Return the folders of lowered models, with the first 32 digits of the fingerprints of their archives."""
+    """Return the folders of lowered models, each with the first 32 digits of its archive's fingerprint."""
     if not cache.is_dir():
         return {}
     named = {folder: _FOLDER.fullmatch(folder.name) for folder in sorted(cache.iterdir())}
@@ -356,7 +361,7 @@ def folders_of(cache: Path) -> dict[Path, str]:
 
 
 def graphs_of(folder: Path) -> set[str]:
-    """Return the fingerprints of the graphs of all programs in one of `folders_of`; damaged ones have none."""
+    """Return the graph fingerprints of all programs in a folder of `folders_of`, except damaged programs."""
     found: set[str] = set()
     for path in folder.glob("program-*.json"):
         with suppress(OSError, FormatError):
@@ -367,7 +372,7 @@ def graphs_of(folder: Path) -> set[str]:
 
 
 def _known(name: str, entry: Entry) -> Lowered | None:
-    """Return what an earlier run lowered from the same archive, if all of it is there and undamaged."""
+    """Return the cached program of this entry; None if it is incomplete or damaged."""
     try:
         program = artifact.decode(cache_file.read(entry.program_path), entry.stamp)
     except (FileNotFoundError, FormatError):
@@ -379,7 +384,7 @@ def _known(name: str, entry: Entry) -> Lowered | None:
 
 
 def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets) -> list[Bucket]:
-    """Choose the buckets of each dynamic dimension, and return those of the model, smallest first."""
+    """Choose buckets for each dynamic dimension. Returns the model's, smallest first. Raises UnsupportedModel."""
     _refuse_unknown(model, shape_buckets)
     wanted = {d.symbol: shape_buckets.of(model.inputs[d.input].name, d.axis) for d in model.dynamic.dimensions}
     if unlimited := [d for d in model.dynamic.dimensions if d.most is None and not wanted[d.symbol]]:
@@ -399,7 +404,7 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets
         if not d.buckets:
             sizes = wanted[d.symbol]
             why = f"; --shape-buckets has {', '.join(map(str, sizes))}" if sizes else ""
-            if model.dynamic.valid(d, max(d.least, d.most or 0, *sizes)) is None:  # whatever the buckets are
+            if model.dynamic.valid(d, max(d.least, d.most or 0, *sizes)) is None:  # no buckets would help
                 fixed = next((c for c in model.dynamic.conditions(d) if "==" in c), "what no size meets")
                 why = f"; its export needs {fixed}, so export it with a fixed size"
             raise UnsupportedModel(f"{model.name}: {_named(model, d)} is {d.least} or larger{why}")
@@ -414,14 +419,14 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets
 
 
 def _takes(model: FxModel, batch: int, wanted: Mapping[str, Sequence[int]]) -> bool:
-    """Whether there are sizes of the dynamic dimensions that a program takes in a batch of this size."""
+    """Whether a program accepts any sizes of its dynamic dimensions at this batch size."""
     constraints = tuple(_at_batches(model, [batch]))
     own = msgspec.structs.replace(model.dynamic, constraints=constraints).bucketed(*wanted.values())
     return all(d.buckets for d in own.dimensions)
 
 
 def _refuse_unknown(model: FxModel, shape_buckets: ShapeBuckets) -> None:
-    """Raise UnsupportedModel for sizes of a dimension that is not dynamic. Other models' inputs have other names."""
+    """Raise UnsupportedModel for sizes of a dimension that is not dynamic. Inputs of other models are ignored."""
     inputs = {port.name for port in model.inputs}
     known = [f"{model.inputs[d.input].name}.{d.axis}" for d in model.dynamic.dimensions]
     allowed = {*known, *(name.rpartition(".")[0] for name in known)}
@@ -436,9 +441,9 @@ def _refuse_unknown(model: FxModel, shape_buckets: ShapeBuckets) -> None:
 
 
 def _limited(model: FxModel, batches: int, by_default: Sequence[bool]) -> DynamicShape:
-    """Return the dynamic dimensions with as many buckets as the limit allows, and warn of those that are left out.
+    """Return the dynamic dimensions with default buckets thinned out to the limit, and warn about it.
 
-    Of the dimension with the most by default, every other one goes. The largest stays, and so does a size of 1.
+    Drops every other bucket of the default dimension with the most, repeatedly; the largest and a size of 1 stay.
     """
     dimensions = list(model.dynamic.dimensions)
     thinned = [k for k in range(len(dimensions)) if by_default[k]]
@@ -460,7 +465,7 @@ def _limited(model: FxModel, batches: int, by_default: Sequence[bool]) -> Dynami
 
 
 def _at_batches(model: FxModel, batches: Sequence[int]) -> Iterator[str]:
-    """Yield the conditions on dynamic dimensions, with each batch size in place of the batch's symbol."""
+    """Yield the conditions on dynamic dimensions, with each batch size substituted for the batch symbol."""
     for condition in model.dynamic.constraints:
         parts = re.split(rf"\b{model.batch_symbol}\b", condition)
         yield from dict.fromkeys(str(batch).join(parts) for batch in batches)
@@ -489,7 +494,7 @@ def _symbols(model: FxModel, bucket: Bucket) -> dict[str, int]:
 
 
 def _without_ones(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-    """Return the buckets in which no size is 1, which say little of the others; all, where there are no such."""
+    """Return the buckets without a size of 1, which is special to torch; all if there are none."""
     return [b for b in buckets if 1 not in b.sizes] or buckets
 
 
@@ -512,11 +517,11 @@ class _Runs:
         return self.model.dynamic.symbols(self._sizes)
 
     def outputs(self, batch: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a model's outputs in a batch."""
+        """Return the model's outputs for a batch, at the sizes of `symbols`."""
         return self.run(Bucket(batch, self._sizes), inputs)
 
     def run(self, bucket: Bucket, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a model's outputs in a bucket, at its largest shape."""
+        """Return the model's outputs in a bucket, at its largest shape. The first run is traced."""
         if bucket in self._traces:
             return run_model(self.model, self.own, inputs)
         self._traces[bucket], outputs = trace_model(self.model, self.own, bucket, inputs)
@@ -539,7 +544,7 @@ class _Runs:
 
 
 def own_storages(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same weights as dense tensors with a storage each; tied weights (same bytes, same shape) share one."""
+    """Return the weights as dense tensors, each with its own storage; tied weights (same bytes and shape) share one."""
     known: dict[tuple[object, ...], torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -559,7 +564,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     source = tensor if dense else tensor.contiguous()
     if source.numel() == 0:
         return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
-    raw = weights.dense_bytes(source)  # a tensor made of numpy's view has a storage of its own over the same bytes
+    raw = weights.dense_bytes(source)  # from_numpy creates a separate storage over the same bytes
     if raw.ctypes.data % source.element_size():
         raw = raw.copy()
     return torch.from_numpy(raw).view(source.dtype).as_strided(source.shape, source.stride())

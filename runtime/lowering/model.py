@@ -1,4 +1,4 @@
-"""A model while it is lowered: an fx graph, its weights by name, its inputs and outputs."""
+"""A model during lowering: an fx graph, its weights by name, its inputs and outputs."""
 
 import os
 import tempfile
@@ -15,14 +15,14 @@ from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering import packing
 
 LEAST_FILE_BYTES = 64 << 10
-"""Computed weights of this size and more are kept in file memory."""
+"""Minimum bytes of a computed weight that is kept in file-backed memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
     """An input or output of the model.
 
-    `shape` has None where the batch goes, which is only in front, and expressions of symbols for other dynamic sizes.
+    `shape` has None for the batch, always the first dimension, and expressions of symbols for other dynamic sizes.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Port:
     shape: tuple[int | str | None, ...]
 
     def at(self, batch: int, symbols: Mapping[str, int]) -> tuple[int, ...]:
-        """Return its shape, given the symbols' values."""
+        """Return the shape, given the symbols' values."""
         return tuple(batch if d is None else evaluate(d, symbols) if isinstance(d, str) else d for d in self.shape)
 
 
@@ -39,13 +39,13 @@ TABLE_OPS = frozenset({torch.ops.aten.embedding.default, torch.ops.aten.embeddin
 
 
 def table_of(target: Any, args: Sequence[Any]) -> str | None:
-    """Return the name of the host store's table that an op reads; it is in the place of the first argument."""
+    """Return the name of the host store's table that an op reads, which replaces its first argument; else None."""
     return args[0] if target in TABLE_OPS and isinstance(args[0], str) else None
 
 
 @dataclass(slots=True)
 class FxModel:
-    """`weights` maps placeholder names to tensors, `tables` the names that ops have instead (`table_of`)."""
+    """`weights` maps placeholder names to tensors, `tables` the names in place of ops' first arguments (`table_of`)."""
 
     name: str
     root: torch.nn.Module
@@ -54,26 +54,26 @@ class FxModel:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     max_batch: int | None
-    """Largest batch that the program was exported for; None where the batch is fixed."""
+    """Largest batch that the program was exported for; None if the batch is fixed."""
     batch_symbol: str | None = None
     dynamic: DynamicShape = STATIC
     changed_inputs: tuple[str, ...] = ()
-    """Inputs that the exported program changes in place; the functional one leaves them as they are."""
+    """Inputs that the exported program changes in place; the functional one leaves them unchanged."""
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     saved_table_bytes: int = 0
-    """Bytes that encoding has saved in tables."""
+    """Bytes that encoding saves in tables."""
     folder: Path | None = None
-    """Where computed weights have their files; None for anonymous memory."""
+    """Folder of the files of computed weights; None for anonymous memory."""
     memory: list[torch.Tensor] = field(default_factory=list)
-    """The bytes of packed weights, which live as long as the model."""
+    """The bytes of packed weights; they live as long as the model."""
 
     @property
     def input_nodes(self) -> list[fx.Node]:
-        """The placeholders of `inputs`, in order. Their names are torch's, and may differ from the inputs'."""
+        """The placeholders of `inputs`, in order. Their names are torch's, and may differ from the inputs' names."""
         return [n for n in self.graph.nodes if n.op == "placeholder" and n.name not in self.weights]
 
     def add_weight(self, name: str, tensor: torch.Tensor) -> fx.Node:
-        """A new placeholder with this weight; its name is made unique."""
+        """Return a new placeholder with this weight; its name is made unique."""
         first_op = next(node for node in self.graph.nodes if node.op != "placeholder")
         with self.graph.inserting_before(first_op):
             node = self.graph.placeholder(name)
@@ -81,7 +81,7 @@ class FxModel:
         return node
 
     def in_file(self, computed: torch.Tensor) -> torch.Tensor:
-        """Return a dense or packed weight in file memory; a small one as it is. Raises OSError."""
+        """Return a copy of a dense or packed weight in file-backed memory; a small weight as it is. Raises OSError."""
         nbytes = packing.stored_bytes(computed)
         if self.folder is None or nbytes < LEAST_FILE_BYTES:
             return computed
@@ -94,18 +94,18 @@ class FxModel:
         return packing.packed_tensor(raw.data_ptr(), computed.dtype, tuple(computed.shape), layout)
 
     def weight_of(self, node: Any) -> torch.Tensor | None:
-        """The weight that a node stands for, or None for anything else."""
+        """Return the weight of a placeholder; None for any other node."""
         return self.weights.get(node.name) if isinstance(node, fx.Node) and node.op == "placeholder" else None
 
     def drop_unused_weight(self, node: Any) -> None:
-        """Release a weight that nothing reads any more; any other node stays."""
+        """Release a weight that is no longer read; any other node stays."""
         if self.weight_of(node) is not None and not node.users:
             del self.weights[node.name]
             self.graph.erase_node(node)
 
 
 def _file_memory(nbytes: int, folder: Path) -> torch.Tensor:
-    """Return bytes in a file without a name, which the kernel can write out where memory is short. Raises OSError."""
+    """Return the bytes of an unnamed file, which the kernel can write back under memory pressure. Raises OSError."""
     release_free_memory()
     with tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -113,7 +113,7 @@ def _file_memory(nbytes: int, folder: Path) -> torch.Tensor:
 
 
 def is_linear_layer(model: FxModel, node: fx.Node) -> bool:
-    """Whether a node is a product with a matrix, and a bias with an element per row of it or none."""
+    """Whether a node is a product with a matrix, with or without a bias of one element per matrix row."""
     if node.target is not torch.ops.aten.linear.default or node.kwargs:
         return False
     weight, bias = (_value_of(model, n) for n in (*node.args[1:], None)[:2])
@@ -122,13 +122,13 @@ def is_linear_layer(model: FxModel, node: fx.Node) -> bool:
 
 
 def _value_of(model: FxModel, node: Any) -> torch.Tensor | None:
-    """A weight, or what export wrote of a value."""
+    """Return a weight, or export's metadata of a value."""
     value = model.weight_of(node)
     return value if value is not None or node is None else node.meta.get("val")
 
 
 def same_form(first: fx.Node, second: fx.Node) -> bool:
-    """Whether two values have one shape and dtype, by what export wrote."""
+    """Whether two values have the same shape and dtype, by export's metadata."""
     a, b = first.meta.get("val"), second.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False

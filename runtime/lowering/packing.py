@@ -1,7 +1,7 @@
 """Packed weights: convolution and linear weights in the blocked layouts of oneDNN's kernels on this machine.
 
-A packed weight is an opaque tensor. Its bytes, and the serialized description of their layout, are what a weights file
-holds. From both, torch's stable C interface for AOTInductor makes the same opaque tensor over bytes at any address.
+A packed weight is an opaque tensor. The weights file has its bytes and the serialized description of their layout. From
+both, torch's stable C interface for AOTInductor creates the same opaque tensor over bytes at any address.
 """
 
 import base64
@@ -36,9 +36,9 @@ CONVOLUTION_SUM_IN_PLACE = _operator("_convolution_pointwise_", "binary")
 LINEAR = _operator("_linear_pointwise", "default")
 LINEAR_SUM = _operator("_linear_pointwise", "binary")
 _REORDER_LSTM = _operator("_reorder_mkldnn_rnn_layer_weight", "default")
-"""The fused ops; None where torch lacks them."""
+"""oneDNN's operators; each is None where torch lacks it."""
 _LEAST_SECONDS = 2e-3
-"""Time for which a layout is tried, where oneDNN wants several."""
+"""Seconds for which a layout is measured, where oneDNN wants several."""
 
 
 @cache
@@ -55,7 +55,7 @@ def unavailable() -> str | None:
 
 
 def _self_test() -> str | None:
-    """Compute a linear layer and a convolution from bytes that were moved, and compare with plain kernels."""
+    """Compute a linear layer and a convolution from relocated bytes, and compare them with plain kernels."""
     x, weight = torch.linspace(-1, 1, 4 * 16).view(4, 16), torch.linspace(-1, 1, 32 * 16).view(32, 16)
     image, kernel = x.view(1, 16, 2, 2), weight.view(32, 16, 1, 1)
     window = ((0, 0), (1, 1), (1, 1), 1)
@@ -71,7 +71,7 @@ def _self_test() -> str | None:
 
 
 def _moved(packed: torch.Tensor) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-    """Return the same weight over a copy of its bytes, and the copy, which has to live as long."""
+    """Return the same weight over a copy of its bytes, and the copy, which must outlive it."""
     raw = np.empty(stored_bytes(packed) + 64, np.uint8)
     raw = raw[-raw.ctypes.data % 64 :][: stored_bytes(packed)]
     raw[:] = raw_bytes(packed)
@@ -79,9 +79,9 @@ def _moved(packed: torch.Tensor) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
 
 
 def machine() -> str:
-    """Return what packed bytes are valid for: the machine, torch's and oneDNN's versions, and the number of threads.
+    """Return the validity of packed bytes: the machine, the versions of torch and oneDNN, and the number of threads.
 
-    For another number of threads oneDNN may want another layout, and would convert the weights in every call.
+    With another number of threads, oneDNN may want another layout, and would convert the weights in every call.
     """
     return f"{_machine()}, {torch.get_num_threads()} threads"
 
@@ -95,7 +95,7 @@ def _machine() -> str:
 
 
 def processor(*fields: str) -> str:
-    """Return what the system says of the processor: its name, or other fields of `/proc/cpuinfo`."""
+    """Return the processor's name, or other fields of `/proc/cpuinfo`."""
     names = fields or ("model name",)
     with suppress(OSError, KeyError):
         first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
@@ -105,9 +105,9 @@ def processor(*fields: str) -> str:
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions for a type, with which oneDNN's kernels compute.
+    """Whether this processor has instructions for a type, which oneDNN's kernels need to compute in it.
 
-    On x86 without AVX512-BF16 and AMX, oneDNN would convert each operand of bfloat16 instead.
+    On x86 without AVX512-BF16 and AMX, oneDNN would convert each bfloat16 operand instead.
     """
     if dtype is torch.bfloat16:
         emulated = platform.machine() in ("x86_64", "AMD64") and not (
@@ -120,7 +120,7 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def pack_linear(weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Pack a linear layer's weight for inputs of these numbers of rows. Kernels take every layout for any number."""
+    """Pack a linear layer's weight for these numbers of input rows. Kernels accept every layout for any number."""
     packed: torch.Tensor = _onednn._reorder_linear_weight(weight, max(rows))
     return packed
 
@@ -128,8 +128,8 @@ def pack_linear(weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 def pack_convolution(weight: torch.Tensor, window: Window, sizes: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """Pack a convolution's weight for images of these sizes (BCHW).
 
-    A kernel that wants another layout than it is given reorders the weight in every call. Where oneDNN wants different
-    layouts for different sizes, the one with the least time over all of them is taken.
+    A kernel reorders a weight in an unexpected layout in every call. If oneDNN wants several layouts for these sizes,
+    the one with the least total time is chosen.
     """
     candidates = convolution_layouts(weight, window, sizes)
 
@@ -151,7 +151,7 @@ def convolution_layouts(
 
 
 def pack_lstm(by_input: torch.Tensor, by_state: torch.Tensor, *, reverse: bool) -> list[torch.Tensor]:
-    """Pack both weights of one direction of an LSTM layer, which has biases. The layout is the same for every batch."""
+    """Pack both weights of one direction of an LSTM layer with biases. The layout is the same for every batch."""
     hidden, size = by_state.shape[1], by_input.shape[1]
     packed: list[torch.Tensor] = _REORDER_LSTM(by_input, by_state, hidden, reverse, True, False, [1, 1, size])
     return packed
@@ -163,7 +163,7 @@ def _convolve(packed: torch.Tensor, window: Window, size: tuple[int, ...]) -> No
 
 
 def _seconds(call: Callable[[], None]) -> float:
-    """The least time of a call, tried for a moment."""
+    """Return the shortest time of a call, measured for `_LEAST_SECONDS`."""
     call()
     least, end = float("inf"), time.perf_counter() + _LEAST_SECONDS
     while (start := time.perf_counter()) < end:
@@ -177,17 +177,17 @@ def is_packed(tensor: torch.Tensor) -> bool:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return how many bytes a weight takes in a weights file, without alignment."""
+    """Return the bytes of a weight in a weights file, without alignment."""
     return int(_onednn._nbytes(tensor)) if is_packed(tensor) else tensor.nbytes
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors have in common exactly if they share their bytes, while they exist."""
+    """Return a number that is equal for two living tensors exactly if they share their bytes."""
     return int(_onednn.data_ptr(tensor)) if is_packed(tensor) else int(tensor.untyped_storage()._cdata)
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the bytes of a packed weight. The tensor must live as long."""
+    """Return a view of the bytes of a packed weight. The tensor must outlive it."""
     array = (ctypes.c_uint8 * stored_bytes(tensor)).from_address(int(_onednn.data_ptr(tensor)))
     return np.ctypeslib.as_array(array)
 
@@ -199,7 +199,7 @@ def layout_of(tensor: torch.Tensor) -> str:
 
 
 def packed_tensor(address: int, dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> torch.Tensor:
-    """Return a packed weight over existing bytes, which must live as long. Raises UnsupportedModel."""
+    """Return a packed weight over existing bytes, which must outlive it. Raises UnsupportedModel."""
     library, sizes = _library(), (ctypes.c_int64 * len(shape))(*shape)
     strides = (ctypes.c_int64 * len(shape))(*torch.empty(shape, device="meta").stride())
     description, handle = _description(layout), ctypes.c_void_p()

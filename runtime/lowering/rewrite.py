@@ -1,6 +1,6 @@
-"""Rewrites of a model's graph before it is planned. Each keeps the model's function and changes what can be swapped.
+"""Rewrites of a model's graph before planning. Each keeps the model's function, and changes which bytes can be swapped.
 
-Splits depend on the model alone, never on the budget, so that outputs are bit-equal at every budget.
+Rewrites depend on the model alone, never on the budget, so outputs are bit-equal at every budget.
 """
 
 import math
@@ -28,7 +28,8 @@ from cohabit.runtime.options import Options
 aten = torch.ops.aten
 
 _FOLDED_BYTES = 1 << 20
-"""Part of a weight that a batch norm is folded into at a time: float64 copies of whole weights stay in the heap."""
+"""Bytes of a weight that a batch norm is folded into at a time: float64 copies of whole weights would stay in the
+heap."""
 _CONSTANT_BYTES = 256 << 10
 """Maximum bytes that constant folding adds to the weights: masks and positions of a fixed length."""
 HOST_TABLE_BYTES = 1 << 20
@@ -42,11 +43,11 @@ _PADDED_BY_WORD = {
 
 
 _REQUIRED = frozenset({"inline_grad_regions", "drop_assertions", "apply_options", "drop_unused"})
-"""What a program needs to be served as its options say."""
+"""Rewrites that a program needs to be served as its options say. Their errors are not caught."""
 
 
 class RewriteFailed(Exception):
-    """A rewrite met a program that it does not understand."""
+    """A rewrite met a program that it does not support."""
 
     def __init__(self, rewrite: str, error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -56,10 +57,10 @@ class RewriteFailed(Exception):
 def rewrite(
     model: FxModel, options: Options, symbols: Sequence[Mapping[str, int]], left_out: Collection[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Apply every rewrite but some, in an order in which each sees what the one before it made.
+    """Apply every rewrite except `left_out`, in an order in which each sees the results of earlier ones.
 
-    Weights are packed for the shapes that these values of the symbols give. Returns the names of the ops that each
-    rewrite replaced. Raises RewriteFailed.
+    `symbols` are the symbols' values in each planned shape; weights are packed for these shapes. Returns the names of
+    the ops that each rewrite replaced. Raises RewriteFailed.
     """
     applied: dict[str, tuple[str, ...]] = {}
     for step, *given in _steps(model, options, symbols):
@@ -83,12 +84,12 @@ def rewrite(
 def _steps(
     model: FxModel, options: Options, symbols: Sequence[Mapping[str, int]]
 ) -> Iterator[tuple[Callable[..., None], *tuple[Any, ...]]]:
-    """Yield the rewrites in their order, with what they take beside the model."""
+    """Yield the rewrites in their order, each with its arguments after the model."""
     yield from ((inline_grad_regions,), (drop_assertions,), (pad_by_numbers,))
     yield from ((fold_constants,), (fold_rows, symbols), (use_linear,), (fold_batch_norms,))
     yield (split_recurrent_layers,)
     if options.packed:
-        if options.dtype == "float32":  # in a reduced type, casts to float32 keep digits
+        if options.dtype == "float32":  # in a reduced type, casts to float32 keep precision
             yield (drop_casts,)
         yield from ((use_gelu,), (use_rms_norm,))
         yield from (
@@ -111,7 +112,7 @@ def _steps(
 
 
 def inline_grad_regions(model: FxModel) -> None:
-    """Replace `with torch.no_grad()` regions by their bodies: nothing here records gradients."""
+    """Replace `with torch.no_grad()` regions by their bodies: inference records no gradients."""
     wrap = torch.ops.higher_order.wrap_with_set_grad_enabled
     while regions := [n for n in model.graph.nodes if n.op == "call_function" and n.target is wrap]:
         for node in regions:
@@ -140,7 +141,7 @@ def drop_assertions(model: FxModel) -> None:
 
 
 def pad_by_numbers(model: FxModel) -> None:
-    """Give convolutions with the padding `valid` or `same` the numbers, where both sides get as many."""
+    """Replace the padding `valid` or `same` of convolutions by numbers, where both sides get the same."""
     for node in model.graph.nodes:
         new = _PADDED_BY_WORD.get(node.target) if node.op == "call_function" else None
         weight = None if new is None else model.weight_of(node.args[1])
@@ -157,11 +158,12 @@ def pad_by_numbers(model: FxModel) -> None:
 
 
 def fold_constants(model: FxModel) -> None:
-    """Compute what depends on weights alone only once, such as a weight norm, where the weights do not grow by it.
+    """Compute values that depend on weights alone only once, such as a weight norm, unless that adds bytes.
 
-    What depends on nothing, such as a causal mask, or on such a value and weights, such as the angles of a rotary
-    embedding, is computed once where it is small.
+    A value without operands, such as a causal mask, is also computed once if it is small. So is a value that depends on
+    such values and weights, such as the angles of a rotary embedding.
     """
+    # Find the nodes that depend on weights or on nothing, with the weights that each depends on.
     made_of_nothing: set[fx.Node] = set()
     depends: dict[fx.Node, set[fx.Node]] = {}
     for node in model.graph.nodes:
@@ -173,6 +175,7 @@ def fold_constants(model: FxModel) -> None:
             depends[node] = set().union(*(depends[n] for n in node.all_input_nodes))
             if not node.all_input_nodes or not made_of_nothing.isdisjoint(node.all_input_nodes):
                 made_of_nothing.add(node)
+    # Group results that share weights: weights are saved only if all of their readers are folded.
     groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
     for node, weights in depends.items():
         if node.op == "call_function" and any(user not in depends for user in node.users):
@@ -190,7 +193,7 @@ def fold_constants(model: FxModel) -> None:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether a node has the same result whenever it is called."""
+    """Whether a node returns the same result in every call."""
     target: Any = node.target
     if target is operator.getitem:
         return True
@@ -199,7 +202,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _makes_constant(node: fx.Node) -> bool:
-    """Whether an op without operands makes the same tensor on the CPU every time."""
+    """Whether an op without operands creates the same tensor on the CPU in every call."""
     device = node.kwargs.get("device")
     on_cpu = device is None or torch.device(str(device)).type == "cpu"
     made = isinstance(node.meta.get("val"), torch.Tensor) and "empty" not in str(node.target)
@@ -207,7 +210,7 @@ def _makes_constant(node: fx.Node) -> bool:
 
 
 def _value(model: FxModel, node: fx.Node, known: dict[fx.Node, Any] | None = None) -> Any:
-    """The result of a node that depends on weights, and on nodes with known values, alone."""
+    """Return the result of a node that depends only on weights and on nodes with known values."""
     known = {} if known is None else known
     if (weight := model.weight_of(node)) is not None:
         return weight
@@ -220,9 +223,10 @@ def _value(model: FxModel, node: fx.Node, known: dict[fx.Node, Any] | None = Non
 
 
 def fold_rows(model: FxModel, symbols: Sequence[Mapping[str, int]]) -> None:
-    """Compute only once what depends on the batch size alone, such as a causal mask, where all its rows are alike."""
+    """Compute values that depend only on the batch size once, such as a causal mask, if all their rows are equal."""
     if model.batch_symbol is None:
         return
+    # Find the values that depend on nothing but the batch size.
     sizes = sorted({values[model.batch_symbol] for values in symbols})
     batch: set[fx.Node] = set()
     known: set[fx.Node] = set()
@@ -238,6 +242,7 @@ def fold_rows(model: FxModel, symbols: Sequence[Mapping[str, int]]) -> None:
         elif not batch.isdisjoint(node.all_input_nodes):
             batch.add(node)
         known.add(node)
+    # Replace those that other nodes read by one row, expanded to the batch.
     for node in sorted(batch):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or known.issuperset(node.users):
@@ -261,7 +266,7 @@ def fold_rows(model: FxModel, symbols: Sequence[Mapping[str, int]]) -> None:
 
 
 def use_linear(model: FxModel) -> None:
-    """Write products of a matrix with a weight as linear layers, whose weights can be split and packed."""
+    """Replace products of a matrix and a weight by linear layers, whose weights can be split and packed."""
     turned: dict[fx.Node, fx.Node] = {}
     for node in list(model.graph.nodes):
         if node.op != "call_function" or node.kwargs or node.target not in (aten.addmm.default, aten.mm.default):
@@ -286,7 +291,7 @@ def fold_batch_norms(model: FxModel) -> None:
             continue
         weight = model.weight_of(conv.args[1])
         if weight is None or norm.meta["val"].dim() != weight.dim():
-            continue  # an image without a batch: the norm takes its rows for channels
+            continue  # an image without a batch: the norm treats its rows as channels
         statistics = [model.weight_of(a) for a in norm.args[1:5]]
         bias = model.weight_of(conv.args[2]) if len(conv.args) > 2 else None
         if any(s is None for s in statistics[2:]):
@@ -309,7 +314,7 @@ def fold_batch_norms(model: FxModel) -> None:
 def _fold(
     weight: torch.Tensor, bias: torch.Tensor | None, statistics: Sequence[torch.Tensor | None], eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight and bias of a convolution that also does the norm. Statistics: scale, shift, mean, variance."""
+    """Return the weight and bias of a convolution that includes the norm. Statistics: scale, shift, mean, variance."""
     gamma, beta, mean, variance = statistics
     assert mean is not None
     assert variance is not None
@@ -325,9 +330,9 @@ def _fold(
 
 
 def leave_tables_on_host(model: FxModel) -> None:
-    """Leave large embedding tables in the host store: an inference needs a few of their rows.
+    """Leave large embedding tables in the host store: an inference needs only a few of their rows.
 
-    Their ops have the table's name as first argument; binding puts the table there.
+    The first argument of their ops becomes the table's name, which binding replaces by the table.
     """
     for node in model.graph.nodes:
         if node.op == "call_function" and node.target in TABLE_OPS:
@@ -339,7 +344,7 @@ def leave_tables_on_host(model: FxModel) -> None:
 
 
 def drop_unused(model: FxModel) -> None:
-    """Remove ops and weights that nothing uses any more."""
+    """Remove ops and weights that are no longer used."""
     model.graph.eliminate_dead_code()
     for node in list(model.graph.nodes):
         model.drop_unused_weight(node)

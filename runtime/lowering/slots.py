@@ -1,4 +1,4 @@
-"""Slots: places in a frame, which holds every value of one run."""
+"""Slots: positions in a frame, which holds every value of one run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Frame = list[Any]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A value that an instruction takes from the frame."""
+    """Position in the frame of a value that an instruction reads."""
 
     index: int
 

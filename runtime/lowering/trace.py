@@ -1,8 +1,8 @@
 """Traces a model in one bucket: runs it once and records each call, its storages and its scratch.
 
-A real run shows what no schema has: which results share a storage, how many bytes each storage has, and which
-sizes the shape arithmetic yields. Only ops that make new bytes are ops of the planner's graph; a view of existing bytes
-is an instruction without cost there.
+Schemas do not tell which results share a storage, the bytes of each storage, or the sizes that shape arithmetic yields;
+a real run does. The planner's graph has only ops that create new bytes. A view of existing bytes is an instruction
+without cost.
 """
 
 import time
@@ -35,14 +35,14 @@ _FUNCTION_MODULES = (
     "cohabit.runtime.lowering.fused_ops",
     "torch.fx.experimental.sym_node",
 )
-"""Modules whose functions a program may call besides operators."""
+"""Modules whose functions a program may call in addition to operators."""
 _OP = "cohabit op "
-"""Begins the names under which the profiler sees a trace's ops."""
+"""Prefix of a trace's op names in the profiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One call. `args` and `kwargs` are trees with `Slot` leaves; `op` is the graph's op, None for a view."""
+    """One call. `args` and `kwargs` are trees with `Slot` leaves; `op` indexes the graph's ops, None for a view."""
 
     name: str
     target: Callable[..., Any]
@@ -58,9 +58,9 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A model in one bucket, before its weights have places.
+    """A model in one bucket, before its weights have addresses.
 
-    Storages are numbered: weights by name, inputs and activations by `Storage.index`.
+    Storages are identified by a weight's name, or by kind and `Storage.index` for inputs and activations.
     """
 
     batch: int
@@ -72,20 +72,20 @@ class Trace:
     output_storages: tuple["Storage", ...]
     input_bytes: tuple[int, ...]
     slots: int
-    """Size of the frame that holds every value."""
+    """Size of the frame, which holds every value."""
     sizes: tuple[int, ...] = ()
-    """The largest sizes of the other dynamic dimensions."""
+    """Largest size of each dynamic dimension other than the batch."""
     numbers: tuple[int, ...] = ()
-    """Slots of the sizes that depend on these dimensions. They are computed before the first op."""
+    """Slots of the sizes that depend on these dimensions; computed before the first op."""
     op_seconds: tuple[float, ...] = field(default=(), compare=False)
-    """What each op took in this one run; empty for a trace from the cache."""
+    """Seconds of each op in this one run; empty for a cached trace."""
 
     @property
     def bucket(self) -> Bucket:
         return Bucket(self.batch, self.sizes)
 
     def readers(self) -> dict[str, tuple[int, ...]]:
-        """Indices of the ops that read each weight."""
+        """Return the indices of the ops that read each weight."""
         readers: dict[str, list[int]] = {name: [] for name in self.weight_slots.values()}
         for index, op in enumerate(self.ops):
             for storage in op.reads:
@@ -95,7 +95,7 @@ class Trace:
 
 
 class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where bytes come from: a weight's name, or the index of an input or an activation."""
+    """The origin of bytes: a weight's name, or the index of an input or an activation."""
 
     kind: str
     index: int
@@ -104,7 +104,7 @@ class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An op with the storages that it reads, makes, and changes in place."""
+    """An op with the storages that it reads, creates, and changes in place."""
 
     name: str
     target: str
@@ -112,9 +112,9 @@ class TracedOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     writes: tuple[Storage, ...]
     mutates: tuple[Storage, ...]
     results: tuple[int, ...]
-    """Which of the tensors that the op returned has each of the storages in `writes`."""
+    """For each storage in `writes`, the index of the returned tensor that has it."""
     scratch_bytes: int = 0
-    """What torch's allocator gave the op at once beyond its results: repacked weights, im2col buffers."""
+    """Peak bytes that torch's allocator gave the op beyond its results: repacked weights, im2col buffers."""
 
 
 def trace_model(
@@ -122,8 +122,8 @@ def trace_model(
 ) -> tuple[Trace, list[torch.Tensor]]:
     """Run the model in one bucket; return the trace and the outputs.
 
-    `weights` have a storage each, shared only by tied ones.
-    Raises UnsupportedModel where sizes depend on values, or an operator is not allowed.
+    Each of `weights` has its own storage, shared only by tied weights. Raises UnsupportedModel for sizes that depend on
+    values, and for operators that are not allowed.
     """
     tracer = OpTracer(model, weights, bucket, examples)
     with torch.inference_mode(), measuring_allocations() as peaks:
@@ -138,9 +138,9 @@ def trace_model(
 
 
 def covering(model: str, traces: Sequence[Trace]) -> Trace:
-    """Return one trace for all shapes of a bucket, given those of its largest shape, which comes first, and of others.
+    """Merge traces of several shapes of a bucket, the largest first, into one that covers them all.
 
-    Storages and scratch are the largest of all. Raises UnsupportedModel if anything else differs.
+    Storages and scratch get their largest size. Raises UnsupportedModel if anything else differs.
     """
     first, *others = traces
     nbytes = {_identity(s): s.nbytes for op in first.ops for s in (*op.reads, *op.writes)}
@@ -173,7 +173,7 @@ def _identity(storage: Storage) -> tuple[str, int, str | None]:
 
 
 def _require_same(model: str, first: Trace, other: Trace) -> None:
-    """Refuse a model that calls other ops, or makes other views, at other sizes of a bucket."""
+    """Raise UnsupportedModel if a model calls other ops, or makes other views, at other sizes of a bucket."""
 
     def form(trace: Trace) -> list[tuple[str, Any]]:
         storages = [[[_identity(s) for s in part] for part in (o.reads, o.writes, o.mutates)] for o in trace.ops]
@@ -193,7 +193,7 @@ def _require_same(model: str, first: Trace, other: Trace) -> None:
 def run_model(
     model: FxModel, weights: dict[str, torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return a model's outputs."""
+    """Run a model op by op, and return its outputs."""
     tracer = OpTracer(model, weights, Bucket(0), inputs)
     with torch.inference_mode():
         tracer.run()
@@ -201,7 +201,7 @@ def run_model(
 
 
 class OpTracer:
-    """Runs a model's graph node by node and records calls and storages. Subclasses say what a program may do."""
+    """Runs a model's graph node by node and records calls and storages. Subclasses restrict the allowed targets."""
 
     def __init__(
         self, model: FxModel, weights: dict[str, torch.Tensor], bucket: Bucket, examples: Sequence[torch.Tensor]
@@ -213,7 +213,7 @@ class OpTracer:
         self.frame: dict[fx.Node, Any] = {}
         self.literals: set[fx.Node] = set()
         self.numbers: dict[fx.Node, int] = {}
-        """Slots of sizes that are no literals."""
+        """Slots of sizes that are not literals."""
         self.storages: dict[int, Storage] = {}
         self.holders: dict[int, set[fx.Node]] = {}
         self.instructions: list[Instruction] = []
@@ -253,7 +253,7 @@ class OpTracer:
         )
 
     def _weight_name(self, node: fx.Node) -> str | None:
-        """The name under which a weight is stored: that of the first of those tied together."""
+        """The name under which a weight is stored: the first name among tied weights."""
         if node.op != "placeholder" or node.name not in self.weights:
             return None
         return self.storages[storage_key(self.weights[node.name])].weight
@@ -290,9 +290,9 @@ class OpTracer:
         self._release(node)
 
     def _scalar(self, node: fx.Node, inputs: Any) -> None:
-        """Shape arithmetic becomes literals, unless it depends on a dynamic dimension other than the batch.
+        """Turn shape arithmetic into literals, unless it depends on a dynamic dimension other than the batch.
 
-        A number read out of a tensor stays an instruction.
+        A number read from a tensor stays an instruction.
         """
         if _depends_on_values(node):
             self._issue(node, self._op(node, inputs, (), ()))
@@ -328,7 +328,7 @@ class OpTracer:
         return len(self.ops) - 1
 
     def _mutated(self, node: fx.Node, inputs: Any) -> list[Storage]:
-        """Storages that an in-place operator changes."""
+        """Return the storages that an in-place operator changes."""
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return []
@@ -344,7 +344,7 @@ class OpTracer:
         return list(changed.values())
 
     def require_allowed(self, target: Any) -> None:
-        """Raise UnsupportedModel for a target that a served model may not call."""
+        """Raise UnsupportedModel for a target that served models must not call."""
         if not allows_lowered(target) and getattr(target, "__module__", "") not in _FUNCTION_MODULES:
             raise UnsupportedModel(
                 f"{self.model.name}: the program calls {target}, which is not an operator that a model may use"
@@ -369,7 +369,7 @@ class OpTracer:
         )
 
     def _release(self, node: fx.Node) -> None:
-        """Forget values after their last use, so that their storages' identities can be used again."""
+        """Drop values after their last use: a storage's key is reused once the storage is freed."""
         dead = [n for n in node.all_input_nodes if self.last_use[n] is node and n.op == "call_function"]
         if node not in self.last_use:
             dead.append(node)
@@ -405,11 +405,12 @@ def _target_name(target: Any) -> str:
 
 
 def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
-    """The planner's graph of a trace: segments first, then inputs, then activations.
+    """Return the planner's graph of a trace: segments first, then inputs, then activations.
 
-    A segment that an op changes is state, any other a parameter.
+    A segment that an op changes is state; all others are parameters.
     """
     changed = {s.weight for op in trace.ops for s in op.mutates}
+    # Tensor ids are consecutive: segments, inputs, activations.
     segment_of = {p.name: i for i, s in enumerate(manifest.segments) for p in s.pieces}
     inputs = len(manifest.segments)
     activations = inputs + len(trace.input_bytes)
@@ -429,6 +430,7 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
         )
         for s in manifest.segments
     ]
+    # The order must be that of `tensor_id`.
     tensors += [Tensor(f"input_{i}", n, "input") for i, n in enumerate(trace.input_bytes)]
     tensors += [
         Tensor(f"{op.name}.{i}", s.nbytes, "activation") for op in trace.ops for i, s in enumerate(op.writes)
@@ -437,6 +439,7 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
         Op(
             op.name,
             op.target,
+            # Several weights may lie in one segment.
             tuple(sorted({tensor_id(s) for s in op.reads})),
             tuple(tensor_id(s) for s in op.writes),
             scratch_bytes=op.scratch_bytes,

@@ -1,6 +1,6 @@
-"""Translation validation: a lowered program and its archive's own run on the same inputs, and their outputs compared.
+"""Translation validation: runs a lowered program and its archive's own on the same inputs, and compares their outputs.
 
-Where they differ, rewrites are left out until they do not. This is the last line of defence against a wrong rewrite.
+Where they differ, rewrites are left out until they agree. This is the last line of defence against a wrong rewrite.
 """
 
 import math
@@ -26,25 +26,25 @@ from cohabit.runtime.lowering.rewrites.precision import compute_in
 from cohabit.runtime.options import Options
 
 _INTEGERS = (1000, 100, 10, 2, 1)
-"""Bounds of random integers, in the order in which they are tried: a model's indices must be valid."""
+"""Bounds of random integers, in the order tried: a model's indices must be valid."""
 _LARGE = 1e3
-"""Factor of every second row."""
+"""Factor of every second row in one sample."""
 _ROUNDING, _MOVED = 1e-6, 8.0
-"""Where outputs differ, inputs and weights are changed by this share, and outputs may differ by this multiple of what
-that changes: some models amplify rounding, such as by sorting."""
+"""Where outputs differ, the archive's program runs again with inputs and weights perturbed by the first, as a fraction.
+Outputs may then differ by up to the second times the change: some models amplify rounding, such as by sorting."""
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-"""What a model raises for inputs that it does not take."""
+"""Errors that a model raises for inputs that it rejects."""
 
 _NAMED = 4
-"""Ops that are named of those that a rewrite replaces."""
+"""Maximum number of replaced ops that a message names."""
 
 
 class LeftOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rewrite that is not made for a model, because outputs differ with it."""
+    """A rewrite that was left out of a model because outputs differ with it, or because it fails."""
 
     rewrite: str
     ops: tuple[str, ...]
-    """The program's ops that it replaces."""
+    """Names of the program's ops that it replaces."""
     reason: str
 
     def __str__(self) -> str:
@@ -54,25 +54,25 @@ class LeftOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a lowered program was compared with its archive's own."""
+    """Result of comparing a lowered program with its archive's own."""
 
     runs: int
-    """Sets of inputs that both ran on; 0 where `unchecked` says why there are none."""
+    """Number of input sets that both programs ran on; if 0, `unchecked` has the reason."""
     largest: float = 0.0
-    """The largest difference, as a share of an output's largest element."""
+    """Largest difference, as a fraction of an output's largest element."""
     left_out: tuple[LeftOut, ...] = ()
     unchecked: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Inputs of one bucket, and what the archive's program returns for them."""
+    """Inputs of one bucket, and the outputs of the archive's program for them."""
 
     bucket: Bucket
     inputs: list[torch.Tensor]
     expected: list[torch.Tensor]
     broken: bool = False
-    """Whether inputs have a NaN or an infinity."""
+    """Whether the inputs contain a NaN or an infinity."""
 
 
 class Rewritten(Protocol):
@@ -80,7 +80,7 @@ class Rewritten(Protocol):
 
     @property
     def applied(self) -> Mapping[str, tuple[str, ...]]:
-        """The program's ops that each rewrite replaced, by the rewrite's name."""
+        """Names of the program's ops that each rewrite replaced, by the rewrite's name."""
         ...
 
     def run(self, bucket: Bucket, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
@@ -90,7 +90,7 @@ _R = TypeVar("_R", bound=Rewritten)
 
 
 class Reference:
-    """An archive's program as it was exported, run op by op. With a reduced type, it computes in that."""
+    """An archive's program as it was exported, run op by op. With a reduced dtype option, it computes in that type."""
 
     def __init__(self, program: ExportedProgram, options: Options) -> None:
         self._dtype: torch.dtype = getattr(torch, options.dtype)
@@ -103,17 +103,17 @@ class Reference:
 
     @property
     def exact(self) -> bool:
-        """Whether it computes in the archive's own types."""
+        """Whether the program computes in the archive's own types."""
         return self._dtype is torch.float32
 
     @property
     def random_op(self) -> str | None:
-        """The name of an op that draws random numbers."""
+        """Name of an op that draws random numbers; None if there is none."""
         calls = (node for node in self._graph.nodes if node.op == "call_function")
         return next((node.name for node in calls if draws(node.target, node.args, node.kwargs)), None)
 
     def run(self, inputs: Sequence[torch.Tensor], noise: torch.Generator | None = None) -> list[torch.Tensor]:
-        """Return the outputs. `noise` rounds inputs and weights otherwise."""
+        """Return the outputs. With `noise`, inputs and weights are perturbed by rounding errors."""
         specs, given = iter(self._program.graph_signature.input_specs), iter(inputs)
         frame: dict[fx.Node, Any] = {}
 
@@ -140,7 +140,7 @@ class Reference:
         raise AssertionError("a program has an output")
 
     def _entered(self, spec: Any, given: Iterator[torch.Tensor], noise: torch.Generator | None) -> Any:
-        """What a placeholder stands for; a weight that is not read as it is in the archive is made for each reader."""
+        """Return a placeholder's value. A weight is a partial, so that a converted copy lives only for one reader."""
         if spec.kind is InputKind.USER_INPUT:
             return self._own(next(given).clone(), noise) if isinstance(spec.arg, TensorArgument) else spec.arg.value
         weight = self._program.state_dict.get(spec.target, self._program.constants.get(spec.target))
@@ -161,10 +161,10 @@ def samples_of(
     buckets: Sequence[Bucket],
     symbols: Mapping[Bucket, Mapping[str, int]],
 ) -> list[Sample]:
-    """Return seeded inputs of the smallest bucket and one more, and the archive's outputs for them.
+    """Return seeded inputs of the smallest bucket and one more, with the archive's outputs. Empty if all are rejected.
 
-    Floats have both signs; one sample has every second row a thousand times larger, one a NaN, one an infinity.
-    Integers are below the largest bound that the program takes. Empty if it takes none.
+    Floats have both signs. One sample has every second row a thousand times larger, one a NaN, one an infinity; a
+    reduced type has none of these three. Integers are below the largest bound that the program accepts.
     """
 
     def sample(bucket: Bucket, bound: int, *, large: bool = False, broken: float | None = None) -> Sample | None:
@@ -181,6 +181,7 @@ def samples_of(
         except _REFUSALS:
             return None
 
+    # Find the largest bound of integers with finite outputs: indices must be valid.
     first, found = min(buckets), list[tuple[float, int, Sample]]()
     for bound in _INTEGERS if any(not p.dtype.is_floating_point for p in ports) else _INTEGERS[:1]:
         if (own := sample(first, bound)) is not None:
@@ -199,7 +200,10 @@ def samples_of(
 
 
 def _another(buckets: Sequence[Bucket]) -> Bucket:
-    """The smallest bucket that is larger than the smallest in every size that has more than one."""
+    """Return the smallest bucket with a larger batch than the smallest, and larger in all other sizes if there is one.
+
+    If all buckets have the same batch, only the other sizes count.
+    """
     first, largest = min(buckets), max(buckets)
     larger = [b for b in buckets if b.batch > first.batch or first.batch == largest.batch]
     return min((b for b in larger if all(map(gt, b.sizes, first.sizes))), default=min(larger))
@@ -213,7 +217,7 @@ def _random(dtype: torch.dtype, shape: tuple[int, ...], bound: int, generator: t
 
 
 def _finite(outputs: Sequence[torch.Tensor]) -> float:
-    """The share of finite elements of the output with the fewest."""
+    """Return the fraction of finite elements in the output with the fewest."""
     return min((float(t.isfinite().double().mean()) for t in outputs if t.numel()), default=1.0)
 
 
@@ -225,15 +229,16 @@ def validated(
     program: _R,
     make: Callable[[frozenset[str]], _R],
 ) -> tuple[_R, Validation]:
-    """Return a program that agrees with the archive's, the given one or one of `make`, and what was found.
+    """Return a program that agrees with the archive's, `program` itself or one from `make`, and the result.
 
-    Rewrites are left out one by one, then all, of which those that do no harm are made again. Raises UnsupportedModel
-    if outputs differ without any.
+    Leaves out each single rewrite, the last first. If this does not help, leaves out all, and restores those that do no
+    harm. Raises UnsupportedModel if outputs differ without any rewrite.
     """
     compare = partial(_compare, reference, samples, ports, limit)
     largest, difference = compare(program)
     if difference is None:
         return program, Validation(len(samples), largest)
+    # First try without each single rewrite.
     applied, first = program.applied, difference
     for name in reversed(list(applied)):
         del program
@@ -241,6 +246,7 @@ def validated(
         largest, difference = compare(program)
         if difference is None:
             return program, Validation(len(samples), largest, (LeftOut(name, applied[name], first),))
+    # Several are at fault: start without any, and restore the harmless ones.
     left_out = frozenset(applied)
     largest, difference = compare(make(left_out))
     if difference is not None:
@@ -259,7 +265,7 @@ def validated(
 def _compare(
     reference: Reference, samples: Sequence[Sample], ports: Sequence[Port], limit: float, program: Rewritten
 ) -> tuple[float, str | None]:
-    """Return the largest difference as a share of an output's largest element, and what is over the limit."""
+    """Return the largest difference as a fraction of an output's largest element, and a description of any excess."""
     largest = 0.0
     for sample in samples:
         try:
@@ -283,12 +289,12 @@ def _how(share: float, limit: float) -> str:
 
 
 def _moved(reference: Reference, sample: Sample) -> list[float]:
-    """How much the archive's own outputs change by rounding inputs and weights otherwise."""
+    """Return how much the archive's own outputs change when inputs and weights are perturbed by rounding errors."""
     return _shares(sample, reference.run(sample.inputs, torch.Generator().manual_seed(0)))
 
 
 def _shares(sample: Sample, found: Sequence[torch.Tensor]) -> list[float]:
-    """The largest difference of each output, as a share of its largest element among equally large inputs."""
+    """Return each output's largest difference, as a fraction of its largest element among rows of the same scale."""
     return [
         max(
             (_share(sample, own[k::2], other[k::2]) for k in range(2))
@@ -302,10 +308,10 @@ def _shares(sample: Sample, found: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _share(sample: Sample, own: torch.Tensor, expected: torch.Tensor) -> float:
-    """The difference of an output; infinite where the archive's is NaN or infinite and the program's is another number.
+    """Return an output's difference; infinite for another number in place of the archive's NaN or infinity.
 
-    NaN where the archive's has a number is another rounding of infinities: kernels may multiply them by a zero. So is
-    infinity where it has NaN: PyTorch's own gelu of infinity is either, depending on the number of elements.
+    In a broken sample, NaN in place of a number is accepted: kernels may multiply infinities by zero. So is infinity in
+    place of NaN in any sample: PyTorch's own gelu of infinity returns either, depending on the number of elements.
     """
     if own.is_floating_point():
         same = own.isinf() & expected.isnan() | (own == expected)

@@ -1,8 +1,8 @@
 """The weights file: a model's parameters in plan order, ready to be copied or read into the arena.
 
-Parameters are grouped into *segments*, the units of swapping: what the same ops read, piece after piece, padded to the
-block size that O_DIRECT asks for. The pieces of a segment may be encoded (`runtime.lowering.codec`): it then has fewer
-bytes in the file than in memory. Embedding tables follow the segments and are never swapped.
+Parameters are grouped into *segments*, the units of swapping: weights that the same ops read, piece after piece, padded
+to O_DIRECT's block size. Pieces may be encoded (`runtime.lowering.encoding.codec`); their segment then has fewer bytes
+in the file than in memory. Embedding tables follow the segments and are never swapped.
 """
 
 import os
@@ -25,25 +25,26 @@ from cohabit.runtime.lowering.packing import is_packed, layout_of, raw_bytes, st
 
 BLOCK_BYTES = 4096
 PIECE_ALIGNMENT, PACKED_ALIGNMENT = 256, 64
-"""Of pieces in a segment: of those for any device, and of those for oneDNN. CUDA's libraries choose kernels by the
-alignment of what they read; from 256 bytes on they all agree."""
+"""Alignment of pieces in a segment, for any device and for oneDNN. CUDA's libraries choose kernels by the alignment of
+their operands; from 256 bytes on, all choose the same."""
 COALESCE_BYTES = 256 << 10
-"""Neighbouring segments are joined while they stay below this, because the time of small copies is all latency."""
+"""Neighbouring segments are joined up to this size, because small copies are dominated by latency."""
 LARGE_BYTES = 8 << 20
-"""A segment has at most one weight of this size, even if the same ops read several: large ranges are hard to free."""
+"""A segment has at most one weight of at least this size, even if the same ops read several: large ranges are hard to
+free."""
 FORMAT_VERSION = 4
 _DESCRIPTION_VERSION = 5
 
 _COPY_BYTES = 128 * 4 * PART
 """Bytes of a tensor that are written at a time: whole parts of a codec."""
 _ENCODED_ALIGNMENT = 4
-"""Of an encoded piece in the file, for its scales."""
+"""Alignment of an encoded piece in the file, for its scales."""
 
 
 class Piece(msgspec.Struct, frozen=True):
     """One tensor inside a segment; `offset` counts from the segment's start in memory, strides in elements.
 
-    Packed ones have a `layout`, and `nbytes` may be more than shape and dtype say.
+    Packed pieces have a `layout`; their `nbytes` may exceed the product of shape and dtype size.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Piece(msgspec.Struct, frozen=True):
 
     @property
     def file_bytes(self) -> int:
-        """Bytes in the file, of an encoded piece without padding."""
+        """Bytes in the file, without padding between pieces if encoded."""
         return aligned(encoded_bytes(self.codec, self.nbytes), _ENCODED_ALIGNMENT)
 
 
@@ -74,7 +75,7 @@ class Segment(msgspec.Struct, frozen=True):
 
     @property
     def codec(self) -> Codec:
-        """The codec of most of its bytes."""
+        """The codec of most of the segment's bytes."""
         return max(CODECS, key=lambda c: sum(p.nbytes for p in self.pieces if p.codec == c))
 
     @property
@@ -84,10 +85,10 @@ class Segment(msgspec.Struct, frozen=True):
 
     @property
     def file_offsets(self) -> tuple[int, ...]:
-        """Where each piece is in the file, from the segment's start there.
+        """Offset of each piece in the file, from the segment's start there.
 
-        Encoded segments have their padding in front. Read into the end of the memory that they are decoded to, no piece
-        is then overwritten before it is decoded.
+        Encoded segments have their padding in front. They are read into the end of the memory that they are decoded to;
+        with this padding, every piece is decoded before it is overwritten.
         """
         if not self.is_encoded:
             return tuple(p.offset for p in self.pieces)
@@ -102,7 +103,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """An embedding table that ops read in the host store."""
+    """An embedding table that stays in the host store, where ops read it."""
 
     name: str
     dtype: str
@@ -112,13 +113,13 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What is where in one weights file."""
+    """Layout of one weights file."""
 
     archive: str
     segments: tuple[Segment, ...]
     tables: tuple[Table, ...]
     machine: str | None = None
-    """What packed pieces are valid for; None if pieces are never packed."""
+    """The machine that packed pieces are valid for; None if pieces are never packed."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -139,12 +140,12 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def memory_offsets(self) -> tuple[int, ...]:
-        """Where each segment begins if all lie in memory one after the other; at last, where they end."""
+        """Start of each segment if all lie in memory one after the other, followed by their end."""
         return tuple(accumulate((s.nbytes for s in self.segments), initial=0))
 
     @property
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Offset and size of each segment, then of each table with what pads it: the whole file."""
+        """Offset and size of each segment, then of each table with its padding; together the whole file."""
         yield from ((s.offset, s.file_bytes) for s in self.segments)
         yield from ((t.offset, aligned(t.nbytes, BLOCK_BYTES)) for t in self.tables)
 
@@ -187,7 +188,7 @@ class WeightUse:
 def lay_out(
     archive: str, uses: Sequence[WeightUse], tables: Mapping[str, torch.Tensor], machine: str | None = None
 ) -> Manifest:
-    """Group weights into segments, in the order in which ops first read them; unread ones come last."""
+    """Group weights into segments, in the order in which ops first read them; unread weights come last."""
     last = 1 + max((r for use in uses for r in use.readers), default=0)
     groups: dict[tuple[int, ...], list[WeightUse]] = {}
     for use in sorted(uses, key=lambda u: (u.readers or (last,), u.name)):
@@ -206,7 +207,7 @@ def lay_out(
 
 
 def _parted(group: list[WeightUse]) -> list[list[WeightUse]]:
-    """One segment for all but the second and further large weights."""
+    """Return one segment for all weights except the second and further large ones, which get a segment each."""
     apart = {use.name: use for use in [u for u in group if u.nbytes >= LARGE_BYTES][1:]}
     return [[use for use in group if use.name not in apart], *([use] for use in apart.values())]
 
@@ -258,7 +259,7 @@ def write(
     tables: Mapping[str, torch.Tensor],
     refuse_change: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the weights file and, last, its description, each in one rename.
+    """Write the weights file and, last, its description, each with an atomic rename.
 
     `refuse_change` is called when all weights have been read; if it raises, nothing is kept.
     """
@@ -275,7 +276,7 @@ def write(
 
 
 def read(path: Path) -> Manifest | None:
-    """Return the manifest of a weights file, which is read whole, or None if it is missing or damaged."""
+    """Read and verify a whole weights file. Returns its manifest, or None if it is missing or damaged."""
     try:
         description = _described(path)
         manifest = description.manifest
@@ -286,12 +287,12 @@ def read(path: Path) -> Manifest | None:
 
 
 def manifest_of(path: Path) -> Manifest:
-    """Return the manifest of a weights file, which is not read. Raises FileNotFoundError and FormatError."""
+    """Return a weights file's manifest without reading the file. Raises FileNotFoundError and FormatError."""
     return _described(path).manifest
 
 
 def known_checksums(path: Path, manifest: Manifest) -> tuple[int, ...] | None:
-    """Return the CRC-32 of each range of a weights file as it was written; None if its description is not there."""
+    """Return the CRC-32 of each range of a weights file as written; None without a matching description."""
     try:
         description = _described(path)
     except (OSError, FormatError):
@@ -300,7 +301,7 @@ def known_checksums(path: Path, manifest: Manifest) -> tuple[int, ...] | None:
 
 
 def checksum(fd: int, offset: int, nbytes: int) -> int:
-    """CRC-32 of a range of a file. Raises OSError; what the file lacks is left out."""
+    """Return the CRC-32 of a range of a file. Bytes beyond its end are left out. Raises OSError."""
     value = 0
     for start in range(0, nbytes, _COPY_BYTES):
         value = zlib.crc32(os.pread(fd, min(_COPY_BYTES, nbytes - start), offset + start), value)
@@ -330,14 +331,14 @@ def _write_tensor(fd: int, tensor: torch.Tensor, offset: int, codec: Codec = "pl
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the bytes of a packed or dense tensor, in place."""
+    """Return a view of the bytes of a packed or dense tensor."""
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
     return raw_bytes(tensor) if is_packed(tensor) else dense_bytes(tensor)
 
 
 def dense_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the bytes of a dense tensor, in place."""
+    """Return a view of the bytes of a dense tensor."""
     start = tensor.storage_offset() * tensor.element_size()
     own = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
     return own.numpy()

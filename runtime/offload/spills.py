@@ -1,6 +1,6 @@
-"""Which tensors leave memory in a plan, and when each is there.
+"""Determines which tensors leave memory in a plan, and when each is in memory.
 
-A tensor is in memory from the op that makes it, from a swap-in, or from the start, to its drop: an *interval*.
+A tensor is in memory from the op that creates it, from a swap-in, or from the start, until its drop: an *interval*.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,45 +18,48 @@ from cohabit.runtime.lowering.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class SpillInterval:
-    """One time in memory. Compute steps of the plan are counted from 0."""
+    """One interval in memory. Compute steps of the plan are counted from 0."""
 
     maker: int | None
-    """The compute step that makes the tensor; None where it is swapped in, or there at the start."""
+    """The compute step that creates the tensor; None if it is swapped in, or present at the start."""
     last_use: int
-    """The last compute step that uses it; -1 where none does."""
+    """The last compute step that uses it; -1 if none does."""
     swap_outs: int
     frees_storage: bool
-    """Whether its last user empties its storage: after any drop of a weight, and before a swap-in of another
-    tensor. Otherwise the tensor stays, or its storage goes with the last reference."""
+    """Whether its last user empties its storage: for a weight after any drop, for other tensors if a swap-in follows.
+    Otherwise the tensor stays, or its storage is freed with the last reference."""
 
     @property
     def users(self) -> int:
-        """How many must finish before the storage is emptied: the last op that uses it, and its swap-outs."""
+        """Number of users that finish before the storage is emptied: the last op that uses it, and its swap-outs."""
         return (self.last_use >= 0) + self.swap_outs
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """One tensor whose storage is resized: a swapped activation or input, or, where weights are counted, any
-    parameter or state that the plan copies or has as a resident."""
+    """One tensor whose storage is resized while a program runs.
+
+    A swapped activation or input; or, where weights are counted, any parameter or state that the plan copies or keeps
+    as a resident.
+    """
 
     tensor: int
     nbytes: int
     slot: int | None
-    """The frame's slot for the result that has the tensor's storage, or for the input; None for a weight."""
+    """Slot of the result that has the tensor's storage, or of the input; None for a weight."""
     leaf: int
-    """Which tensor of that result it is."""
+    """Index of the tensor in that result."""
     at_start: bool
     intervals: tuple[SpillInterval, ...]
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is a parameter or state, whose storage lasts from run to run."""
+        """Whether it is a parameter or state, whose storage persists between runs."""
         return self.slot is None
 
 
 def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
-    """Return the spills of a checked plan, by tensor. Raises UnsupportedPlan for what cannot leave memory."""
+    """Return the spills of a checked plan, by tensor. Raises UnsupportedPlan for tensors that cannot leave memory."""
     leaving = {s.tensor for s in plan.steps if isinstance(s, SwapIn | SwapOut)}
     if plan.memory.counted:
         leaving |= {p.tensor for p in plan.residents}
@@ -88,7 +91,7 @@ def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
 def _spill(
     graph: Graph, trace: Trace, plan: Plan, tensor: int, lives: Sequence[LiveRange], number: Mapping[int, int]
 ) -> Spill:
-    """Return one spill. `number` counts compute steps, by their index in the plan."""
+    """Return one spill. `number` maps indices in the plan to compute steps."""
     what = graph.tensors[tensor]
     slot, leaf = _place(graph, trace, tensor)
     intervals: list[SpillInterval] = []
@@ -116,7 +119,7 @@ def _spill(
 
 
 def _place(graph: Graph, trace: Trace, tensor: int) -> tuple[int | None, int]:
-    """Return the slot whose value has a tensor's storage, and which tensor of that value it is."""
+    """Return the slot whose value has a tensor's storage, and the tensor's index in that value."""
     kind = graph.tensors[tensor].kind
     if graph.tensors[tensor].is_weight:
         return None, 0

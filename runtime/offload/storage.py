@@ -1,7 +1,7 @@
-"""The state of one tensor that leaves memory while a program runs.
+"""State of one tensor that leaves memory while a program runs.
 
-All tensors made of it, views included, share one torch storage. The storage is emptied when the tensor leaves and
-filled when it comes back, so views see the new bytes and nothing is rebuilt.
+All tensors derived from it, views included, share one torch storage. The storage is emptied when the tensor is evicted
+and filled when it is swapped in, so views see the new bytes and nothing is rebuilt.
 """
 
 import threading
@@ -19,7 +19,7 @@ from cohabit.runtime.offload.spills import Spill
 
 
 class ParameterSource:
-    """A parameter's bytes in a host store, as the buffer that its storage is filled from."""
+    """A parameter's bytes in a host store, as the buffer that fills its storage."""
 
     def __init__(self, store: HostStore[Any], segment: int, arena: DeviceArena[Any]) -> None:
         self.pinned = store.pinned(segment)
@@ -35,7 +35,7 @@ class ParameterSource:
         self._store.copy(self._segment, self._arena.over(destination))()
 
     def close(self) -> None:
-        """Do nothing: the store is another's."""
+        """Do nothing: the store has another owner."""
 
 
 class OffloadedTensor:
@@ -44,24 +44,24 @@ class OffloadedTensor:
     def __init__(
         self, spill: Spill, buffer: SpillBuffer, device: torch.device, storage: torch.UntypedStorage | None = None
     ) -> None:
-        """`storage` is a weight's, with its bytes in `buffer`, if it has one already; it is emptied."""
+        """`storage` is a weight's existing storage, if any. It is emptied: `buffer` has its bytes."""
         self.spill = spill
         self._buffer = buffer
         self._users = [i.users if i.frees_storage else 0 for i in spill.intervals]
         self._storage: torch.UntypedStorage | None = None
         self._nbytes = 0
-        """Of the storage: less than the plan's, where an inference is smaller than the largest of its bucket."""
+        """Bytes of the storage; fewer than planned if an inference is smaller than the largest of its bucket."""
         self._interval = 0
         self._users_left = 0
         self._lock = threading.Lock()
-        if spill.is_weight:  # its storage lasts: the calls of the program have views of it
+        if spill.is_weight:  # its storage persists: the program's calls have views of it
             own = torch.empty(spill.nbytes, dtype=torch.uint8, device=device).untyped_storage()
             self._storage = own if storage is None else storage
             self._nbytes = spill.nbytes
             self._storage.resize_(0)
 
     def view(self, piece: Piece) -> torch.Tensor:
-        """Return a weight that lies in this storage, whether or not that has its bytes now."""
+        """Return a weight in this storage, which may be empty at present."""
         assert self._storage is not None
         dtype = dtype_of(piece.dtype)
         value = torch.empty(0, dtype=dtype, device=self._storage.device)
@@ -70,7 +70,7 @@ class OffloadedTensor:
 
     @contextmanager
     def sized(self) -> Iterator[None]:
-        """Give a weight's storage its size for a while, without its bytes: torch makes no view of an empty one."""
+        """Resize a weight's storage temporarily, without its bytes: torch creates no view of an empty one."""
         assert self._storage is not None
         self._storage.resize_(self._nbytes)
         yield
@@ -78,40 +78,40 @@ class OffloadedTensor:
 
     @property
     def storage_key(self) -> int | None:
-        """What tells its storage from others, once there is one."""
+        """Identity of its storage; None before there is one."""
         return None if self._storage is None else self._storage._cdata
 
     @property
     def moves(self) -> bool:
-        """Whether it leaves memory in the course of a run, so that it lies elsewhere afterwards."""
+        """Whether it leaves memory during a run, so that its address changes."""
         return len(self.spill.intervals) > 1
 
     @property
     def is_ready(self) -> bool:
-        """Whether a resident is in memory, as a run begins. Nothing may be in progress."""
+        """Whether a resident is in memory at the start of a run. No copy may be in progress."""
         return self._storage is not None and self._interval == 0 and self._storage.nbytes() == self._nbytes
 
     def reset(self) -> None:
-        """Begin outside of memory, a weight with an empty storage. No copy may be in progress."""
+        """Begin outside of memory; a weight's storage is emptied. No copy may be in progress."""
         self._interval = -1
         if self.spill.is_weight and self._storage is not None:
             self._storage.resize_(0)
 
     def start(self, frame: Frame) -> None:
-        """Begin a run, with what is in memory at its start. Compute lane.
+        """Begin a run with the tensors that are in memory at its start. Compute lane.
 
-        A copy may be in progress that brings back a resident weight. It begins that weight's first interval.
+        A copy that restores a resident weight may be in progress. It begins that weight's first interval.
         """
-        if not self.spill.at_start:  # what the run before has left in memory is not counted in this one
+        if not self.spill.at_start:  # leftovers of the previous run do not count in this one
             self.reset()
-        elif self.spill.slot is not None:  # an input, of which the frame has a copy of its own
+        elif self.spill.slot is not None:  # an input: the frame has its own copy
             self._interval, self._users_left = 0, self._users[0]
             self._take(frame)
 
     def adopt(self, interval: int, frame: Frame) -> None:
-        """Take the storage from the result of the op that makes the tensor. Compute lane, right after that op.
+        """Take the storage from the result of the op that creates the tensor. Compute lane, right after that op.
 
-        An op whose result is never read may have freed it already: then nothing is copied.
+        If the op's result is never read, it may be freed already: then nothing is copied.
         """
         self._interval, self._users_left = interval, self._users[interval]
         self._take(frame)
@@ -137,7 +137,7 @@ class OffloadedTensor:
                 self._storage.resize_(0)
 
     def restore(self) -> None:
-        """Allocate the storage and fill it. Swap-in lane, after all users of the interval before."""
+        """Allocate the storage and fill it. Swap-in lane, after all users of the previous interval."""
         if self._storage is not None:
             self.allocate()
             self._buffer.load(self._bytes)
@@ -164,25 +164,25 @@ class OffloadedTensor:
         return flat.set_(self._storage, 0, (self._storage.nbytes(),), (1,))
 
     def deallocate(self) -> None:
-        """Release the bytes, in the order of the stream that uses them."""
+        """Release the bytes, in stream order."""
         assert self._storage is not None
         self._storage.resize_(0)
 
     def allocate(self) -> None:
-        """Allocate the bytes again; the caller fills them."""
+        """Allocate the bytes again; the caller fills them. Begins the next interval."""
         assert self._storage is not None
         self._storage.resize_(self._nbytes)
         self._interval += 1
         if self.spill.is_weight and self.spill.at_start and self._interval == len(self._users) - 1:
-            self._interval = 0  # the last interval of a resident lasts into the next run, whose first one it is
+            self._interval = 0  # a resident's last interval is the first one of the next run
         self._users_left = self._users[self._interval]
 
     def forget(self, frame: Frame | None = None) -> None:
-        """Drop the reference to the storage of an activation. Compute lane, after the last op that uses it."""
+        """Drop the reference to an activation's storage. Compute lane, after the last op that uses it."""
         if not self.spill.is_weight:
             self._storage = None
 
     def close(self) -> None:
-        """Release an activation's host buffer. No copy may be in progress. A weight's outlasts its programs."""
+        """Release an activation's host buffer; a weight's outlives its programs. No copy may be in progress."""
         if not self.spill.is_weight:
             self._buffer.close()

@@ -1,4 +1,4 @@
-"""Times copies between host and arena, in both directions, and how much copies and ops slow each other down."""
+"""Times copies between host and arena in both directions, and how much copies and ops slow each other down."""
 
 import statistics
 import time
@@ -21,14 +21,14 @@ from cohabit.runtime.memory import Copy, DeviceArena, HostStore
 from cohabit.runtime.profiling.stopwatch import ColdCaches, followed, repeat, repeating
 
 ROUNDS = 5
-"""Copies of all segments that a link is measured with."""
+"""Number of times that all segments are copied to measure a link."""
 _ACTIVATION_BYTES = (4 << 20, BLOCK_BYTES)
 _LEAST_SHARE = 0.05
-"""The least share of a large copy's time that counts as transfer rather than latency."""
+"""Minimum fraction of a large copy's time that counts as transfer rather than latency."""
 
 
 def leading(manifest: Manifest, most_bytes: int) -> Manifest:
-    """Return a manifest of the first segments, `most_bytes` at most, and always the first one."""
+    """Return a manifest of the first segments, up to `most_bytes`; always includes the first one."""
     ends = manifest.memory_offsets[1:]
     fitting = [
         s for n, (s, end) in enumerate(zip(manifest.segments, ends, strict=True)) if not n or end <= most_bytes
@@ -37,7 +37,7 @@ def leading(manifest: Manifest, most_bytes: int) -> Manifest:
 
 
 def measured_bytes(manifest: Manifest, window_bytes: int) -> int:
-    """Return the bytes of the arena that `segment_copies` needs: the segments, and behind them where copies go."""
+    """Return the arena bytes that `segment_copies` needs: the segments, then the window for copies."""
     largest = max((s.nbytes for s in manifest.segments if s.is_encoded), default=0)
     return manifest.segment_bytes + max(window_bytes, largest)
 
@@ -49,11 +49,11 @@ def segment_copies(
     window_bytes: int,
     most_bytes: int | None = None,
 ) -> list[Copy]:
-    """Return copies of all segments, or of their first bytes, to where they lie in the arena.
+    """Return copies of all segments, or of their first bytes, to their own addresses in the arena.
 
-    Ops that read them meanwhile read the same bytes: they are replaced by themselves. With a window they go there,
-    behind the segments, one after the other; none is larger. Encoded segments go there in any case, since decoding
-    would show ops other bytes meanwhile.
+    A copy replaces bytes with the same bytes, so ops may read them meanwhile. With a window, copies go into it, behind
+    the segments, one after the other; no copy is larger. Encoded segments always go there, since decoding would expose
+    other bytes to ops meanwhile.
     """
     copies = []
     cursor, behind_bytes = 0, measured_bytes(manifest, window_bytes) - manifest.segment_bytes
@@ -69,7 +69,7 @@ def segment_copies(
 
 @dataclass(frozen=True, slots=True)
 class SwapInLinks:
-    """The link for bytes that are copied as they are, and those for encoded ones, by codec."""
+    """The link for bytes copied unchanged, and the links for encoded bytes, by codec."""
 
     plain: Link
     encoded: tuple[tuple[str, Link], ...] | UnsetType
@@ -85,7 +85,7 @@ def measure_swap_in(
 ) -> SwapInLinks:
     """Copy every segment whole, then the first block of each: the difference is bandwidth, the rest latency.
 
-    Of a model with encoded segments, the plain link is that of an activation on its way back.
+    For a model with encoded segments, the plain link is that of an activation's swap-in.
     """
     whole = segment_copies(manifest, store, arena, window_bytes)
     blocks = segment_copies(manifest, store, arena, window_bytes, BLOCK_BYTES)
@@ -98,6 +98,7 @@ def measure_swap_in(
         cold()
         for codec, members in groups.items():
             times_s[codec].append(_seconds([whole[n] for n in members]))
+    # Latency from the first blocks, then bandwidth from the remaining time of whole copies.
     links: dict[str, Link] = {}
     for codec, members in groups.items():
         own_blocks = [blocks[n] for n in members]
@@ -105,13 +106,13 @@ def measure_swap_in(
         nbytes = sum(manifest.segments[n].nbytes for n in members)
         links[codec] = _link(latency_s, nbytes, statistics.median(times_s[codec]), len(members))
     plain = links.pop("plain", None)
-    if plain is None or links:  # what is left plain beside encoded segments is too small to tell
+    if plain is None or links:  # plain segments among encoded ones are too small to measure
         plain = _measure_activation(store, back=True)
     return SwapInLinks(plain, tuple(links.items()) or UNSET)
 
 
 def measure_swap_out(store: HostStore[Any]) -> Link:
-    """Copy a large activation and one of a block to the store's spill buffers."""
+    """Copy a large activation, and one of a single block, to the store's spill buffers."""
     return _measure_activation(store, back=False)
 
 
@@ -119,7 +120,7 @@ def _measure_activation(store: HostStore[Any], *, back: bool) -> Link:
     times_s = []
     for buffer, nbytes in zip(store.spill_buffers(_ACTIVATION_BYTES), _ACTIVATION_BYTES, strict=True):
         activation = torch.zeros(nbytes, dtype=torch.uint8)
-        buffer.save(activation)  # the buffer's pages are taken now
+        buffer.save(activation)  # allocates the buffer's pages
         copy = partial(buffer.load if back else buffer.save, activation)
         times_s.append(statistics.median(_seconds([copy]) for _ in range(ROUNDS)))
         buffer.close()

@@ -1,4 +1,4 @@
-"""A lowered model's profiles, measured with every parameter resident, or read from the cache."""
+"""Profiles of a lowered model, measured with every parameter resident, or read from the cache."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 _LEAST_S = 1e-9
 _METHOD = 6
-"""Changes with the method of measurement, so that cached profiles are measured again."""
+"""Version of the measurement method; a change invalidates cached profiles."""
 
 _CHEAP_BYTES = 16 << 10
-"""An op that reads and writes no more than this takes a few times as long as torch's smallest."""
+"""An op that touches at most this many bytes takes a few times as long as torch's smallest op."""
 _CHEAP_TIMES = 10
-"""The cheapest such op may take this many times as long. Time beyond that is other work's, on every op."""
+"""Limit for the cheapest such op, as a multiple of torch's smallest. Time beyond it is other work's, on every op."""
 
 _SAMPLE_BYTES = 64 << 20
-"""Bytes of a model that are copied to time the link provisionally: lowering, in the same process, needs memory, too."""
+"""Bytes of a model that are copied to time the link provisionally: lowering needs memory in the same process."""
 
 OpenArena = Callable[[int], AbstractContextManager[DeviceArena[Any]]]
 Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]], Program]
@@ -55,7 +55,7 @@ def cached_profiles(
 ) -> dict[Bucket, Profile]:
     """Return profiles by bucket, from the cache if all these graphs were measured on this device before.
 
-    `measured` makes them. With `quick`, those from the cache may be provisional.
+    Otherwise `measured` measures them. With `quick`, cached profiles may be provisional.
     """
 
     def paths(*, provisional: bool) -> dict[Bucket, Path]:
@@ -110,9 +110,9 @@ def measure(
 ) -> dict[Bucket, Profile]:
     """Run a model with every parameter resident, alone and alongside a busy link.
 
-    At the smallest batch size every bucket is measured, at others one; `_scaled_from` says how the rest follow. `arena`
-    has `measured_bytes`. The link, and how much it and the ops slow each other down, are measured in the smallest
-    bucket.
+    At the smallest batch size every bucket is measured, at each other batch size one. `_scaled_from` derives the rest,
+    and lists the exceptions. `arena` has `measured_bytes`. The link, and how much the link and the ops slow each other
+    down, are measured in the smallest bucket.
     """
     profiles: dict[Bucket, Profile] = {}
     cold = ColdCaches.for_model(lowered.manifest)
@@ -126,11 +126,13 @@ def measure(
             return lowered.examples(bucket)
 
         if not profiles:
+            # Once: all buckets have the same residents.
             executor.load(program)
             links_in = measure_swap_in(lowered.manifest, store, arena, window_bytes, cold)
             swap_out = measure_swap_out(store)
         times = measure_ops(program, examples, executor, cold)
         if not profiles:
+            # The other profiles copy the links of this one.
             copies = segment_copies(lowered.manifest, store, arena, window_bytes)
             slowdowns = measure_contention(program, examples, executor, copies, cold, times.latency_s)
             links = Profile(
@@ -146,6 +148,7 @@ def measure(
         op_seconds, extra = without_extra(graph, times.medians(), tiny_op_seconds())
         noise = max(times.noise, extra)
         profiles[bucket] = replace(links, graph=graph.fingerprint, op_seconds=op_seconds, noise=noise)
+    # An op's time at its sizes and batch follows from three measured buckets.
     for bucket, graph in lowered.graphs.items():
         if (known := _scaled_from(lowered, bucket)) is not None:
             columns = zip(*(profiles[b].op_seconds for b in known), strict=True)
@@ -158,10 +161,10 @@ def measure(
 
 
 def without_extra(graph: Graph, op_seconds: Sequence[float], tiny_s: float) -> tuple[tuple[float, ...], float]:
-    """Return ops' times without what a busy machine added to each of them, and what was added as a share of the rest.
+    """Return op times without the time that other work added to each, and that time as a fraction of the rest.
 
-    Runs that are all disturbed alike show no noise, but their cheapest op takes far longer than it can. `tiny_s` is
-    what torch's smallest op takes. Gathers from the host's tables are not among the cheap: they read cold rows.
+    Runs that are all disturbed equally show no noise, but their cheapest op is far slower than possible. `tiny_s` is
+    the time of torch's smallest op. Gathers from the host's tables do not count as cheap: they read cold rows.
     """
     touched = [sum(graph.tensors[t].nbytes for t in op.touched) for op in graph.ops]
     gathers = set(map(str, TABLE_OPS))
@@ -178,7 +181,7 @@ def without_extra(graph: Graph, op_seconds: Sequence[float], tiny_s: float) -> t
 def traced_profiles(
     lowered: Lowered, device: str, open_arena: OpenArena, store: HostStore[Any], window_bytes: int = 0
 ) -> dict[Bucket, Profile] | None:
-    """Return provisional profiles with the times of the runs that traced a model; None for a model from the cache.
+    """Return provisional profiles with the times of a model's traced runs; None for a cached model.
 
     The link is measured once, alone, with the first segments.
     """
@@ -205,11 +208,11 @@ def traced_profiles(
 
 
 def _scaled_from(lowered: Lowered, bucket: Bucket) -> tuple[Bucket, Bucket, Bucket] | None:
-    """Return the buckets from which a bucket's times follow; None for one that is measured itself.
+    """Return the buckets that determine a bucket's times; None for a bucket that is measured itself.
 
     These are its sizes at the smallest batch size, and the middle sizes at its own batch size and at the smallest: an
-    op's time is taken to grow by the same factor with the batch at all sizes. To run large batches of large sizes would
-    take most of a model's first start.
+    op's time is assumed to grow by the same factor with the batch at all sizes. Buckets with a size of 1, or with other
+    ops than these, are measured. Running large batches of large sizes would take most of a model's first start.
     """
     least = lowered.batches[0]
     alike = [b for b in lowered.buckets if b.batch == bucket.batch and 1 not in b.sizes]
@@ -222,7 +225,7 @@ def _scaled_from(lowered: Lowered, bucket: Bucket) -> tuple[Bucket, Bucket, Buck
 
 
 def resident_plan(graph: Graph) -> Plan:
-    """Return a plan with every parameter resident and room for all activations at once: valid, and wasteful."""
+    """Return a plan with every parameter resident and space for all activations at once: valid, and wasteful."""
     partition = 0
     residents: list[Placement] = []
     for i in graph.parameters:

@@ -1,4 +1,4 @@
-"""Times ops: a model's inferences with every parameter resident."""
+"""Times ops during a model's inferences with every parameter resident."""
 
 import statistics
 import threading
@@ -21,23 +21,23 @@ from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.recording import Recording
 
 _MEASURING_S = 0.3
-"""Time for each figure, beyond the fewest runs."""
+"""Seconds per figure, after the minimum number of runs."""
 _FEWEST_RUNS = 3
 _MOST_RUNS = 40
 _MOST_TRIES = 3
-"""Ops are timed again, so often at most, while their runs are noisy; the quietest try counts."""
+"""Maximum number of tries: ops are timed again while their runs are noisy, and the quietest try counts."""
 _TINY_OPS = 200
 
 
 class ColdCaches:
-    """Evicts a model from the processor's caches, as requests for other models between two of its own do."""
+    """Evicts a model from the processor's caches, as requests for other models would."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffer = np.zeros(nbytes, np.uint8)
 
     @staticmethod
     def for_model(manifest: Manifest) -> "ColdCaches":
-        """Do nothing for a model that is too large for the caches anyway."""
+        """Return an instance for a model; it does nothing if the model is too large for the caches anyway."""
         cache_bytes = last_level_cache_bytes()
         return ColdCaches(0 if manifest.segment_bytes > 2 * cache_bytes else 2 * cache_bytes)
 
@@ -48,7 +48,7 @@ class ColdCaches:
 def measure_ops(
     program: Program, examples: Callable[[], list[torch.Tensor]], executor: Executor, cold: ColdCaches
 ) -> "StepTimes":
-    """Time the ops of as quiet a machine as a few tries find."""
+    """Time the ops, in the quietest of a few tries."""
     executor.run(program, examples())
     tries: list[StepTimes] = []
     while len(tries) < _MOST_TRIES and (not tries or tries[-1].noise > NOISY):
@@ -62,7 +62,7 @@ def measure_ops(
 
 
 class StepTimes:
-    """Durations of a program's steps, run by run."""
+    """Seconds of a program's steps, per run."""
 
     def __init__(self, steps: Sequence[ComputeStep[Call]]) -> None:
         self._columns: list[list[float]] = [[] for _ in steps]
@@ -79,19 +79,19 @@ class StepTimes:
 
     @property
     def noise(self) -> float:
-        """The median latency over the least, less one. A program of views only takes no time, and has no noise."""
+        """Median latency over the lowest, minus one. A program of views only takes no time, and has no noise."""
         least_s = min(self._latencies)
         return self.latency_s / least_s - 1 if least_s > 0 else 0.0
 
     def medians(self) -> tuple[float, ...]:
-        """Return seconds by step, with the time between steps spread over them."""
+        """Return seconds per step, with the time between steps spread over them."""
         medians = [statistics.median(column) for column in self._columns]
         between_s = max(0.0, self.latency_s - sum(medians)) / max(1, len(medians))
         return tuple(m + between_s for m in medians)
 
 
 def tiny_op_seconds() -> float:
-    """Return what torch's smallest op takes in a quiet moment: the least of many times."""
+    """Return the seconds of torch's smallest op in a quiet moment: the minimum of many runs."""
     numbers = torch.zeros(16)
 
     def seconds() -> float:
@@ -111,7 +111,7 @@ def followed(program: Program, examples: Sequence[torch.Tensor], executor: Execu
 
 
 def repeat() -> Iterator[int]:
-    """Count runs until the time is spent, with a least and a greatest number."""
+    """Yield run numbers until the time is spent, within a minimum and maximum number."""
     start = time.perf_counter()
     for n in range(_MOST_RUNS):
         if n >= _FEWEST_RUNS and time.perf_counter() - start > _MEASURING_S:

@@ -1,7 +1,7 @@
-"""The bytes of a region that models share: which parameters are in it, and what each run has to copy where.
+"""Bookkeeping of a region that models share: the parameters in it, and the copies of each run.
 
-Parameters are fetched when they are needed, and the least recently used ones are evicted. Nothing is copied here: a
-`FetchPlan` has the copies, and the waits of each.
+Parameters are fetched when needed, and the least recently used ones are evicted. Nothing is copied here: a `FetchPlan`
+has the copies, and the steps that each waits for.
 """
 
 from collections import OrderedDict, deque
@@ -15,10 +15,10 @@ from cohabit.planner.free_list import FreeList
 from cohabit.runtime.errors import MemoryExceeded
 
 PLACEMENTS_KEPT = 8
-"""Placements remembered per model: a program prepared for one is used again if the model returns to it."""
+"""Placements remembered per model: a program prepared for one is reused if the model returns to it."""
 
 Keeps = Literal["one", "models", "tensors"]
-"""What stays between runs: the model that ran last; as many whole models as fit; as many parameters as fit."""
+"""What stays between runs: the model that ran last; the whole models that fit; or the parameters that fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ParameterUses:
 
     @property
     def most_bytes(self) -> int:
-        """What a step needs at once."""
+        """Largest number of bytes that one step needs."""
         return max((sum(self.nbytes[s] for s in step) for step in self.by_step), default=0)
 
 
@@ -51,7 +51,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """One run of a model: the parameters that are in the region when it begins, and those fetched meanwhile."""
+    """One run of a model: parameters in the region at its start, and parameters fetched during it."""
 
     present: tuple[tuple[int, int], ...]
     """(parameter, offset) pairs."""
@@ -64,16 +64,16 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _RunState:
-    """A run while it is planned."""
+    """State of a run during planning."""
 
     uses: ParameterUses
     last_reads: dict[int, int] = field(default_factory=dict)
-    """The last compute step so far that reads a parameter."""
+    """Last compute step so far that reads each parameter."""
     evicted: list[tuple[int, int, int]] = field(default_factory=list)
-    """(start, end, compute steps) of bytes that this run's own parameters had, and the steps that read them."""
+    """(start, end, compute steps) of bytes evicted from this run's own parameters; these steps must finish first."""
 
     def free_after(self, offset: int, nbytes: int) -> int:
-        """Return how many compute steps must have finished before the bytes may be overwritten."""
+        """Return the number of compute steps that must finish before the bytes may be overwritten."""
         return max(
             (steps for start, end, steps in self.evicted if start < offset + nbytes and offset < end), default=0
         )
@@ -90,9 +90,9 @@ class ParameterRegion:
         self._whole = whole
         self._free = FreeList(offset, nbytes)
         self._earlier: dict[str, deque[dict[int, int]]] = {}
-        """Offsets of the parameters of whole models, the newest first."""
+        """Offsets of the parameters of whole models, newest first."""
         self.held: OrderedDict[Key, tuple[int, int]] = OrderedDict()
-        """(offset, size) of what is in the region, least recently used first."""
+        """(offset, size) of the parameters in the region, least recently used first."""
 
     def require(self, uses: ParameterUses) -> None:
         """Raise MemoryExceeded for a model that can never run here."""
@@ -105,9 +105,9 @@ class ParameterRegion:
             )
 
     def plan_run(self, uses: ParameterUses, *, prefetch: bool = True) -> FetchPlan:
-        """Decide what a run copies. Without `prefetch`, each copy waits until its step is next.
+        """Plan the copies of a run. Without `prefetch`, each copy waits until its step is next.
 
-        Afterwards the region holds what it will hold when the run has ended. Raises MemoryExceeded.
+        Afterwards the region's state is that of the end of the run. Raises MemoryExceeded.
         """
         self.require(uses)
         offsets: Mapping[int, int] = {}
@@ -119,18 +119,18 @@ class ParameterRegion:
         return self._walk(uses, offsets, prefetch)
 
     def forget(self, model: str) -> None:
-        """Evict a model's parameters, because a copy has failed."""
+        """Evict a model's parameters, such as after a failed copy."""
         for key in [key for key in self.held if key[0] == model]:
             self._evict(key)
 
     def _evict_others(self, uses: ParameterUses) -> None:
-        """Empty the region, but keep this model if all of it fits."""
+        """Empty the region, except for this model if all of it fits."""
         stays = uses.total_bytes <= self.nbytes
         for key in [key for key in self.held if not stays or key[0] != uses.model]:
             self._evict(key)
 
     def _place_model(self, uses: ParameterUses) -> Mapping[int, int]:
-        """Evict the least recently used models until this one fits: where it was before, in one piece, or in pieces."""
+        """Evict least recently used models until this one fits: at an earlier placement, in one piece, or in pieces."""
         earlier = self._earlier.setdefault(uses.model, deque(maxlen=PLACEMENTS_KEPT))
         while (offsets := self._free_placement(uses, earlier)) is None:
             self.forget(next(iter(self.held))[0])
@@ -170,11 +170,11 @@ class ParameterRegion:
     def _place_missing(
         self, run: _RunState, needed: Sequence[int], missing: Sequence[int], offsets: Mapping[int, int]
     ) -> list[tuple[int, int]]:
-        """Return (parameter, offset) for what a step lacks; where `offsets` has none, the lowest that is free."""
+        """Return (parameter, offset) for a step's missing parameters, at `offsets` or at the lowest free offset."""
         placed: list[tuple[int, int]] = []
         for segment in missing:
             offset = self._place(run, segment, needed, offsets.get(segment))
-            if offset is None:  # the step's own parameters fragment the region: all of them are fetched again
+            if offset is None:  # its own parameters fragment the region: fetch all of them again
                 for own in needed:
                     self._evict((run.uses.model, own), run)
                 return [(s, self._certain(run, s, needed)) for s in needed]
@@ -187,7 +187,7 @@ class ParameterRegion:
         return offset
 
     def _place(self, run: _RunState, segment: int, needed: Sequence[int], offset: int | None) -> int | None:
-        """Take bytes for a parameter, evicting others if need be; None if only the step's own parameters are left."""
+        """Allocate bytes for a parameter, evicting others if necessary; None if only the step's own are left."""
         nbytes = run.uses.nbytes[segment]
         if offset is not None:
             self._free.take_at(offset, nbytes)

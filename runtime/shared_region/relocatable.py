@@ -1,7 +1,7 @@
-"""A model whose parameters lie wherever the shared region has room: drafted once, given addresses for every run.
+"""A model whose parameters move within the shared region: drafted once, given addresses for every run.
 
-Its calls read parameters (and views of them) from the frame. Right before the step that first reads one, and again
-where it has moved since, the frame gets the parameter's current value.
+Its calls read parameters (and views of them) from the frame. The frame gets a parameter's current value right before
+the step that first reads it, and again after it has moved.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from cohabit.runtime.shared_region.region import FetchPlan, ParameterUses
 
 
 class RelocatableModel:
-    """One model in one bucket. `home` is the program without addresses: it cannot be run as it is."""
+    """One model in one bucket. `home` is the program without addresses, which cannot be run itself."""
 
     is_admitted: ClassVar[bool] = False
-    """Whether programs take something of the device when they are first loaded, which must precede requests."""
+    """Whether programs allocate device resources at their first load, which must precede requests."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RelocatableModel:
         arena: DeviceArena[Any],
         store: HostStore[Any],
     ) -> None:
-        """Check a plan that keeps every parameter, and draft it. Raises what `runtime.binding.build` does."""
+        """Check a plan that keeps every parameter, and draft it. Raises the errors of `runtime.binding.build`."""
         _require_relocatable(lowered.name, plan)
         drafted = draft(lowered, plan, profile, arena.device)
         graph = drafted.graph
@@ -65,14 +65,14 @@ class RelocatableModel:
         self.uses = ParameterUses(lowered.name, {t: lowered.manifest.segments[t].nbytes for t in used}, steps)
 
     def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> Program:
-        """Return the program for a run. With `blocking`, loading it copies everything and running it copies nothing.
+        """Return the program for a run. With `blocking`, loading it makes all copies, and running it makes none.
 
-        `lasting`: runs with the same addresses will follow, so that preparation pays.
+        `lasting`: more runs with the same addresses will follow, so that preparation pays.
         """
         return replace(self.home, **self._changes(fetch_plan, blocking))
 
     def _changes(self, fetch_plan: FetchPlan, blocking: bool) -> dict[str, Any]:
-        """Return the fields of `Program` that differ from run to run."""
+        """Return the fields of `Program` that differ between runs."""
         addresses = dict(fetch_plan.present)
         coming: dict[int, list[tuple[int, int]]] = {}
         for fetch in fetch_plan.fetches:
@@ -105,7 +105,7 @@ class RelocatableModel:
         }
 
     def _fetches(self, fetch_plan: FetchPlan) -> tuple[SwapStep, ...]:
-        """Return copies in the order of need, numbered to stand right after the compute step that they wait for."""
+        """Return copies in order of need, each numbered right after the compute step that it waits for."""
         steps: list[SwapStep] = []
         latest = 0
         for fetch in fetch_plan.fetches:
@@ -123,7 +123,7 @@ class RelocatableModel:
 
 
 class _StaticsAt:
-    """The tensors of a draft's statics at their segments' current addresses. The last value of each is kept."""
+    """Tensors of a draft's statics at their segments' current addresses. Caches the last value of each."""
 
     def __init__(self, draft: Draft, arena: DeviceArena[Any]) -> None:
         self._statics = draft.statics

@@ -1,9 +1,9 @@
-"""The published ways to share one region among models: what stays between runs, and how parameters are copied.
+"""Published ways to share one region among models: what stays between runs, and how parameters are copied.
 
 - `time_shared`: one model at a time, copied as a whole before the run (SwapAdvisor's baseline)
 - `pipelined`: one model at a time, copied layer by layer while it computes (PipeSwitch)
-- `lru`: whole models, of which the least recently used are evicted (Clockwork, Ray's multiplexing)
-- `on_demand`: parameters, of which the least recently used are evicted (SwapAdvisor's ODSwap)
+- `lru`: whole models, least recently used ones evicted (Clockwork, Ray's multiplexing)
+- `on_demand`: parameters, least recently used ones evicted (SwapAdvisor's ODSwap)
 """
 
 from collections import OrderedDict
@@ -27,7 +27,7 @@ from cohabit.runtime.shared_region.region import PLACEMENTS_KEPT, FetchPlan, Kee
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 PROGRAMS_KEPT = PLACEMENTS_KEPT
-"""Fetch plans of a model whose programs are kept: on CUDA each has its own graphs."""
+"""Maximum number of fetch plans per model whose programs are kept: on CUDA each has its own graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Sharing:
 
     keeps: Keeps
     arrives: Literal["whole", "by layer", "on demand"]
-    """Before the run; while it computes; or while it computes, where a model's first run fetches each parameter only
-    when its op is next, and later runs prefetch in the order that the first has shown."""
+    """Before the run; while it computes; or on demand, where a model's first run fetches each parameter only when its
+    op is next, and later runs prefetch in the order of the first."""
 
     @property
     def blocking(self) -> bool:
@@ -54,24 +54,24 @@ SHARINGS = {
 
 @dataclass(slots=True)
 class _SharedModel:
-    """One model in one bucket, with the programs of its last fetch plans."""
+    """One model in one bucket, with the programs of its latest fetch plans."""
 
     relocatable: RelocatableModel
     programs: OrderedDict[FetchPlan, Program] = field(default_factory=OrderedDict)
     first: Program | None = None
-    """The program that was loaded first; on CUDA it holds the pool of those that are not kept."""
+    """The program that was loaded first; on CUDA it holds the pool of programs that are not kept."""
 
 
 class SharedRegion:
     """Runs programs of models that share a region, by the backend's own executor. Belongs to the engine's thread.
 
-    It is a `runtime.backend.Runner`: each run first decides what has to be copied where.
+    It is a `runtime.backend.Runner`: each run first plans its copies.
     """
 
     def __init__(
         self, backend: Backend, sharing: Sharing, arena: DeviceArena[Any], workspace_bytes: int, region_bytes: int
     ) -> None:
-        """The workspace is at the arena's start, and the region follows it."""
+        """The workspace is at the arena's start, followed by the region."""
         self.region = ParameterRegion(workspace_bytes, region_bytes, sharing.keeps, whole=sharing.blocking)
         self._workspace_bytes = workspace_bytes
         self._backend = backend
@@ -88,7 +88,7 @@ class SharedRegion:
     def add(self, lowered: Lowered, plan: Plan, profile: Profile | None, store: HostStore[Any]) -> Program:
         """Prepare a plan that keeps every parameter, and return the program to run.
 
-        Raises MemoryExceeded if it can never run here, and what `Backend.build` raises.
+        Raises MemoryExceeded if it can never run here, and the errors of `Backend.relocatable`.
         """
         if plan.memory.workspace_bytes > self._workspace_bytes:
             raise MemoryExceeded(
@@ -103,7 +103,7 @@ class SharedRegion:
         return relocatable.home
 
     def _admit(self, model: _SharedModel) -> None:
-        """Load the programs of a model that is fetched, and of one that is in the region already."""
+        """Load a model's programs for both cases: to be fetched, and already in the region."""
         uses = model.relocatable.uses
         model.first = self._program(model, self.region.plan_run(uses))
         self._executor.load(model.first)
@@ -120,7 +120,7 @@ class SharedRegion:
         traced: bool = False,
         follow: Follow | None = None,
     ) -> Result:
-        """Run one inference of a program that `add` returned. See `runtime.backend.Executor`."""
+        """Run one inference of a program that `add` returned. See `runtime.backend.ProgramRunner.run`."""
         model = self._models[program.name, program.bucket]
         uses = model.relocatable.uses
         prefetch = self._sharing.arrives != "on demand" or program.name in self._have_run
@@ -145,7 +145,7 @@ class SharedRegion:
         programs = list(model.programs.values())
         if model.first is not None and not any(p is model.first for p in programs):
             programs.append(model.first)
-        if self._sharing.keeps == "tensors":  # they share one pool and are issued alike
+        if self._sharing.keeps == "tensors":  # they share one pool and are issued the same way
             programs = programs[:1]
         captures = [capture for p in programs if (capture := self._executor.capture(p)) is not None]
         if not captures:
@@ -154,7 +154,7 @@ class SharedRegion:
         return Capture(sum(c.graphs for c in captures), sum(c.graph_bytes for c in captures), refused)
 
     def close(self) -> None:
-        """Release what the programs hold."""
+        """Release the programs' resources."""
         for model in self._models.values():
             for program in (model.first, *model.programs.values(), model.relocatable.home):
                 if program is not None:
@@ -162,7 +162,7 @@ class SharedRegion:
         self._models = {}
 
     def _program(self, model: _SharedModel, fetch_plan: FetchPlan) -> Program:
-        """Return the program of a fetch plan; with `blocking` it does not depend on what is present."""
+        """Return the program of a fetch plan. With `blocking`, it does not depend on the present parameters."""
         blocking, programs = self._sharing.blocking, model.programs
         if blocking:
             offsets = {**dict(fetch_plan.present), **{f.segment: f.offset for f in fetch_plan.fetches}}

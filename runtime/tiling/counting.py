@@ -1,4 +1,4 @@
-"""A count of the bytes that collectives move."""
+"""Counts the bytes that collectives move."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from cohabit.planner.tiling.costs import Moved
 
 
 class CountedCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts collectives in one worker; the sum over all workers is what `planner.tiling` predicts."""
+    """Counts the collectives of one worker; the sum over all workers is the prediction of `planner.tiling`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -19,7 +19,7 @@ class CountedCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor calls its collectives, which come here then
+            return NotImplemented  # DTensor calls its collectives, which arrive here next
         name = func.overloadpacket.__name__
         if func.namespace in ("_c10d_functional", "_dtensor") and name != "wait_tensor":
             self.moved += _moved(name, args)
@@ -28,7 +28,7 @@ class CountedCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _moved(name: str, args: Any) -> Moved:
     if not isinstance(args[-1], str):
-        return Moved()  # bookkeeping of autograd
+        return Moved()  # autograd bookkeeping
     tensor: Tensor = args[0]
     group_name: Any = args[-1]
     group = _resolve_process_group(group_name)
@@ -37,8 +37,8 @@ def _moved(name: str, args: Any) -> Moved:
         own = args[1][group.rank()] * tensor.element_size()
         received = sum(args[1]) * tensor.element_size()
         return Moved(received, received - own)
-    # An all-reduce is a reduce-scatter and an all-gather. An all-gather's result is as large as all inputs.
+    # An all-reduce is a reduce-scatter and an all-gather. An all-gather's result has the size of all inputs.
     times = {"all_reduce": 2, "all_gather_into_tensor": count, "reduce_scatter_tensor": 1, "shard_dim_alltoall": 1}
     if group.rank() > 0:
-        return Moved()  # all workers of a group move the same; the first counts for all
+        return Moved()  # all workers of a group move the same bytes; the first counts for all
     return Moved(nbytes * times[name] * count, nbytes * times[name] * (count - 1))

@@ -1,8 +1,9 @@
 """Executes a tiled program: one worker's part, tile by tile.
 
 Maps, folds and joins compute on local tiles. Partial results are DTensors, which DTensor reduces. Other changes of a
-tiling are one all-to-all of what each worker lacks: DTensor would go axis by axis of the mesh, and with gloo gathers
-the whole array instead (torch 2.13)."""
+tiling are one all-to-all of the bytes that each worker lacks. DTensor would go axis by axis of the mesh, and with gloo
+would gather the whole array (torch 2.13).
+"""
 
 import time
 
@@ -23,10 +24,10 @@ from cohabit.runtime.tiling.worker import Worker
 
 
 def measured(plan: TilingPlan, worker: Worker, repeats: int = 1) -> tuple[list[DTensor], Moved, list[float]]:
-    """Execute a plan some times; every worker calls this with an equal plan.
+    """Execute a plan `repeats` times; every worker calls this with an equal plan.
 
-    Returns the outputs, the bytes that all workers moved in the last run, and the slowest worker's seconds of each,
-    without the time to load the inputs.
+    Returns the outputs, the bytes that all workers moved in the last run, and the slowest worker's seconds of each run,
+    without loading the inputs.
     """
     tiled, seconds = TiledRun(plan, worker), []
     tiled.load()
@@ -56,7 +57,7 @@ class TiledRun:
         self.steps = {id(e): plan.steps(e) for e in computed}
 
     def load(self) -> None:
-        """Load this worker's tiles of the inputs. Raises ValueError for an input without data."""
+        """Load this worker's tiles of the inputs. Raises ValueError if an input has no data."""
         for expression in self.graph.expressions:
             if isinstance(expression.operator, NewArray):
                 data = expression.operator.data
@@ -83,7 +84,7 @@ class TiledRun:
         return [self._result(output) for output in self.graph.outputs]
 
     def _tiles(self, expression: Expression) -> dict[Form, Tensor]:
-        """Compute an expression in every form in which it is kept."""
+        """Compute an expression in every form that is kept."""
         if isinstance(expression.operator, View):
             axes = expression.operator.axes
             tiles = self.held[id(expression.inputs[0])]
@@ -110,7 +111,8 @@ class TiledRun:
         return result
 
     def exchange(self, tile: Tensor, exchange: Exchange) -> Tensor:
-        """Return what the target wants of the source: a view if all of it is here, else by an all-to-all."""
+        """Return the part of the source that the target wants: a view if all of it is local, else by an all-to-all."""
+        # Nothing to do, or a local view: no collective.
         if exchange.source == exchange.target and exchange.shape == exchange.target_shape:
             return tile
         rank, wanted = self.worker.rank, exchange.wanted()
@@ -119,12 +121,13 @@ class TiledRun:
             return _part(tile, wanted[rank], held[rank])
         parts = intersection(wanted[None], held[:, None])  # [sender, receiver, axis, 2]
         parts[..., 1] = np.maximum(parts[..., 0], parts[..., 1])
-        # Of several copies the first is sent, to those that have none.
+        # If a part has several copies, the first one is sent, to workers without a copy.
         copies = (held[:, None] == held[None]).all(axis=(2, 3))
         is_sent = np.eye(len(held), dtype=bool) | (
             ~copies & (copies.argmax(axis=1) == np.arange(len(held)))[:, None]
         )
         counts = np.where(is_sent, (parts[..., 1] - parts[..., 0]).prod(axis=-1), 0)
+        # Flat pieces, since all-to-all splits one axis only; the received ones are copied into their places.
         pieces = [
             _part(tile, parts[rank, to], held[rank]).reshape(-1)[: counts[rank, to]] for to in range(len(held))
         ]
@@ -140,7 +143,7 @@ class TiledRun:
         return result
 
     def _stored(self, tile: Tensor, expression: Expression, output: Form, form: Form) -> Tensor:
-        """Return a result, computed as `output`, as `form`."""
+        """Convert a result from form `output` to `form`."""
         if "partial" in output:
             kind = expression.operator.partial if isinstance(expression.operator, Fold) else "sum"
             tile, output = self._reduced(tile, expression.shape, output, form, kind or "sum")
@@ -154,7 +157,7 @@ class TiledRun:
     def _reduced(
         self, tile: Tensor, shape: tuple[int, ...], output: Form, form: Form, kind: str
     ) -> tuple[Tensor, Form]:
-        """Sum partial tiles: reduce-scattered if the target is split along all of the mesh, else all-reduced."""
+        """Reduce partial tiles: by reduce-scatter if the target is split along the whole mesh, else by all-reduce."""
         target = form if set(output) == {"partial"} and None not in form else whole(output)
         partial = self._dtensor(tile.contiguous(), output if len(set(target)) > 1 else ("partial",), shape, kind)
         placed = placements(flattened(target, self.mesh)[0])
@@ -183,7 +186,7 @@ def placements(form: Form, kind: str = "sum") -> list[Placement]:
 
 
 def _part(tile: Tensor, wanted: np.ndarray, held: np.ndarray) -> Tensor:
-    """Return the wanted part of a tile as a view; both are first and end index per axis."""
+    """Return the wanted part of a tile as a view; both ranges are [start, end) per axis."""
     return tile[
         tuple(slice(int(a - first), int(b - first)) for (a, b), (first, _) in zip(wanted, held, strict=True))
     ]

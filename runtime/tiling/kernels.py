@@ -1,4 +1,4 @@
-"""Operators of tiled programs as calls of torch, on tiles or on DTensors."""
+"""Operators of tiled programs as torch calls, on tiles or on DTensors."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from cohabit.planner.tiling.arrays import Expression, Fold, Function, JoinUpdate
 
 _MAPS: dict[str, Callable[..., Any]] = {
     "astype": lambda tile: tile,
-    # Operators take scalars on both sides, torch's functions on one.
+    # Operators accept scalars on both sides, torch's functions on one.
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
@@ -32,11 +32,11 @@ _JOINS = {"cholesky": torch.linalg.cholesky, "inv": torch.linalg.inv, "solve": t
 
 
 def compute(expression: Expression, tiles: Sequence[Any]) -> Tensor:
-    """Apply a map, fold, scan or join_update to tiles of its inputs, as [rows, columns] or less."""
+    """Apply a map, fold, scan or join_update to tiles of its inputs, of at most two axes: [rows, columns]."""
     dtype = torch_dtype(expression.dtype)
     match expression.operator:
         case Map(function, arguments):
-            if dtype.is_floating_point:  # torch would compute integers in its default precision
+            if dtype.is_floating_point:  # torch computes integers in its default precision
                 tiles = [t if t.dtype == torch.bool else t.to(dtype) for t in tiles]
             given = iter(tiles)
             inputs = [next(given) if argument is None else argument for argument in arguments]

@@ -1,4 +1,4 @@
-"""Starts the worker processes of a tiled program, or joins those that torchrun started."""
+"""Starts the worker processes of a tiled program, or joins those started by torchrun."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ from cohabit.planner.tiling.costs import mesh_of
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One process, its device, and the mesh of all workers: as one axis, and as the planner's mesh."""
+    """One process, its device, and the mesh of all workers: `flat` has one axis, `grid` is the planner's mesh."""
 
     rank: int
     device: torch.device
@@ -30,8 +30,8 @@ class Worker:
 def start(task: Callable[[Worker], Any], workers: int) -> Any:
     """Run a task in every worker, and return the first worker's result; None in torchrun's other workers.
 
-    Under torchrun this process is a worker. Else `workers` processes of one thread are started here. The task and its
-    result are pickled. Raises torch's ProcessRaisedException if a worker fails.
+    Under torchrun, this process is a worker. Otherwise `workers` single-threaded processes are started. The task and
+    its result are pickled. Raises torch's ProcessRaisedException if a worker fails.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         found = int(os.environ["WORLD_SIZE"])
@@ -51,7 +51,7 @@ def _work_and_tell(rank: int, task: Callable[[Worker], Any], workers: int, folde
         (Path(folder) / "result").write_bytes(pickle.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # torch's threads at times end a process that exits by itself with SIGABRT (torch 2.13)
+    os._exit(0)  # torch's threads sometimes abort a normal exit with SIGABRT (torch 2.13)
 
 
 def _work(task: Callable[[Worker], Any], local_rank: int, workers: int, place: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""Which codec each of a model's weights is stored in, and what a lossy one costs in accuracy.
+"""Chooses the codec of each weight, and measures what a lossy codec costs in accuracy.
 
-A 16-bit codec that keeps every bit is always taken. Where fewer bytes are asked for than that allows, outputs are
-compared with those of the exact weights, and weights that change them too much stay exact.
+A 16-bit codec that keeps every bit is always used. If fewer bytes are requested, outputs are compared with those of the
+exact weights, and weights that change outputs too much stay exact.
 """
 
 import math
@@ -19,9 +19,9 @@ from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.weights import bytes_of
 
 LEAST_NUMBERS: Final = 4096
-"""Smaller weights are stored as they are: their copies are all latency."""
+"""Smaller weights (in numbers) are stored as they are: their copies are dominated by latency."""
 LEAST_COSINE: Final = 0.999
-"""Between each output with lossy weights and with exact ones."""
+"""Minimum cosine similarity of each output with lossy weights and with exact ones."""
 _LEAST_SCALE: Final = 1e-38
 
 aten = torch.ops.aten
@@ -31,13 +31,13 @@ Run = Callable[[Tensors], list[list[torch.Tensor]]]
 
 
 class OutputAccuracy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An output with lossy weights beside the same output with exact ones."""
+    """Comparison of an output with lossy weights and with exact ones."""
 
     name: str
     cosine: float | None
     """None for integers."""
     largest: float
-    """The largest difference as a share of the largest element; of integers, the share that differs."""
+    """Largest difference as a fraction of the largest element; for integers, the fraction that differs."""
 
     def __str__(self) -> str:
         cosine = "" if self.cosine is None else f"cosine {self.cosine:.5f}, "
@@ -45,7 +45,7 @@ class OutputAccuracy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the weights of a model are rounded, and what that costs."""
+    """How the weights of a model are rounded, and the effect on outputs."""
 
     codec: Codec
     outputs: tuple[OutputAccuracy, ...] = ()
@@ -56,7 +56,7 @@ class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def exact_codecs(weights: Tensors) -> dict[str, Codec]:
-    """Return the codec of each weight that has an exact one in 16 bits."""
+    """Return the codecs of the weights that 16 bits represent exactly."""
     known: dict[int, Codec] = {}
     for tensor in weights.values():
         if id(tensor) not in known:
@@ -71,9 +71,9 @@ def _is_large(tensor: torch.Tensor) -> bool:
 def encode_lossy(
     model: FxModel, weights: Tensors, asked: Codec, run: Run, unchecked: str | None
 ) -> tuple[dict[str, Codec], Encoding]:
-    """Encode a model's tables, and return the codecs of its other weights, and what both cost in accuracy.
+    """Encode a model's tables, and return the codecs of its other weights, and the accuracy of both.
 
-    `run` returns outputs with given weights and the model's tables; nothing, if outputs cannot be compared.
+    `run` returns the outputs with given weights and the model's tables; an empty list if outputs cannot be compared.
     """
     expected, tables = run(weights), dict(model.tables)
     model.tables = {name: _rounded_table(table, asked) for name, table in tables.items()}
@@ -91,16 +91,16 @@ def encode_lossy(
 def _lossy_codecs(
     weights: Tensors, asked: Codec, run: Run, expected: list[list[torch.Tensor]], ports: Sequence[Port]
 ) -> tuple[dict[str, Codec], tuple[OutputAccuracy, ...], tuple[str, ...]]:
-    """Return the codecs of the weights that may be lossy, outputs' accuracy, and the weights that stay exact.
+    """Return the codecs of the weights that may be lossy, the outputs' accuracy, and the weights that stay exact.
 
-    Vectors (biases, norms) and small weights are not asked. Where outputs fall below `LEAST_COSINE`, the weights that
+    Vectors (biases, norms) and small weights are never lossy. If outputs fall below `LEAST_COSINE`, the weights that
     change them most alone stay exact: one, then two, four and so on.
     """
     lossy = {name: t for name, t in weights.items() if t.dim() > 1 and _is_large(t) and _can_be(t, asked)}
 
     def accuracy(names: Sequence[str]) -> tuple[OutputAccuracy, ...]:
         changed = {name: _round_trip(lossy[name], asked) for name in names}
-        memory = [raw for _, raw in changed.values()]  # packed tensors do not keep their bytes
+        memory = [raw for _, raw in changed.values()]  # packed tensors do not own their bytes
         found = run({**weights, **{name: tensor for name, (tensor, _) in changed.items()}})
         del memory
         return _accuracies(ports, found, expected)
@@ -116,9 +116,9 @@ def _lossy_codecs(
 
 
 def _can_be(tensor: torch.Tensor, codec: Codec) -> bool:
-    """Whether a codec has all numbers of a float32 tensor.
+    """Whether a codec can represent all numbers of a float32 tensor.
 
-    8 bits have neither NaN nor infinities; in 16, the largest numbers would become infinities.
+    int8 has neither NaN nor infinities. In 16 bits, the largest numbers would become infinities.
     """
     dense = tensor if packing.is_packed(tensor) else tensor.contiguous()
     numbers = bytes_of(dense).view(np.float32)
@@ -129,7 +129,7 @@ def _can_be(tensor: torch.Tensor, codec: Codec) -> bool:
 
 
 def _round_trip(tensor: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, Bytes]:
-    """Return a weight as it is once encoded and decoded, and its bytes, which must live as long."""
+    """Return a weight after encoding and decoding, and its bytes, which must outlive it."""
     raw = bytes_of(tensor)
     room = np.empty(raw.nbytes + 64, np.uint8)
     room = room[-room.ctypes.data % 64 :][: raw.nbytes]
@@ -143,7 +143,7 @@ def _round_trip(tensor: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, Bytes
 def _accuracies(
     ports: Sequence[Port], found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]
 ) -> tuple[OutputAccuracy, ...]:
-    """The least cosine and the largest difference of each output."""
+    """Return the smallest cosine and the largest difference of each output."""
     accuracies = []
     for n, port in enumerate(ports):
         pairs = [(comparable(a[n]), comparable(b[n])) for a, b in zip(found, expected, strict=True)]
@@ -154,27 +154,27 @@ def _accuracies(
 
 
 def cosine(own: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the cosine between two tensors' elements; 1 where both are zero."""
+    """Return the cosine between two tensors' elements; 1 if both are zero."""
     lengths = float(own.norm() * other.norm())
     return float((own * other).sum()) / lengths if lengths else float(torch.equal(own, other))
 
 
 def _least(outputs: Sequence[OutputAccuracy]) -> float:
-    """The least cosine; NaN counts as none at all."""
+    """Return the smallest cosine; -1 if any is NaN."""
     cosines = [output.cosine for output in outputs if output.cosine is not None]
     return -1.0 if any(map(math.isnan, cosines)) else min(cosines, default=1.0)
 
 
 def shorten_tables(model: FxModel) -> None:
-    """Store tables in 16 bits that are exact in them. Rows are converted when they have been read."""
+    """Store tables in 16 bits if these are exact. Rows are converted after they have been read."""
     encode_tables(model, lambda table: exact_codec(bytes_of(table.contiguous())))
 
 
 def encode_tables(model: FxModel, choose: Callable[[torch.Tensor], Codec]) -> None:
     """Encode the host's embedding tables, in `int8` with a scale per row, and decode rows after they have been read.
 
-    Tables that an op sums up in its own type stay as they are. No name of the exported program has a dot, as those of
-    encoded tables do.
+    Tables that an op sums in the table's own type stay as they are. Encoded tables have a dot in their names, which
+    names in exported programs never have.
     """
     readers: dict[str, list[torch.fx.Node]] = {}
     for node in model.graph.nodes:
@@ -204,7 +204,7 @@ def encode_tables(model: FxModel, choose: Callable[[torch.Tensor], Codec]) -> No
 
 
 def _rounded_table(table: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Return a table as it is once encoded and decoded."""
+    """Return a table after encoding and decoding; unchanged if the codec cannot represent it."""
     if table.dtype is not torch.float32 or not _can_be(table, codec):
         return table
     if codec == "int8":

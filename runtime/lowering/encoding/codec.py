@@ -1,8 +1,7 @@
-"""Codecs: how the bytes of float32 weights are stored and copied, in 16 or 8 bits, while ops compute with float32.
+"""Codecs: store and copy float32 weights in 16 or 8 bits, while ops compute in float32.
 
-A codec works on consecutive numbers as they lie in memory, whatever the layout: packed weights are encoded as packed.
-Decoding is done by torch's own vectorized conversions, in parts small enough to stay in the thread that copies and in
-its processor's cache.
+A codec works on consecutive numbers in memory, whatever the layout: packed weights are encoded as packed. Decoding uses
+torch's vectorized conversions, in parts small enough to stay in the copying thread and in its processor's cache.
 """
 
 from collections.abc import Iterator
@@ -14,29 +13,29 @@ import numpy.typing as npt
 import torch
 
 Codec = Literal["plain", "bfloat16", "float16", "int8"]
-"""`plain` bytes are stored as they are. `int8` has a float32 scale for every block of `BLOCK` numbers."""
+"""`plain` bytes are stored as they are. `int8` has a float32 scale per block of `BLOCK` numbers."""
 CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
 BLOCK: Final = 64
 PART: Final = 480 * BLOCK
-"""Numbers that are decoded at a time. From 32,768 on torch divides a conversion among threads."""
+"""Numbers decoded at a time. From 32,768 on, torch splits a conversion among threads."""
 
 HALVES: Final[dict[Codec, torch.dtype]] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The 16-bit codecs, and the type of their numbers."""
+"""The dtype of each 16-bit codec."""
 _SCALE_BYTES: Final = 4
 _PART_BLOCKS: Final = PART // BLOCK
 _PART_BYTES: Final = _PART_BLOCKS * _SCALE_BYTES + PART
-"""Of a whole part in int8: its scales, then its numbers."""
+"""Bytes of a whole int8 part: its scales, then its numbers."""
 _GROUP: Final = 8
-"""Parts in int8 that one thread converts, then scales: they stay in a processor's second cache."""
+"""Number of int8 parts that one thread converts, then scales: they stay in the processor's L2 cache."""
 _MOST: Final = 127
 _COMPARED: Final = 1 << 20
-"""Numbers that are looked at at a time."""
+"""Numbers compared at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def encoded_bytes(codec: Codec, nbytes: int) -> int:
-    """Return what `nbytes` bytes of float32 take in a codec."""
+    """Return the encoded size of `nbytes` bytes of float32."""
     if codec == "plain":
         return nbytes
     numbers = nbytes // 4
@@ -46,7 +45,7 @@ def encoded_bytes(codec: Codec, nbytes: int) -> int:
 def exact_codec(raw: Bytes) -> Codec:
     """Return the 16-bit codec that keeps every bit of float32 numbers, or `plain` if there is none.
 
-    There is none for NaN, whose bits torch converts in more than one way.
+    NaN has none: torch converts its bits in more than one way.
     """
     numbers = torch.from_numpy(raw).view(torch.float32)
     if not _has_low_bits(numbers, 0x0000FFFF):
@@ -62,7 +61,7 @@ def _has_low_bits(numbers: torch.Tensor, mask: int) -> bool:
 
 
 def encode(codec: Codec, raw: Bytes) -> Bytes:
-    """Return float32 numbers in a codec, `encoded_bytes` of them. A whole number of parts can be encoded one by one."""
+    """Encode float32 numbers to `encoded_bytes` bytes. A whole number of parts can be encoded part by part."""
     if codec == "plain":
         return raw
     numbers = torch.from_numpy(raw).view(torch.float32)
@@ -72,7 +71,7 @@ def encode(codec: Codec, raw: Bytes) -> Bytes:
 
 
 def _quantized(numbers: torch.Tensor) -> Bytes:
-    """One part: the scales of its blocks, then its numbers as multiples of them."""
+    """Return one part: the scales of its blocks, then its numbers as multiples of them."""
     blocks = -(-len(numbers) // BLOCK)
     padded = torch.zeros(blocks * BLOCK)
     padded[: len(numbers)] = numbers
@@ -85,14 +84,14 @@ def _quantized(numbers: torch.Tensor) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Decodes float32 numbers from where they are encoded to where they are read, as often as it is called."""
+    """Decodes float32 numbers from their encoded bytes into their destination; can be called repeatedly."""
 
     codec: Codec
     encoded: torch.Tensor
-    """Bytes."""
+    """uint8."""
     numbers: torch.Tensor
     in_place: bool
-    """Whether the numbers may lie over encoded bytes. None lies behind bytes that encode a later one."""
+    """Whether the numbers may overlap the encoded bytes. No number lies behind the encoded bytes of a later one."""
 
     def __call__(self) -> None:
         if self.codec == "plain":
@@ -118,7 +117,7 @@ class Decoding:
         whole = len(self.numbers) // PART
         multiples, scales, targets = _whole_parts(self.encoded, self.numbers)
         clear = min(whole, self._clear(_PART_BYTES))
-        # In place, a part's numbers may lie over the scales of the one before.
+        # In place, a part's numbers may overlap the scales of the part before.
         at_once = 1 if self.in_place or torch.get_num_threads() > 1 else _GROUP
         for first in range(0, clear, at_once):
             group = slice(first, min(first + at_once, clear))
@@ -131,7 +130,7 @@ class Decoding:
             blocks.targets.copy_(blocks.multiples).mul_(blocks.scales)
 
     def _clear(self, part_bytes: int) -> int:
-        """Return how many of the first parts are written before the place where their own bytes begin.
+        """Return the number of leading parts whose numbers end before their own encoded bytes begin.
 
         Part k is written up to byte (k + 1) * 4 * PART of the numbers; its bytes begin at k * part_bytes.
         """
@@ -142,7 +141,7 @@ class Decoding:
 
 
 class Blocks(NamedTuple):
-    """Views of numbers in int8: what they are multiples of is broadcast to them."""
+    """Views of int8 numbers; `scales` broadcasts over `multiples`."""
 
     multiples: torch.Tensor
     scales: torch.Tensor
@@ -151,7 +150,7 @@ class Blocks(NamedTuple):
 
 
 def int8_blocks(encoded: torch.Tensor, numbers: torch.Tensor) -> list[Blocks]:
-    """Return views of all of a tensor in int8, one of its whole parts and at most two of the rest."""
+    """Return views that cover a tensor in int8: one of its whole parts, and at most two of the rest."""
     whole = len(numbers) // PART
     parts = [_whole_parts(encoded, numbers)] if whole else []
     return [*parts, *_blocks_of_rest(encoded[whole * _PART_BYTES :], numbers[whole * PART :])]
@@ -168,7 +167,7 @@ def _whole_parts(encoded: torch.Tensor, numbers: torch.Tensor) -> Blocks:
 
 
 def _blocks_of_rest(encoded: torch.Tensor, numbers: torch.Tensor) -> Iterator[Blocks]:
-    """Yield the blocks of a part that is not whole: those of `BLOCK` numbers, and the last one if it is shorter."""
+    """Yield the blocks of an incomplete part: those of `BLOCK` numbers, then the last one if it is shorter."""
     split, even = -(-len(numbers) // BLOCK) * _SCALE_BYTES, len(numbers) // BLOCK * BLOCK
     scales, multiples = encoded[:split].view(torch.float32), encoded[split:].view(torch.int8)
     if even:
@@ -179,7 +178,7 @@ def _blocks_of_rest(encoded: torch.Tensor, numbers: torch.Tensor) -> Iterator[Bl
 
 
 def decoding(codec: Codec, source: Bytes, destination: Bytes, *, in_place: bool = False) -> Decoding:
-    """Prepare to fill the destination with the float32 numbers, or plain bytes, that the source encodes."""
-    with torch.inference_mode(False):  # the thread that decodes may be in another mode than the one that prepares
+    """Prepare to fill `destination` with the float32 numbers, or plain bytes, that `source` encodes."""
+    with torch.inference_mode(False):  # the decoding thread may be in another mode than this one
         encoded, numbers = torch.from_numpy(source), torch.from_numpy(destination)
         return Decoding(codec, encoded, numbers if codec == "plain" else numbers.view(torch.float32), in_place)

@@ -1,4 +1,4 @@
-"""Attention of short sequences, and what comes before it: projections of one input, and rotary embeddings."""
+"""Attention of short sequences, and the ops before it: projections of one input, and rotary embeddings."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ _KEEP_LAST = (
     aten.clone.default,
     aten.contiguous.default,
 )
-"""Operators after which each vector of the last dimension is as it was, if its size is."""
+"""Operators that keep each vector of the last dimension, if its size stays the same."""
 _MOST_LENGTH, _LANES = 128, 16
-"""torch's kernel computes what is left of a row of scores after the last 16 one by one. Where that is half of 16 or
-more, plain products take 15 to 30 % less time, up to about this length."""
+"""torch's kernel computes the remainder of a row of scores, after whole groups of 16, one by one. If at least half of
+16 remain, plain products take 15 to 30 % less time, up to about this length."""
 
 
 def join_projections(model: FxModel, most_bytes: int) -> None:
-    """Compute linear layers of one input, whose results are reshaped, as one layer of a limited size.
+    """Join linear layers of one input, whose results are only reshaped, into one layer of limited size.
 
-    Queries, keys and values are then views of its result. Entering a kernel takes as long as a small product.
+    Queries, keys and values become views of its result. Entering a kernel takes as long as a small product.
     """
     by_input: dict[Any, list[Any]] = defaultdict(list)
     nodes: list[Any] = list(model.graph.nodes)
@@ -43,7 +43,9 @@ def join_projections(model: FxModel, most_bytes: int) -> None:
                 or (bias is not None and model.weight_of(bias) is None)
             ):
                 continue
+            # Layers with and without a bias cannot be joined.
             by_input[node.args[0], bias is None, weight.dtype].append(node)
+    # Join the weights of each group, and let the old results be slices of the new one.
     for (x, plain, _), layers in by_input.items():
         given = [[model.weights[n.name] for n in layer.args[1:]] for layer in layers]
         if len(layers) < 2 or sum(weight.nbytes for weight, *_ in given) > most_bytes:
@@ -78,8 +80,8 @@ def _only_reshaped(node: fx.Node) -> bool:
 def rotate_pairs(model: FxModel) -> None:
     """Compute rotary embeddings as one multiplication of complex numbers.
 
-    A model's rotation pairs the first half of each head with the second. Rows of the projections to queries and keys
-    are moved so that pairs lie side by side, which changes no product of a query and a key.
+    A model's rotation pairs the first half of each head with the second. Rows of the query and key projections are
+    reordered so that pairs are adjacent, which changes no product of a query and a key.
     """
     tables: dict[Any, fx.Node] = {}
     nodes: list[Any] = list(model.graph.nodes)
@@ -105,7 +107,7 @@ def rotate_pairs(model: FxModel) -> None:
 
 
 def _paired(model: FxModel, old: fx.Node | None, size: int) -> fx.Node | None:
-    """A weight or bias with the rows of each head in another order: both of a pair, then both of the next."""
+    """Return a weight or bias with the rows of each head reordered: both of a pair, then both of the next."""
     if old is None:
         return None
     weight = model.weights[old.name]
@@ -117,7 +119,7 @@ def _paired(model: FxModel, old: fx.Node | None, size: int) -> fx.Node | None:
 
 
 def _origin(operand: Any) -> Any:
-    """Where the vectors of an operand of attention come from, of which nothing else reads any."""
+    """Return the node that an operand's vectors come from, through views that nothing else reads."""
     while operand.target in _KEEP_LAST and len(operand.users) == 1:
         source = operand.args[0]
         if not isinstance(source, fx.Node) or str(_last(source)) != str(_last(operand)):
@@ -133,10 +135,10 @@ def _last(node: fx.Node) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Rotation:
-    """A rotation of what a linear layer computes."""
+    """A rotation of a linear layer's result."""
 
     total: fx.Node
-    """Its last op."""
+    """The rotation's last op."""
     heads: Any
     """The layer's result as [batch, length, heads, size]."""
     size: int
@@ -145,7 +147,7 @@ class _Rotation:
 
 
 def _rotation(model: FxModel, total: Any) -> _Rotation | None:
-    """The rotation whose last op this is; None for any other op, and where a layer's rows cannot be moved."""
+    """Return the rotation that ends with this op; None for any other op, or if a layer's rows cannot be reordered."""
     if total.target is not aten.add.Tensor or total.kwargs or len(total.users) != 1:
         return None
     if not all(isinstance(n, fx.Node) and n.target is aten.mul.Tensor and len(n.users) == 1 for n in total.args):
@@ -170,7 +172,7 @@ def _rotation(model: FxModel, total: Any) -> _Rotation | None:
 
 
 def _is_turned(turned: Any, x: fx.Node, size: int) -> bool:
-    """Whether a value is the second half of each vector, negated, and the first half; and `x` is read for no more."""
+    """Whether a value is each vector's negated second half, then its first half, and `x` has no other readers."""
     parts = turned.args[0] if isinstance(turned, fx.Node) and turned.target is aten.cat.default else ()
     joined: Any = parts
     if len(joined) != 2 or turned.args[1:] not in ((-1,), (3,)) or len(turned.users) != 1 or size % 2:
@@ -184,7 +186,7 @@ def _is_turned(turned: Any, x: fx.Node, size: int) -> bool:
 
 
 def attend_plainly(model: FxModel) -> None:
-    """Compute attention as plain products where its fixed length is short and no multiple of what a vector holds."""
+    """Compute attention as plain products if its fixed length is short and leaves at least half a vector over."""
     nodes: list[Any] = list(model.graph.nodes)
     for node in nodes:
         plain = node.target is aten.scaled_dot_product_attention.default and len(node.args) == 3

@@ -1,4 +1,4 @@
-"""Replaces functions that published models spell out in several passes over a tensor by one op."""
+"""Replaces functions that models spell out in several elementwise passes by one op."""
 
 import math
 from typing import Any
@@ -12,14 +12,14 @@ from cohabit.runtime.lowering.model import FxModel
 aten = torch.ops.aten
 
 _EXACT = 1e-6
-"""Relative difference within which a constant is the one of a formula: models write it with few digits or many."""
+"""Relative tolerance for the constants of a formula: models write them with few digits or many."""
 
 
 _CASTS = frozenset({aten.to.dtype, aten.to.dtype_layout, aten.to.device})
 
 
 def drop_casts(model: FxModel) -> None:
-    """Remove casts to the type that a tensor has, which return it as it is: formulas are found across them."""
+    """Remove casts to a tensor's own type, which return it unchanged and hide formulas."""
     for node in list(model.graph.nodes):
         given = node.args[0] if node.target in _CASTS else None
         if isinstance(given, fx.Node) and _is_same(node.meta.get("val"), given.meta.get("val")):
@@ -28,7 +28,7 @@ def drop_casts(model: FxModel) -> None:
 
 
 def _is_same(result: Any, given: Any) -> bool:
-    """Whether a cast's result is the tensor that it was given, by what export wrote."""
+    """Whether a cast returns its operand, by export's metadata."""
     if not isinstance(result, torch.Tensor) or not isinstance(given, torch.Tensor):
         return False
     alike = result.dtype is given.dtype and result.device == given.device and result.layout is given.layout
@@ -36,7 +36,7 @@ def _is_same(result: Any, given: Any) -> bool:
 
 
 def use_gelu(model: FxModel) -> None:
-    """Compute 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) as GELU by its tanh approximation."""
+    """Replace 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) by GELU with its tanh approximation."""
     for node in list(model.graph.nodes):
         if node.target is aten.tanh.default and (found := _gelu_of(node)) is not None:
             x, last = found
@@ -48,7 +48,7 @@ def use_gelu(model: FxModel) -> None:
 
 
 def _gelu_of(tanh: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return what GELU is computed of, and the op that has its result, if this is the tanh in its formula."""
+    """Return GELU's operand and the op that has its result, if this is the tanh in its formula."""
     inner = _factor(tanh.args[0], math.sqrt(2 / math.pi))
     if inner is None or inner.target is not aten.add.Tensor or inner.kwargs:
         return None
@@ -66,7 +66,7 @@ def _gelu_of(tanh: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def use_rms_norm(model: FxModel) -> None:
-    """Compute w (x rsqrt(mean(x^2) + eps)), the mean over the last dimension, as one op."""
+    """Replace w (x rsqrt(mean(x^2) + eps)), with the mean over the last dimension, by one op."""
     for node in list(model.graph.nodes):
         if node.target is not aten.rsqrt.default or (norm := _rms_norm_of(node)) is None:
             continue
@@ -79,7 +79,7 @@ def use_rms_norm(model: FxModel) -> None:
 
 
 def _rms_norm_of(rsqrt: fx.Node) -> tuple[fx.Node, fx.Node, float, fx.Node] | None:
-    """Return x, the weight, eps, and the op that has the result."""
+    """Return x, the weight, eps, and the op that has the result; None for any other rsqrt."""
     total = rsqrt.args[0]
     if not isinstance(total, fx.Node) or total.target is not aten.add.Tensor or total.kwargs:
         return None
@@ -108,7 +108,7 @@ def _is_float32(node: fx.Node) -> bool:
 
 
 def _other(node: fx.Node, one: fx.Node) -> Any:
-    """Return the second operand of an op of two, given the first; None for any other op."""
+    """Return the other operand of a two-operand op; None for any other op."""
     if node.kwargs or len(node.args) != 2:
         return None
     return node.args[1] if node.args[0] is one else node.args[0] if node.args[1] is one else None

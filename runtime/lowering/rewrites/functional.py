@@ -1,7 +1,7 @@
-"""Makes a program functional: each value is written once, by the op that makes it, so that ops can be moved freely.
+"""Makes a program functional: each value is written once, by the op that creates it, so that ops can be moved freely.
 
-Archives keep the in-place ops of their models. Most change a value that no view shares, and become their out-of-place
-form where they stand. A program with any other change is functionalized by torch, which traces it again.
+Archives keep the in-place ops of their models. Most change a value that no view shares, and are replaced by their
+out-of-place form. A program with any other change is functionalized by torch, which traces it again.
 """
 
 from collections.abc import Iterator
@@ -34,9 +34,9 @@ _NEW_COMPOSITES = frozenset(
         *(aten.softmax.int, aten.log_softmax.int, aten.relu6.default, aten.embedding_bag.padding_idx),
     }
 )
-"""Composite operators that make new bytes. The schema of a composite operator does not say whether it does."""
+"""Composite operators that make new bytes, which their schemas do not tell."""
 _UNNAMED_VIEWS = (aten._unsafe_view.default, aten.lift.default)
-"""Operators whose schema hides that their result is their operand's bytes."""
+"""Operators whose result shares their operand's bytes, although their schema does not say so."""
 _DROPOUTS = (
     *(aten.dropout.default, aten.dropout_.default),
     *(aten.feature_dropout.default, aten.feature_dropout_.default),
@@ -44,7 +44,7 @@ _DROPOUTS = (
 _ELEMENTWISE = frozenset(
     {aten.hardswish.default, aten.fill.Scalar, aten.fill.Tensor, aten.masked_fill.Tensor, aten.zero.default}
 )
-"""Those that torch does not tag as such."""
+"""Elementwise operators that torch does not tag as such."""
 _WRITING = frozenset(
     {
         *(aten.copy.default, aten.index_put.default, aten.masked_scatter.default, aten.index_add.default),
@@ -52,11 +52,11 @@ _WRITING = frozenset(
         *(aten.scatter.src, aten.scatter.value, aten.scatter_add.default),
     }
 )
-"""Operators that write elements of their first operand; its other elements and its type are the result's."""
+"""Operators that write some elements of their first operand; its other elements and its type are the result's."""
 
 
 def functional(name: str, program: ExportedProgram) -> tuple[fx.Graph, ExportedProgram]:
-    """Return a graph in which no op changes anything, and the program whose signature it has.
+    """Return a graph without in-place changes, and the program whose signature it has.
 
     Raises UnsupportedModel.
     """
@@ -67,7 +67,7 @@ def functional(name: str, program: ExportedProgram) -> tuple[fx.Graph, ExportedP
     changes = [node for graph in _graphs(program.graph_module) for node in graph.nodes if is_change(node)]
     try:
         program = program.run_decompositions({})
-    except Exception as error:  # torch raises whatever its tracer raises
+    except Exception as error:  # the tracer raises any type
         reason = str(error).split("\n", 1)[0][:300]
         raise UnsupportedModel(
             f"{name}: op {changes[0].name} changes a tensor in place, and torch cannot write the program without that:"
@@ -79,9 +79,9 @@ def functional(name: str, program: ExportedProgram) -> tuple[fx.Graph, ExportedP
 
 
 def _copy(program: ExportedProgram) -> fx.Graph:
-    """Return a copy of a program's graph without dropouts, which return what they read unless a model trains.
+    """Return a copy of a program's graph without dropouts, which do nothing in inference.
 
-    Views become reshapes, which take every layout: kernels for a rewritten layer may have another than was exported.
+    Views become reshapes, which accept every layout: a rewritten layer's kernel may return another than was exported.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
@@ -95,7 +95,7 @@ def _copy(program: ExportedProgram) -> fx.Graph:
 
 
 def _graphs(root: torch.nn.Module) -> Iterator[fx.Graph]:
-    """Yield a program's graph and those of its branches, loops and regions."""
+    """Yield the graphs of a program and of its branches, loops and regions."""
     return (module.graph for module in root.modules() if isinstance(module, fx.GraphModule))
 
 
@@ -121,9 +121,9 @@ def makes_new_bytes(node: fx.Node) -> bool:
 
 
 def write_once(graph: fx.Graph) -> bool:
-    """Replace changes of values that have no other name by out-of-place ops.
+    """Replace in-place changes of values without aliases by out-of-place ops.
 
-    Leaves the graph as it is and returns False if there are other changes.
+    Returns False, and leaves the graph unchanged, if there are other changes.
     """
     own: set[Any] = set()
     changes: dict[fx.Node, OpOverload] = {}
@@ -147,7 +147,7 @@ def write_once(graph: fx.Graph) -> bool:
 
 
 def _out_of_place(node: fx.Node) -> OpOverload | None:
-    """The operator that returns what an in-place one leaves in its first operand; None if there is none."""
+    """Return the out-of-place form of an in-place operator; None without an exact one."""
     op = cast(OpOverload, node.target)
     written = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     new = _variant(op, op._schema.name.removesuffix("_"))
@@ -157,7 +157,7 @@ def _out_of_place(node: fx.Node) -> OpOverload | None:
 
 
 def in_place_form(op: Any) -> OpOverload | None:
-    """The operator that writes an op's result into its first operand, of the same shape and type, in any layout."""
+    """Return the operator that writes an op's result into its first operand, of equal shape and type, in any layout."""
     known = isinstance(op, OpOverload) and (torch.Tag.pointwise in op.tags or op in _ELEMENTWISE | _WRITING)
     if not known or op._schema.is_mutable or is_random(op) or op._schema.returns[0].alias_info is not None:
         return None
@@ -165,7 +165,7 @@ def in_place_form(op: Any) -> OpOverload | None:
 
 
 def _variant(op: OpOverload, name: str) -> OpOverload | None:
-    """The operator of another name with an operator's overload and arguments."""
+    """Return the operator of another name with the same overload and argument types."""
     packet = getattr(aten, name.removeprefix("aten::"), None)
     other = getattr(packet, op._overloadname, None)
     if other is None or [str(a.type) for a in other._schema.arguments] != [
@@ -176,7 +176,7 @@ def _variant(op: OpOverload, name: str) -> OpOverload | None:
 
 
 def _result_type(node: fx.Node, op: OpOverload) -> torch.dtype | None:
-    """The type that an elementwise op's result has for a node's operands."""
+    """Return the dtype of an elementwise op's result for a node's operands."""
 
     def operand(n: fx.Node) -> Any:
         value = n.meta.get("val")
@@ -197,7 +197,7 @@ def _dtype(node: Any) -> torch.dtype | None:
 
 
 def _name_batch_norms(graph: fx.Graph) -> None:
-    """Write batch norms as exported programs have them: torch's tracer takes them apart."""
+    """Restore batch norms to the form of exported programs: torch's tracer decomposes them."""
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_no_training.default and not node.kwargs:
             x, weight, bias, mean, variance, momentum, eps = node.args

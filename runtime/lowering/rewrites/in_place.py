@@ -1,6 +1,7 @@
-"""In-place ops: an op writes its result over an operand that nothing else reads any more.
+"""In-place ops: an op overwrites an operand that nothing else reads afterwards.
 
-The last rewrite: the others take each value to be written once. It gives a model back the changes that it makes itself.
+Runs after the rewrites that assume that each value is written once. It restores the in-place ops that the model had
+itself.
 """
 
 import operator
@@ -25,27 +26,27 @@ _WHOLE_VIEWS = frozenset(
         *(aten.detach.default, aten.contiguous.default),
     }
 )
-"""Operators whose result has the bytes of their first operand, all of them, or a copy of them."""
+"""Operators whose result has all bytes of their first operand, or a copy of them."""
 _OTHER_VIEWS = frozenset(
     {
         *(aten.slice.Tensor, aten.select.int, aten.narrow.default, aten.diagonal.default, aten.expand.default),
         *(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, operator.getitem),
     }
 )
-"""Those whose result has some of them, or has one several times."""
+"""Operators whose result has some bytes of their first operand, or has a byte several times."""
 _PLACES = {
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
     aten.diagonal_scatter.default: aten.diagonal.default,
 }
-"""Operators that return their first operand with the second one in a place of it, and the view that is the place."""
+"""Operators that return their first operand with a part replaced by the second, and the view of that part."""
 
 _Place = tuple[tuple[Any, tuple[Any, ...]], ...]
-"""Views of a value, each of the one before: operators, and their arguments after the operand."""
+"""Nested views of a value: operators, and their arguments after the operand."""
 
 
 def work_in_place(model: FxModel) -> None:
-    """Let ops overwrite an operand that nothing else reads: fewer activations, and the same bits."""
+    """Let ops overwrite an operand that nothing else reads: fewer activations, the same bits."""
     names = _Names(model.graph)
     for node in list(model.graph.nodes):
         if node.op != "call_function" or not node.args:
@@ -67,19 +68,19 @@ def work_in_place(model: FxModel) -> None:
 
 
 def _form_of(node: fx.Node) -> Any:
-    """The operator that writes an op's result over its first operand, if that is of the same form."""
+    """Return the in-place form of an op, if its first operand has the result's shape and dtype."""
     form = in_place_form(node.target)
     return form if form is not None and node.args and same_form(cast(fx.Node, node.args[0]), node) else None
 
 
 class _Names:
-    """Which values may share their bytes, and who reads them."""
+    """Tracks which values may share bytes, and who reads them."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._root: dict[Any, fx.Node] = {}
         self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._whole: set[Any] = set()
-        """Values that have all bytes of their storage, once."""
+        """Values that cover all bytes of their storage, once."""
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
@@ -98,13 +99,13 @@ class _Names:
             self._whole.add(node)
 
     def _forget(self, nodes: Sequence[fx.Node]) -> None:
-        """Take these values' bytes for ones that may have more names."""
+        """Stop tracking the bytes of these values: they may have further aliases."""
         for root in {self._root[n] for n in nodes if n in self._root}:
             for member in self._members.pop(root):
                 del self._root[member]
 
     def last_read(self, operand: Any, reader: fx.Node) -> bool:
-        """Whether an operand is all of its bytes, which are read by this op last, and once."""
+        """Whether an operand covers its storage, and this op reads the storage last and once."""
         if operand not in self._whole or operand not in self._root:
             return False
         members = self._members[self._root[operand]]
@@ -112,13 +113,13 @@ class _Names:
         return times == 1 and all(user <= reader for member in members for user in member.users)
 
     def can_write(self, base: fx.Node, writer: fx.Node, replaced: Sequence[fx.Node]) -> bool:
-        """Whether an op reads the bytes of `base` once, and after it only ops that are being replaced do."""
+        """Whether an op reads the bytes of `base` once, and all later readers are being replaced."""
         members = self._members[self._root[base]]
         times = sum(argument in members for argument in _leaves(writer))
         return times == 1 and all(u <= writer or u in replaced for member in members for u in member.users)
 
     def join(self, operand: fx.Node, result: fx.Node) -> None:
-        """Note that a result is written over an operand."""
+        """Record that a result is written over an operand."""
         root, other = self._root[operand], self._root.get(result)
         for member in [result] if other is None else self._members.pop(other):
             self._add(member, root, whole=member in self._whole or member is result)
@@ -130,14 +131,14 @@ def _returns_numbers(node: fx.Node) -> bool:
 
 
 def _leaves(node: fx.Node) -> list[fx.Node]:
-    """The operands of a node, each as often as it is one."""
+    """Return the operands of a node, with repetitions."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _write(model: FxModel, names: _Names, base: fx.Node, place: _Place, replaced: tuple[fx.Node, ...]) -> None:
-    """Write what the last one of `replaced` returns into a place of `base`, which it has read there."""
+    """Write the last result of `replaced` into a part of `base`, which that op read before."""
     _, value, *where = cast(Any, replaced[-1].args)
     place = (*place, (_PLACES[cast(Any, replaced[-1].target)], tuple(where)))
     alone = len(value.users) == 1 and bool(value.args) and _is(value.args[0], base, place)
@@ -156,7 +157,7 @@ def _write(model: FxModel, names: _Names, base: fx.Node, place: _Place, replaced
 
 
 def _is(node: Any, base: fx.Node, place: _Place) -> bool:
-    """Whether a value is a place of `base`."""
+    """Whether a value is this view of `base`."""
     if not place or not isinstance(node, fx.Node):
         return node is base
     view, where = place[-1]

@@ -1,9 +1,9 @@
 """The fastest form of a linear layer on this machine, measured when a model is lowered.
 
-A layer can be computed from its weight as exported, from the transposed one (a plain product, which needs no packing),
-or from a weight packed for oneDNN, with the activation function or the sum that follows in the same kernel. Which is
-fastest depends on the processor, the shape, and the number of rows. Weights of a model are cold when a layer begins,
-so each form is timed over several weights in turns.
+A layer can be computed from its weight as exported, from the transposed weight (a plain product, which needs no
+packing), or from a weight packed for oneDNN, in one kernel with the next activation function or sum. The fastest form
+depends on the processor, the shape, and the number of rows. Weights are cold in the cache when a layer begins, so each
+form is timed over several weights in turns.
 """
 
 import math
@@ -20,20 +20,21 @@ from cohabit.runtime.lowering.fused_ops import linear_transposed
 
 Form = Literal["plain", "transposed", "packed"]
 _COLD_BYTES: Final = 8 << 20
-"""Of different weights that a form is timed with, unless one weight is larger."""
+"""Bytes of different weights that a form is timed with, unless one weight is larger."""
 _MOST_WEIGHTS: Final = 32
 _MOST_MULTIPLICATIONS: Final = 1 << 29
-"""Products with more are bound by computing, which all forms do alike, and would take most of a first start to time."""
+"""Products with more multiplications are not timed: they are compute-bound, which makes all forms alike, and would take
+most of a first start."""
 _MOST_ROWS: Final = 4
-"""Different numbers of rows that are timed, from the least to the most."""
+"""Maximum number of row counts that are timed, spread over the given ones."""
 _SECONDS: Final = 8e-3
-"""Time for which each form is tried, per number of rows."""
+"""Seconds for which each form is timed, per number of rows."""
 _WORTH: Final = 0.9
-"""A form takes the place of another, in the order packed, plain, transposed, at this share of its time or less. A
-smaller gain may be chance."""
+"""A form replaces the one before it, in the order packed, plain, transposed, at this fraction of its time or less. A
+smaller gain may be noise."""
 
 Tail = Callable[[torch.Tensor], torch.Tensor]
-"""What follows a layer, on its result, which may be changed in place."""
+"""Applies the op after a layer to the layer's result, which may be changed in place."""
 
 
 @lru_cache(maxsize=4096)
@@ -48,14 +49,15 @@ def fastest(
     packs: bool,
     threads: int,
 ) -> Form:
-    """Return the form with the least time over numbers of rows, which ascend; `packed` only if it `packs`.
+    """Return the form with the least total time over the ascending `rows`; `packed` only if `packs`.
 
-    `fused` is the activation function that the packed form computes with the layer, in oneDNN's words, and `adds` says
-    whether it adds a residual. Layers of one shape are measured once per process.
+    `fused` is the activation function that the packed form includes, as oneDNN names it; `adds` says whether it adds a
+    residual. Layers of one shape are measured once per process.
     """
     timed = [number for number in rows if number * inputs * outputs <= _MOST_MULTIPLICATIONS]
     if not timed:
         return "packed" if packs else "plain"
+    # Few row counts, and enough weights that none stays in the cache.
     timed = timed[:: -(-len(timed) // _MOST_ROWS)]
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (4 * inputs * outputs)))
     generator = torch.Generator().manual_seed(0)
@@ -85,6 +87,7 @@ def fastest(
         plain_s += cold_seconds([partial(plain, weight) for weight in weights])
         transposed_s += cold_seconds([partial(turned, weight) for weight in transposed])
         packed_s += cold_seconds([partial(by_onednn, weight) for weight in packed]) if packs else math.inf
+    # Each form must clearly beat the one before it.
     best: Form = "transposed" if transposed_s <= _WORTH * plain_s else "plain"
     best_s = transposed_s if best == "transposed" else plain_s
     return best if best_s <= _WORTH * packed_s else "packed"
@@ -108,7 +111,7 @@ def _tail(fused: tuple[str, tuple[float, ...], str] | None, other: torch.Tensor 
 
 
 def cold_seconds(calls: Sequence[Callable[[], object]], seconds: float = _SECONDS) -> float:
-    """Return the time of a call, the lower quartile of calls made in turns for `seconds`."""
+    """Return the lower quartile of the times of calls, which are made in turns for `seconds`."""
     times: list[float] = []
     for call in calls:
         call()
@@ -122,7 +125,7 @@ def cold_seconds(calls: Sequence[Callable[[], object]], seconds: float = _SECOND
 
 
 def forms_of(targets: Iterable[Callable[..., object]]) -> dict[Form, int]:
-    """Return how many calls of linear layers have each form, of those that there are."""
+    """Count the calls of linear layers per form."""
     forms: dict[object, Form] = {
         packing.LINEAR: "packed",
         packing.LINEAR_SUM: "packed",

@@ -1,4 +1,4 @@
-"""Zero padding before convolutions, done by the convolutions."""
+"""Moves zero padding before convolutions into the convolutions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,15 +13,15 @@ aten = torch.ops.aten
 
 _DIMENSIONS: dict[Any, int] = {aten.conv1d.default: 1, aten.conv2d.default: 2}
 _DEFAULTS: tuple[Any, ...] = (None, [1], [0], [1], 1)
-"""Of the arguments after the weight: bias, stride, padding, dilation, groups."""
+"""Defaults of the arguments after the weight: bias, stride, padding, dilation, groups."""
 _MOST_GROWTH = 2.0
-"""How much larger a depthwise kernel may become. Its zeros cost less time than a copy of the image."""
+"""Maximum growth of a depthwise kernel. Its zeros cost less time than a copy of the image."""
 
 
 def absorb_padding(model: FxModel) -> None:
-    """Let convolutions pad with the zeros that an op before them adds, for the same results and one image less.
+    """Let convolutions add the zeros that an op before them adds: same results, one image less.
 
-    Convolutions pad both sides of a dimension alike. Where the op does not, a depthwise convolution pads by the larger
+    Convolutions pad both sides of a dimension equally. For unequal padding, a depthwise convolution pads by the larger
     number, and its kernel gets zeros on the other side.
     """
     for node in list(model.graph.nodes):
@@ -34,7 +34,7 @@ def absorb_padding(model: FxModel) -> None:
 
 
 def _zeros(node: Any) -> Sequence[int] | None:
-    """How many zeros an op adds, in torch's order: both sides of the last dimension, of the one before, and so on."""
+    """Return the zeros that an op adds, in torch's order: both sides per dimension, the last one first; else None."""
     if node.target is aten.constant_pad_nd.default:
         mode, value = "constant", (*node.args, 0)[2]
     elif node.target is aten.pad.default:
@@ -48,7 +48,7 @@ def _zeros(node: Any) -> Sequence[int] | None:
 
 
 def _absorb(model: FxModel, conv: Any, padded: fx.Node, amounts: Sequence[int]) -> None:
-    """Give a convolution what an op pads, if it is one that can take that."""
+    """Move an op's padding into a convolution that reads it, if the convolution supports it."""
     dims = _DIMENSIONS.get(conv.target)
     weight = model.weight_of(conv.args[1]) if dims is not None else None
     if weight is None or conv.args[0] is not padded or conv.kwargs or len(amounts) > 2 * weight.dim() - 4:

@@ -14,11 +14,11 @@ aten = torch.ops.aten
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _NEED_CONTIGUOUS = (aten.view.dtype, aten.view_as_complex.default, aten.as_strided.default)
-"""Operators that fail on other strides than those of the export, or read other elements."""
+"""Operators that fail on strides other than the export's, or read other elements."""
 
 
 def apply_options(model: FxModel, options: Options) -> None:
-    """Change a model's parameters, and cast its inputs and outputs. Runs after batch norms are folded."""
+    """Convert parameters and ops to the options, and cast inputs and outputs. Runs after batch norms are folded."""
     if options.dtype != "float32":
         _cast(model, getattr(torch, options.dtype))
     if options.channels_last:
@@ -28,9 +28,9 @@ def apply_options(model: FxModel, options: Options) -> None:
 
 
 def _take_any_strides(model: FxModel) -> None:
-    """Let what is computed from a convolution's result have other strides than the export's.
+    """Allow values computed from a convolution to have other strides than the export's.
 
-    Runs where no op changes a view of its operand any more.
+    Requires that no op changes a view of its operand in place.
     """
     found: set[fx.Node] = set()
     for node in list(model.graph.nodes):
@@ -72,7 +72,7 @@ def _cast(model: FxModel, dtype: torch.dtype) -> None:
 
 
 def compute_in(node: fx.Node, dtype: torch.dtype) -> None:
-    """Let an op that names float32, or makes a tensor of it out of none, use the other type."""
+    """Make an op use `dtype` if it names float32, or creates a float32 tensor without tensor operands."""
 
     def replaced(argument: Any) -> Any:
         return dtype if argument is torch.float32 else argument

@@ -13,13 +13,13 @@ from cohabit.runtime.lowering.model import FxModel
 aten = torch.ops.aten
 
 _RECURRENT = {aten.lstm.input: 2, aten.gru.input: 1, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
-"""Operators, and how many states they have."""
+"""Number of states by operator."""
 _LSTM_MODE = 2
-"""oneDNN's number in `mkldnn_rnn_layer`."""
+"""oneDNN's number of the LSTM mode in `mkldnn_rnn_layer`."""
 
 
 def split_recurrent_layers(model: FxModel) -> None:
-    """Issue a recurrent network of L layers as L calls of one layer, so that one layer's weights suffice."""
+    """Split a recurrent network of L layers into L calls, so that only one layer's weights must be in memory."""
     for node in list(model.graph.nodes):
         states = _RECURRENT.get(node.target) if node.op == "call_function" else None
         if states is None:
@@ -46,7 +46,7 @@ def split_recurrent_layers(model: FxModel) -> None:
 
 
 def split_directions(model: FxModel) -> None:
-    """Issue each direction of a layer that is not packed as a call of its own, the second one on reversed input."""
+    """Split each unpacked bidirectional layer into a call per direction, the second one on reversed input."""
     for node in list(model.graph.nodes):
         states = _RECURRENT.get(node.target) if node.op == "call_function" else None
         if states is None or not node.args[7] or node.args[4] != 1:
@@ -77,7 +77,7 @@ def replace_items(model: FxModel, node: fx.Node, outputs: Sequence[fx.Node]) -> 
 
 
 def pack_lstms(model: FxModel) -> None:
-    """Issue each direction of a float32 LSTM layer as one kernel of oneDNN's, with packed weights."""
+    """Replace each direction of a float32 LSTM layer by one oneDNN kernel with packed weights."""
     for node in list(model.graph.nodes):
         if node.op == "call_function" and node.target is aten.lstm.input and _can_be_packed(model, node):
             weights = cast(Any, node.args)[2]
@@ -119,7 +119,7 @@ def _pack_lstm(model: FxModel, node: fx.Node) -> None:
 
 
 def _packed_direction(model: FxModel, weights: Sequence[fx.Node], reverse: bool) -> tuple[list[fx.Node], int]:
-    """Placeholders of one direction's weights and biases, and the size of its state."""
+    """Return the placeholders of one direction's weights and biases, and the size of its state."""
     by_input, by_state, *biases = weights
     plain = model.weights[by_input.name], model.weights[by_state.name]
     packed = packing.pack_lstm(*plain, reverse=reverse)

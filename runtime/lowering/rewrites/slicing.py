@@ -1,4 +1,4 @@
-"""Layers with large weights, computed in slices of their outputs, each of which is copied and dropped on its own."""
+"""Computes layers with large weights in slices of outputs. Each slice's weight is copied and evicted separately."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,40 +15,43 @@ from cohabit.runtime.lowering.model import FxModel, is_linear_layer
 aten = torch.ops.aten
 
 SPLIT_BYTES, MOST_SLICE_BYTES = 16 << 20, 8 << 20
-"""A layer with a larger weight is computed in slices of its outputs, whatever the model's size; the largest slice."""
+"""Weight bytes above which a layer of any model is computed in slices of its outputs; maximum bytes of a slice."""
 PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES = 3 << 20, 2 << 20
-"""The same where weights are packed: small products take a CPU hardly longer, and less memory will do."""
+"""The same for packed weights: on a CPU, small products are hardly slower, and need less memory."""
 SPLIT_SHARE, LEAST_SPLIT_BYTES = 1 / 8, 1 << 20
-"""So is one with a larger share of the model's weights, from this size on: a quarter of the weights must do."""
+"""Fraction of the model's weights above which a layer is sliced, too, and the minimum in bytes: a budget of a quarter
+of the weights must suffice."""
 SLICE_SHARE, LEAST_SLICE_BYTES = 1 / 12, 512 << 10
-"""Size of a slice: large enough for the link, small enough to start early."""
+"""Size of a slice as a fraction of the model's weights, and its minimum in bytes: large enough for the link, small
+enough to start early."""
 LEAST_WHOLE_BYTES = 1 << 20
-"""Parts of a result with as many bytes per row of the batch are written into it one by one; smaller ones are joined."""
+"""Results with at least this many bytes per row of the batch have their parts written into them one by one; parts of
+smaller results are joined."""
 _BLOCK_ROWS = 64
 """Outputs per block of packed layouts, which are padded to a multiple of it."""
 _PARTS = "parts"
-"""Key in the `meta` of joined parts that are to be written into the result: its sizes, and the rows of a part."""
+"""Key in the `meta` of joined parts that will be written into the result: its sizes, and the rows of a part."""
 CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 _BY_ELEMENT = (aten.to.dtype, aten.mul.Tensor, aten.sub.Tensor, aten.add.Tensor, aten.div.Tensor)
-"""Operators by which weights become others of the same shape, such as integers and their scales."""
+"""Operators that compute a weight element by element, such as from integers and their scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """An op whose result can be computed in parts: each reads a part of its weight."""
+    """An op whose result can be computed in parts, each from a part of its weight."""
 
     weight: fx.Node
     operands: Sequence[Any]
     cuts: Sequence[int | None]
-    """Per operand, the dimension in which a part reads its rows; None where each part reads all."""
+    """Per operand, the dimension that parts slice; None if each part reads the whole operand."""
     joined: int
-    """The dimension in which parts are put together."""
+    """The dimension along which parts are joined."""
     arguments: Callable[[Sequence[Any]], tuple[Any, ...]]
-    """The op's arguments, given the operands."""
+    """Returns the op's arguments, given the operands."""
 
 
 def slice_sizes(model: FxModel, *, packed: bool) -> tuple[int, int]:
-    """Return the largest weight of a layer that is computed whole, and the size of a slice, in bytes."""
+    """Return the largest weight of a layer that stays whole, and the size of a slice, in bytes."""
     total = sum(w.nbytes for w in model.weights.values())
     most, slice_bytes = (PACKED_SPLIT_BYTES, MOST_PACKED_SLICE_BYTES) if packed else (SPLIT_BYTES, MOST_SLICE_BYTES)
     most = min(most, max(LEAST_SPLIT_BYTES, int(total * SPLIT_SHARE)))
@@ -58,8 +61,8 @@ def slice_sizes(model: FxModel, *, packed: bool) -> tuple[int, int]:
 def split_large_layers(model: FxModel, packed: bool) -> None:
     """Compute layers with large weights in parts: of output features, of output channels, or of experts.
 
-    Each part has its part of the weight, so that it can start, and be dropped, on its own. A weight that is stored
-    as integers is multiplied by its scales part by part, too.
+    Each part has its own part of the weight, so that it can start, and be evicted, independently. A weight stored as
+    integers is also multiplied by its scales part by part.
     """
     most, slice_bytes = slice_sizes(model, packed=packed)
     known: dict[tuple[fx.Node, int, int], fx.Node] = {}
@@ -67,6 +70,7 @@ def split_large_layers(model: FxModel, packed: bool) -> None:
         layer = _layer(model, node) if node.op == "call_function" and not node.kwargs else None
         if layer is None or (nbytes := _stored_bytes(model, layer.weight)) <= most:
             continue
+        # Equal slices, rounded up to whole blocks of packed layouts.
         count = _shape(model, layer.weight)[0]
         rows = -(-count // -(-nbytes // slice_bytes))
         if rows > _BLOCK_ROWS:
@@ -81,34 +85,36 @@ def split_large_layers(model: FxModel, packed: bool) -> None:
                     for o, cut in zip(layer.operands, layer.cuts, strict=True)
                 ]
                 part = call(node.target, layer.arguments(own))
+                # The activation function is applied part by part, too.
                 parts.append(part if after is None else call(after.target, (part, *after.args[1:]), after.kwargs))
                 form = _part_of(node.meta.get("val"), layer.joined, min(rows, count - start))
                 part.meta["val"] = parts[-1].meta["val"] = form
             whole = call(aten.cat.default, (parts, layer.joined))
+        # `write_parts` later replaces the concatenation of a large result.
         if (sizes := _whole_sizes(model, node, after or node)) is not None:
             whole.meta[_PARTS] = sizes, rows
         for replaced in [node] if after is None else [after, node]:
             whole.meta |= replaced.meta
             replaced.replace_all_uses_with(whole)
             model.graph.erase_node(replaced)
-    model.graph.eliminate_dead_code()  # what whole weights were computed by
+    model.graph.eliminate_dead_code()  # ops that computed whole weights
 
 
 def _part_of(value: Any, dim: int, size: int) -> Any:
-    """The form of a part of a value."""
+    """Return a fake tensor of a part's shape."""
     if not isinstance(value, torch.Tensor):
         return None
     sizes: list[Any] = list(value.shape)
     sizes[dim] = size
-    with getattr(value, "fake_mode", nullcontext()):  # another one may be active
+    with getattr(value, "fake_mode", nullcontext()):  # another mode may be active
         return value.new_empty(sizes)
 
 
 def _whole_sizes(model: FxModel, node: fx.Node, last: fx.Node) -> list[int | None] | None:
-    """The sizes of a linear layer's large result, into which its parts are written one by one; the batch's is None.
+    """Return the sizes of a linear layer's large result that parts are written into; None for the batch's size.
 
-    Then the result and one part are in memory, not the result twice. None where parts are joined: where the result is
-    small, where the op after it can overwrite it, and where sizes other than the batch's are dynamic.
+    Memory then holds the result and one part, not the result twice. Returns None if parts are joined: if the result is
+    small, the next op can overwrite it, or sizes other than the batch's are dynamic.
     """
     value = node.meta.get("val")
     if node.target is not aten.linear.default or not isinstance(value, torch.Tensor):
@@ -124,7 +130,7 @@ def _whole_sizes(model: FxModel, node: fx.Node, last: fx.Node) -> list[int | Non
 
 
 def write_parts(model: FxModel) -> None:
-    """Write the parts of large results into them one by one. Makes a program that is not functional any more."""
+    """Write the parts of large results into them one by one. The program is not functional afterwards."""
     call: Callable[..., fx.Node] = model.graph.call_function
     for node in list(model.graph.nodes):
         if (written := node.meta.get(_PARTS)) is None:
@@ -145,13 +151,13 @@ def write_parts(model: FxModel) -> None:
 
 
 def _activation_after(node: fx.Node) -> fx.Node | None:
-    """The activation function that alone reads a value, which parts can compute one by one."""
+    """Return the activation function that is a value's only reader, which parts can compute one by one."""
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     return reader if reader is not None and reader.target in ACTIVATIONS else None
 
 
 def _layer(model: FxModel, node: fx.Node) -> _Layer | None:
-    """How an op can be computed in parts; None if it cannot, or has no weight."""
+    """Describe how an op can be computed in parts; None if it cannot, or has no weight."""
     if is_linear_layer(model, node) or (node.target in CONVOLUTIONS and not _grouped(node)):
         x, weight, bias, *rest = cast(Any, (*node.args, None)[: max(3, len(node.args))])
         if not _stored_bytes(model, weight) or (bias is not None and not _stored_bytes(model, bias)):
@@ -169,7 +175,7 @@ def _layer(model: FxModel, node: fx.Node) -> _Layer | None:
 def _product(
     model: FxModel, equation: str, operands: Sequence[Any], arguments: Callable[[Sequence[Any]], tuple[Any, ...]]
 ) -> _Layer | None:
-    """A product in Einstein's notation, in parts of its weight's first dimension, if the result has that dimension."""
+    """Split an einsum along its weight's first dimension, if the result has that dimension."""
     given, _, result = equation.partition("->")
     names = given.split(",")
     weights = [(node, own) for node, own in zip(operands, names, strict=True) if _stored_bytes(model, node)]
@@ -179,14 +185,14 @@ def _product(
     cuts = [own.index(first) if first in own else None for own in names]
     count = _shape(model, weight)[0]
     for node, own, cut in zip(operands, names, cuts, strict=True):
-        # A dimension that is named twice is a diagonal; one of size 1 is the same for all rows.
+        # A dimension named twice is a diagonal; one of size 1 is the same for all rows.
         if own.count(first) > 1 or (cut is not None and _shape(model, node)[cut] != count):
             return None
     return _Layer(weight, operands, cuts, result.index(first), arguments) if first in result else None
 
 
 def _stored_bytes(model: FxModel, node: Any) -> int:
-    """Bytes of a weight, or of those from which a value is computed element by element; 0 for any other value."""
+    """Return the bytes of a weight, or of the weights that a value is computed from element by element; else 0."""
     weight = model.weight_of(node)
     if weight is not None:
         return weight.nbytes
@@ -204,7 +210,7 @@ def _shape(model: FxModel, node: fx.Node) -> Sequence[int]:
 def _rows(
     model: FxModel, known: dict[tuple[fx.Node, int, int], fx.Node], node: fx.Node, dim: int, start: int, end: int
 ) -> fx.Node:
-    """Some rows of an operand: a weight of their own, the same of what it is computed from, or a view."""
+    """Return rows of an operand: a new weight, the same op on rows of its operands, or a view."""
     weight = model.weight_of(node)
     if weight is None and not _stored_bytes(model, node):
         return model.graph.call_function(aten.slice.Tensor, (node, dim, start, end))
@@ -221,10 +227,10 @@ def _rows(
 
 
 def _has_rows(model: FxModel, operand: Any, dims: int) -> bool:
-    """Whether an operand of an elementwise op has a row for each of the result's, and is not the same for all."""
+    """Whether an operand of an elementwise op has a row for each of the result's; a single row is shared by all."""
     return isinstance(operand, fx.Node) and len(shape := _shape(model, operand)) == dims and shape[0] != 1
 
 
 def _grouped(node: fx.Node) -> bool:
-    """Whether a convolution's output channels see only their group's inputs."""
+    """Whether a convolution has more than one group."""
     return len(node.args) > 6 and bool(node.args[6] != 1)

@@ -1,4 +1,4 @@
-"""Rows of many embedding tables, read at once."""
+"""Reads the rows of many embedding tables at once."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,13 +13,13 @@ from cohabit.runtime.lowering.model import FxModel
 aten = torch.ops.aten
 
 LEAST_TABLES = 4
-"""Fewest tables for which a check of the ids pays."""
+"""Minimum number of tables for which checking the ids pays."""
 
 
 def join_tables(model: FxModel) -> None:
-    """Read one row of each of several tables, which a `stack` or `cat` puts together, from one table.
+    """Join tables whose rows a `stack` or `cat` combines, and read one row of each by one op.
 
-    Each call of a gather takes longer than the copy of its row. Ids are checked against their own table's size.
+    Calling a gather takes longer than copying its row. Ids are checked against their own table's size.
     """
     for node in list(model.graph.nodes):
         if node.target not in (aten.stack.default, aten.cat.default) or node.kwargs:
@@ -50,7 +50,7 @@ def join_tables(model: FxModel) -> None:
 
 
 def _source(model: FxModel, part: Any) -> tuple[Any, ...] | None:
-    """The ids and the form of a table, if a part is a row of a table by one column of the ids."""
+    """Return the ids, width and dtype, if a part reads a table by one column of the ids; else None."""
     if not isinstance(part, fx.Node) or part.target is not aten.embedding.default or part.kwargs:
         return None
     table, ids = model.weight_of(part.args[0]), part.args[1]
@@ -73,7 +73,7 @@ def _in_order(parts: Sequence[fx.Node]) -> bool:
 
 
 def _gather(model: FxModel, before: fx.Node, ids: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
-    """Add a read of one row of each table: [batch, tables, width]."""
+    """Add nodes that read one row of each table: [batch, tables, width]."""
     names = [str(p.all_input_nodes[0]) for p in parts]
     tables = [model.weights[name] for name in names]
     sizes = torch.tensor([len(t) for t in tables])

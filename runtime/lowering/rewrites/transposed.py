@@ -1,4 +1,4 @@
-"""Transposed convolutions of signals, written as convolutions."""
+"""Replaces transposed 1-d convolutions by convolutions."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from cohabit.runtime.lowering.model import FxModel
 aten = torch.ops.aten
 
 _DEFAULTS = (None, [1], [0], [0], 1, [1])
-"""Of the arguments after the weight: bias, stride, padding, output padding, groups, dilation."""
+"""Defaults of the arguments after the weight: bias, stride, padding, output padding, groups, dilation."""
 
 
 def convolve_transposed(model: FxModel) -> None:
-    """Write transposed convolutions that lengthen a signal by their stride as convolutions with a channel per phase.
+    """Replace transposed convolutions that lengthen a signal by their stride with convolutions, one channel per phase.
 
     A result at `n * stride + phase` depends on a few neighbours of `n`. With phases before features, channels last,
-    the results lie in order: what follows the convolution are views. The new kernel has zeros where a phase sees fewer
-    neighbours, so that the weight grows by half at most in usual models; others are left alone.
+    results are in order, and the ops after the convolution are views. The new kernel has zeros where a phase has fewer
+    neighbours. A layer is left alone if its weight would grow by more than half, which is rare.
     """
     for node in list(model.graph.nodes):
         if node.target is not aten.conv_transpose1d.default or node.kwargs:
@@ -55,7 +55,7 @@ def convolve_transposed(model: FxModel) -> None:
 
 
 def _kernel(weight: torch.Tensor, stride: int, padding: int) -> torch.Tensor:
-    """The convolution's kernel [stride * features, inner, taps], of an odd number of taps."""
+    """Return the convolution's kernel [stride * features, inner, taps], with an odd number of taps."""
     inner, features, size = weight.shape
     reach = max((size - 1 - padding) // stride, (stride - 1 + padding) // stride)
     kernel = weight.new_zeros(stride, features, inner, 2 * reach + 1)
