@@ -1,4 +1,4 @@
-"""Nine models with random weights that no rewrite was made for when they were written: a table of `benchmarks.peers`."""
+"""Nine models that no rewrite was made for, with random weights: a table of `benchmarks.peers`."""
 
 import math
 from collections.abc import Callable, Mapping

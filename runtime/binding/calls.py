@@ -100,7 +100,9 @@ def bind_call(
 
     function = _FUNCTIONS.get(target)
     if function is None:
-        function = target._op if isinstance(target, torch._ops.OpOverload) else target  # skips the forwarding overload
+        function = (
+            target._op if isinstance(target, torch._ops.OpOverload) else target
+        )  # skips the forwarding overload
 
     # The common form has generated source; nested slots take the slower generic call.
     if not (nested or keyword_slots):
