@@ -38,7 +38,7 @@ class ConfigError(CohabitError):
 
 
 class RepositoryError(CohabitError):
-    """The model repository cannot be read at all."""
+    """The model repository cannot be read."""
 
 
 class RemoteError(CohabitError):
@@ -162,7 +162,7 @@ ONLY_INFERENCE = "only inference takes larger ones"
 
 
 RETRY_S = 1.0
-"""Default time until a retry, where nothing predicts it."""
+"""Default time until a retry, in seconds."""
 
 
 class Overloaded(RequestError):

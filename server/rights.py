@@ -17,7 +17,7 @@ def end_with_parent() -> None:
 
 
 def no_new_privileges() -> None:
-    """Give up the rights of set-user-ID programs and file capabilities, for this process and its children."""
+    """Drop the rights of set-user-ID programs and file capabilities, for this process and its children."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 

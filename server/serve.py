@@ -152,7 +152,7 @@ class Server:
         return await self.supervisor.start(on_progress)
 
     async def failed(self) -> None:
-        """Wait until the engine is no longer supervised. The server must end then."""
+        """Wait until the engine is no longer supervised and the server must end. Otherwise never returns."""
         await (asyncio.Event() if self.supervisor is None else self.supervisor.failed).wait()
 
     async def stop(self) -> bool:

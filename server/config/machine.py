@@ -60,7 +60,7 @@ def _groups(controller: str, of_process: Path, mounted: Path) -> Iterator[tuple[
 
 
 def available_memory(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> tuple[int, str]:
-    """Return this process's maximum of RAM in bytes, and what limits it: the machine or a cgroup."""
+    """Return the maximum RAM of this process in bytes, and the limit's owner: the machine or a cgroup."""
     limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
     for group, version in _groups("memory", of_process, mounted):
         with suppress(OSError, ValueError):  # "max" means no limit
@@ -81,7 +81,7 @@ def memory_kills(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> in
 def memory_left(
     of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED, machine: Path = _MACHINE
 ) -> tuple[int, str]:
-    """Return the RAM in bytes that this process and its children can have now, and what limits it.
+    """Return the RAM in bytes that this process and its children can have now, and the limit's owner.
 
     Subtracts the memory of other processes, and a margin for the kernel and its file cache.
     """
@@ -112,7 +112,7 @@ def resident_bytes() -> int:
 def refuse_impossible(config: ServeConfig, origins: Mapping[str, str]) -> None:
     """Check settings against this machine, before anything is loaded. `origins` says where each was given.
 
-    Raises ConfigError for more memory than there is, and for a cache that cannot be written. Warns of too many threads.
+    Raises ConfigError for more memory than available, and for an unwritable cache. Warns of too many threads.
     """
     if config.device == "cpu" and isinstance(config.memory, FixedSize):
         limit, where = available_memory()

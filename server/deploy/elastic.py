@@ -66,7 +66,7 @@ class Elastic:
         self._sizes: dict[str, _Sizes] = {}
         """By load id."""
         self._counted: deque[tuple[float, dict[str, int]]] = deque()
-        """The window's counts: time, and each model's number of requests by then."""
+        """The window's counts: the time, and each model's number of requests until then."""
         self._first: dict[str, int] = {}
         """Each model's number of requests when first seen."""
 

@@ -110,7 +110,7 @@ class PartitionedMemory:
         return {bucket: self.shared.add(lowered, plan, profiles[bucket], store) for bucket, plan in plans}
 
     def add(self, model: Model, programs: Programs) -> None:
-        """Add a model whose residents are loaded, and make its servable."""
+        """Add a model whose residents are loaded, and create its servable."""
         lowered, config = model.lowered, model.source.config
         warn_of_interaction(lowered)
         warn_of_validation(lowered)

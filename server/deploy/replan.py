@@ -25,11 +25,11 @@ _log = logging.getLogger("cohabit.profiles")
 
 INTERVAL_S = 60.0
 IDLE_SHARE = 0.1
-"""Fraction of the time: if lanes have computed for no more, the server is quiet enough to measure."""
+"""Maximum fraction of the time that lanes compute in an interval quiet enough to measure."""
 DISAGREEING = 1.25
 """Ratio of measured to predicted time, or its reciprocal, above which a profile is measured again."""
 LEAST_GAIN = 0.1
-"""Share of the predicted latency that a new division must save to be used now; the next start uses it in any case."""
+"""Share of the predicted latency that a new division must save to be used now; the next start always uses it."""
 
 
 class Replanner:
@@ -160,7 +160,7 @@ class Replanner:
             _log.info("memory is divided better", extra={"fields": {"predicted_gain": round(gain, 2)}})
 
     async def improve(self, model: Model, *, again: bool = False) -> None:
-        """Measure and plan a model if needed, or `again` in any case, while it is served. Logs a CohabitError."""
+        """Measure and plan a model if needed, or always with `again`, while it is served. Logs a CohabitError."""
         try:
             await self._improve(model, again=again)
         except CohabitError as error:
@@ -170,7 +170,7 @@ class Replanner:
     async def _improve(self, model: Model, *, again: bool) -> None:
         """Search better plans for a model's current partition, and switch to them between two executions.
 
-        After a measurement, the new plans are used in any case. Raises CohabitError.
+        After a measurement, the new plans always replace the old ones. Raises CohabitError.
         """
         placement, profiles = self._placement, model.profiles
         if again or model.is_provisional:

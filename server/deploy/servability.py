@@ -92,7 +92,7 @@ def report(
 ) -> ServabilityReport:
     """Check a model's folder or archive. Without `budgets`, tries the least memory and fractions of the weights.
 
-    Raises RepositoryError if there is no such path, and DeviceError.
+    Raises RepositoryError if the path does not exist, and DeviceError.
     """
     if not path.exists():
         find(path)  # raises
