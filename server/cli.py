@@ -42,7 +42,7 @@ _WIDE = 150
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for a wrong command line."""
+    """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for a wrong command line, 130 if interrupted."""
     if argv is None:  # this process is the command's own
         os.environ["PYTHONSAFEPATH"] = "1"  # child processes do not import from their working directory
     code = _run(argv)
