@@ -1,4 +1,4 @@
-"""Background tasks, which run as long as their owner: one that fails is logged and started again."""
+"""Background tasks that run as long as their owner. A failure is logged, and the task is retried."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from cohabit.planner.errors import CohabitError
 _log = logging.getLogger("cohabit.background")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Between a failure and the next try; doubled after each failure of a task that did not run for longer."""
+"""Pauses between a failure and the retry. The pause is doubled each time, and reset once a task runs for longer."""
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -27,7 +27,7 @@ class Background:
         return bool(self._tasks)
 
     def keep(self, name: str, work: Work) -> None:
-        """Run work until it returns, again after every failure. `name` says in the log what it does."""
+        """Run `work` until it returns; retry it after every failure. `name` describes it in the log."""
         task = asyncio.create_task(self._keep(name, work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

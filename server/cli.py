@@ -42,12 +42,12 @@ _WIDE = 150
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for a wrong command line."""
+    """Run a command. Returns 0 after a clean stop, 1 for a failure, 2 for a wrong command line, 130 if interrupted."""
     if argv is None:  # this process is the command's own
-        os.environ["PYTHONSAFEPATH"] = "1"  # its children import nothing from the folder that they are started in
+        os.environ["PYTHONSAFEPATH"] = "1"  # child processes do not import from their working directory
     code = _run(argv)
     if argv is None and any(thread.daemon and thread.is_alive() for thread in threading.enumerate()):
-        # A thread of an interrupted load or a hung device cannot be ended; do not wait for it.
+        # Threads of an interrupted load or a hung device cannot be stopped; do not wait for them.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """Return the parser with the flags of every command, which imports all their modules."""
+    """Return the parser with the flags of every command. Imports all their modules."""
     parser = _parser()
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for command in commands.choices.values():
@@ -106,7 +106,7 @@ _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)", 
 
 
 class _SuggestingParser(argparse.ArgumentParser):
-    """Adds to an error which command, choice or flag may have been meant."""
+    """Adds the most similar command, choice or flag to an error."""
 
     _given: Sequence[str] = ()
 
@@ -136,7 +136,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 class _CommandParser(_SuggestingParser):
-    """The parser of one command, whose module is imported, and declares its flags, when the command is given."""
+    """The parser of one command. The command's module is imported, and declares the flags, only when it is given."""
 
     def __init__(self, *args: Any, module: str, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -153,7 +153,7 @@ class _CommandParser(_SuggestingParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.declare_flags()
         options, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # here rather than in the parser of commands, which does not know this one's flags
+        if unknown:  # reported here, because the parent parser does not know this command's flags
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options, unknown
 

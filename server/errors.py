@@ -1,4 +1,4 @@
-"""The server's errors, and the one table of the statuses that clients get for them: `ANSWERS`.
+"""The server's errors, and the table of the statuses that clients get for them: `ANSWERS`.
 
 CohabitError
 ├── ConfigError              an invalid setting; the server does not start
@@ -7,10 +7,11 @@ CohabitError
 ├── StartFailed              no model, or a required one, could be loaded at start
 ├── ImportFailed             a model cannot become a repository entry
 └── RequestError             this request gets no answer; others do
-    ├── Refused              a text of one of the kinds in `RefusalKind`
+    ├── Refused              refused for one of the reasons in `RefusalKind`
     ├── Unauthenticated      no token, or an unknown one
     ├── InvalidRequest       the request breaks the protocol or does not fit the model
-    │   └── TensorMismatch   its tensors do not fit the model
+    │   ├── TensorMismatch   its tensors do not fit the model
+    │   └── SequenceLost     the state of its sequence is missing
     ├── ModelNotFound        no such model or version, or it failed to load
     ├── Overloaded           a retry may succeed after `retry_after_s`
     │   ├── QueueFull        too many requests wait
@@ -37,7 +38,7 @@ class ConfigError(CohabitError):
 
 
 class RepositoryError(CohabitError):
-    """The model repository cannot be read at all."""
+    """The model repository cannot be read."""
 
 
 class RemoteError(CohabitError):
@@ -55,11 +56,11 @@ class ImportFailed(CohabitError):
 RefusalKind = Literal[
     "PermissionMissing",  # the call's token does not permit it
     "ForeignSite",  # a call that changes the server comes from a page of another site
-    "ModelNotListed",  # statistics of a model that is not served; Triton has a status of its own for this
+    "ModelNotListed",  # statistics of a model that is not served; Triton has a separate status for this
     "AlreadyRegistered",  # the name of a registered shared memory region
     "RegionNotFound",  # no such shared memory region
     "ModelNotReady",  # the model is known, and may be ready soon
-    "PayloadTooLarge",  # a body, or what it inflates to, is over the limit
+    "PayloadTooLarge",  # a body is over the limit, as sent or inflated
     "ClientTooSlow",  # a body arrives too slowly
     "Unsupported",  # valid in the protocol, but not supported
     "UnknownEncoding",  # a Content-Encoding that is not supported
@@ -67,7 +68,7 @@ RefusalKind = Literal[
     "EngineFailed",  # the engine's process died while it executed this request, and again during the retry
     "DeviceUnavailable",  # the device is lost, with everything in its memory
     "ControlOff",  # the configuration does not allow loading and unloading by request
-    "NotInRepository",  # the repository has no such model, or none that can be read
+    "NotInRepository",  # the repository has no such model, or cannot be read
 ]
 
 
@@ -75,7 +76,7 @@ class RequestError(CohabitError):
     """One request cannot be answered."""
 
     names_request: ClassVar[bool] = False
-    """Whether Triton puts the request's id in front of such an error, and `<id_unknown>` if the client gave none."""
+    """Whether Triton prefixes such errors with the request's id, or with `<id_unknown>` if the client gave none."""
 
     @property
     def kind(self) -> str:
@@ -83,13 +84,13 @@ class RequestError(CohabitError):
         return type(self).__name__
 
     def of_request(self, request_id: str | None) -> None:
-        """Put the client's id in front of the message, unless one is there already."""
+        """Prefix the message with the client's id, unless it has one already."""
         if (request_id or self.names_request) and not str(self).startswith("[request id: "):
             self.args = (f"[request id: {request_id or '<id_unknown>'}] {self}",)
 
 
 class Refused(RequestError):
-    """A refusal of which nothing but its text matters to the server."""
+    """A refusal that the server only passes on: its kind and its text."""
 
     def __init__(self, kind: RefusalKind, text: str) -> None:
         super().__init__(text)
@@ -105,7 +106,7 @@ def model_not_ready(model: str, reason: str) -> Refused:
 
 
 def too_large(what: str, limit_bytes: int, way_out: str = "") -> Refused:
-    """Refuse a body; the way out is a smaller one or a larger --max-body, unless another is given."""
+    """Return the refusal of a body. `way_out` is advice; by default, a smaller batch or a larger --max-body."""
     way_out = way_out or "send a smaller batch, or start the server with a larger --max-body"
     text = f"{what} is over the limit of {limit_bytes} bytes ({format_bytes(limit_bytes)}); {way_out}"
     return Refused("PayloadTooLarge", text)
@@ -126,7 +127,7 @@ class Unauthenticated(RequestError):
         super().__init__(message)
         self.wrong_token = wrong_token
         self.ends_connection = False
-        """Whether a client that guesses is to open a connection for its next call."""
+        """Whether the refusal ends the connection, which slows down a client that guesses tokens."""
 
 
 class InvalidRequest(RequestError):
@@ -140,7 +141,7 @@ class TensorMismatch(InvalidRequest):
 
 
 class SequenceLost(InvalidRequest):
-    """A request is not the first of its sequence, and there is no state of those before."""
+    """A request continues a sequence, but the state of earlier requests is missing."""
 
 
 class ModelNotFound(RequestError):
@@ -156,16 +157,16 @@ class ModelNotFound(RequestError):
 
 
 SEND_LESS_JSON = "send tensors as binary data (HTTP) or raw_input_contents (gRPC) instead"
-"""The way out for a request with too much besides its tensors' bytes."""
+"""Advice for a request that is too large apart from its tensors' bytes."""
 ONLY_INFERENCE = "only inference takes larger ones"
 
 
 RETRY_S = 1.0
-"""When to try again, where nothing says how long it will take."""
+"""Default time until a retry, in seconds."""
 
 
 class Overloaded(RequestError):
-    """There is no room for the request now."""
+    """The server cannot take the request now."""
 
     def __init__(self, message: str, retry_after_s: float = RETRY_S) -> None:
         super().__init__(message)
@@ -212,14 +213,14 @@ class ExecutionFailed(RequestError):
 
 
 class LoadFailed(RequestError):
-    """A model cannot be loaded, or versions of it; what was served before is still served."""
+    """A model, or some of its versions, cannot be loaded. Versions served before are still served."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"load failed for model '{model}': {reason}")
 
 
 def load_reason(model: str, error: Exception) -> str:
-    """Return why a model cannot be loaded, without its name in front, which the caller's text has."""
+    """Return why a model cannot be loaded, without its name as a prefix; the caller's text has the name."""
     return str(error).removeprefix(f"{model}: ")
 
 
@@ -228,7 +229,7 @@ class EngineUnavailable(Overloaded):
 
 
 class Statuses(NamedTuple):
-    """What a client gets for an error: HTTP's status, and the name of gRPC's."""
+    """A client's status for an error: HTTP's code, and gRPC's name."""
 
     http: int
     grpc: str
@@ -272,7 +273,7 @@ def statuses_of(error: RequestError) -> Statuses:
 
 
 class WireError(msgspec.Struct, frozen=True):
-    """An error as it is sent between the engine and the front end."""
+    """An error as sent between the engine and the front end."""
 
     kind: str
     message: str
@@ -305,6 +306,6 @@ _BY_NAME = {
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: a known one that is like it, or nothing."""
+    """Return the end of a message about an unknown name: the most similar known name, or nothing."""
     near = difflib.get_close_matches(wrong, list(known), n=1)
     return f"; did you mean '{near[0]}'?" if near else ""

@@ -1,4 +1,4 @@
-"""The state of a file, by which a change of it is noticed."""
+"""The state of a file, to detect changes."""
 
 import os
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class FileState:
 
     @staticmethod
     def of(path: Path) -> "FileState | None":
-        """Read a file's state; None if there is no such file."""
+        """Read a file's state; None if it cannot be read."""
         try:
             stat = os.stat(path)
         except OSError:

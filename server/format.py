@@ -15,7 +15,7 @@ PLAN_WORDS = (
     "resident: with every parameter in memory; bound: less is impossible in this memory; gap: latency over the bound;"
     " over link: bytes copied per inference; period: time from one inference to the next, residents brought back"
 )
-"""What the words of tables about plans mean."""
+"""Explanation of the terms in tables of plans."""
 
 
 def milliseconds(seconds: float) -> str:
@@ -34,12 +34,12 @@ def percent(share: float) -> str:
 
 
 def gap(latency_s: float, floor_s: float) -> str:
-    """Write how far a time is above another, in percent."""
+    """Write the excess of a time over another, in percent."""
     return percent(latency_s / floor_s - 1) if floor_s > 0 else "-"
 
 
 def shortened(name: str, cells: int) -> str:
-    """Return the end of a name that is too long; names of parameters differ there."""
+    """Shorten a long name to its end, where names of parameters differ."""
     return name if len(name) <= cells else f"…{name[1 - cells :]}"
 
 
@@ -53,7 +53,7 @@ def nice_ticks(end: float, most: int) -> list[float]:
 
 
 def make_table(*columns: str, left: Collection[str] = ()) -> Table:
-    """Return a table of numbers; the columns named in `left` are text and may wrap, except for names of models."""
+    """Return a table of numbers. The columns named in `left` are text and may wrap, except for names of models."""
     table = Table(box=SIMPLE_HEAD)
     for name in columns:
         is_text = name in left
@@ -67,7 +67,7 @@ def make_table(*columns: str, left: Collection[str] = ()) -> Table:
 
 
 def print_table(out: Console, table: Table, *, title: str = "", total: str = "") -> None:
-    """Print a table between lines of their own: as its title and caption, they would wrap at the table's width."""
+    """Print a table with separate lines around it: as a Rich title and caption, they would wrap at its width."""
     if title:
         out.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     out.print(table)

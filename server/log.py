@@ -19,13 +19,13 @@ from cohabit.server.observe.settings import LogSettings
 _ROOT = "cohabit"
 _MOST_PER_SECOND = 10
 _KIND_CHARACTERS = 80
-"""Records are rate-limited by logger and message template. Number of characters of the template that are compared."""
+"""Records are rate-limited per logger and message template; this many characters of the template are compared."""
 
 _UNSAFE = (
     *(*range(0x20), *range(0x7F, 0xA0)),  # control characters
-    *(0x2028, 0x2029),  # separators of lines and paragraphs
-    *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),  # change the direction of writing
-    *range(0xD800, 0xE000),  # halves of characters, which no encoding has
+    *(0x2028, 0x2029),  # line and paragraph separators
+    *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),  # change the writing direction
+    *range(0xD800, 0xE000),  # surrogates, which cannot be encoded
 )
 _ESCAPES = {code: f"\\u{code:04x}" for code in _UNSAFE} | {ord(c): repr(c)[1:-1] for c in "\n\r\t"}
 """Clients choose request ids, names and paths: they must not end a line, or move a terminal's cursor."""
@@ -50,12 +50,12 @@ def _log_uncaught(error: BaseException | None) -> None:
 
 
 def escaped(text: str) -> str:
-    """Return text in which control characters, and others that change how a line is shown, are escaped."""
+    """Escape control characters, and others that change how a line is shown."""
     return text.translate(_ESCAPES)
 
 
 def report_suppressed() -> None:
-    """Log now how many records were not logged because too many of their kind came within a second."""
+    """Log the number of suppressed records of each kind now."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _LimitedHandler):
             handler.report_suppressed()
@@ -73,14 +73,14 @@ def apply(settings: LogSettings) -> None:
 
 
 def log_internal_error(logger: logging.Logger, **where: str) -> str:
-    """Log the error that is being handled under an id, and return the message for the client, which has the id too."""
+    """Log the error being handled under an id. Returns a message for the client, which contains the id."""
     incident = uuid.uuid4().hex[:12]
     logger.exception("internal error", extra={"fields": {"incident": incident, **where}})
     return f"internal error {incident}; the server's log has the details"
 
 
 class FloodLimit:
-    """Admits a number of records of one kind per second: what clients do wrong must not fill the disk."""
+    """Limits the records of one kind per second: errors of clients must not fill the disk."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -89,7 +89,7 @@ class FloodLimit:
         self._suppressed: dict[tuple[str, str], tuple[logging.LogRecord, int]] = {}
 
     def admit(self, record: logging.LogRecord) -> list[logging.LogRecord]:
-        """Return what is to be written: how many records of earlier seconds were not, and the record, if it may be."""
+        """Return the records to write: earlier seconds' suppression counts, then this record if the rate allows it."""
         admitted: list[logging.LogRecord] = []
         if (second := int(self._clock())) != self._second:
             self._second, self._counts = second, {}
@@ -103,7 +103,7 @@ class FloodLimit:
         return admitted
 
     def reports(self) -> list[logging.LogRecord]:
-        """Return a record for each kind of which some were not written, and forget them."""
+        """Return a record for each suppressed kind, with its count, and reset the counts."""
         reports = []
         for (name, kind), (last, count) in self._suppressed.items():
             values = {"name": name, "levelno": last.levelno, "levelname": last.levelname}
@@ -130,7 +130,7 @@ class _LimitedHandler(logging.StreamHandler[Any]):
                 super().emit(report)
 
     def close(self) -> None:
-        """Report what was suppressed last. `logging.shutdown` calls this."""
+        """Report the last suppressed records. Called by `logging.shutdown`."""
         self.report_suppressed()
         super().close()
 
@@ -176,14 +176,14 @@ class _TextFormatter(logging.Formatter):
 
 
 def _traceback_lines(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Iterator[str]:
-    """Yield the lines of a traceback. The text of an exception, which clients may have chosen, is in one line."""
+    """Yield the lines of a traceback. An exception's text stays on one line, because clients may have chosen it."""
     for part in traceback.TracebackException(kind, error, trace, compact=True).format():
         lines = part.rstrip("\n").split("\n") if part.startswith(_OWN_LINES) else [part.removesuffix("\n")]
         yield from map(escaped, lines)
 
 
 _OWN_LINES = ("  File ", "Traceback ", "\nDuring ", "\nThe above ")
-"""Beginnings of the parts of a traceback that have several lines."""
+"""Prefixes of the parts of a traceback that have several lines."""
 
 
 class _JsonFormatter(logging.Formatter):

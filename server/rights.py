@@ -1,4 +1,4 @@
-"""The rights and limits that processes set when they begin: parent's death, privileges, memory, open files."""
+"""Rights and limits that processes set at startup: parent's death, privileges, memory, open files."""
 
 import ctypes
 import resource
@@ -12,22 +12,22 @@ _libc = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent dies, even if a kernel of the device hangs."""
+    """Let the operating system kill this process when its parent dies, even if a kernel on the device hangs."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def no_new_privileges() -> None:
-    """Give up the rights of set-user-ID programs and file capabilities, for this process and its children."""
+    """Drop the rights of set-user-ID programs and file capabilities, for this process and its children."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def allow_connections() -> None:
-    """Raise the limit of open files to the most that the system allows: its default may be below --max-connections."""
+    """Raise the limit of open files to its maximum: the default may be below --max-connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def yield_memory() -> None:
-    """Let the kernel end this process before others where memory runs out."""
+    """Let the operating system kill this process before others if memory runs out."""
     with suppress(OSError):  # no /proc
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -52,7 +52,7 @@ class Server:
     ) -> None:
         """`open_placement` opens the device of an engine in this process, `engine_command` starts one in another.
 
-        `clock` tells how old the text of the metrics is, and how long requests take.
+        `clock` measures the age of the metrics' text, and the duration of requests.
         """
         self._engine_command = engine_command
         self._clock = clock
@@ -146,17 +146,17 @@ class Server:
         if self._local is not None:
             return await self._local.start(on_progress)
         assert isinstance(self.client, EngineConnection)
-        # Later starts of an engine get the same figure: each must find room for the same models.
+        # Restarts of the engine get the same figure, because the same models must fit.
         encoded = encode_config(replace(self._config, frontend_bytes=resident_bytes()))
         self.supervisor = Supervisor(self.client, encoded, self._config.watchdog_s, self._engine_command)
         return await self.supervisor.start(on_progress)
 
     async def failed(self) -> None:
-        """Return once the engine is no longer supervised, so that the server has to end; otherwise never."""
+        """Wait until the engine is no longer supervised and the server must end. Otherwise never returns."""
         await (asyncio.Event() if self.supervisor is None else self.supervisor.failed).wait()
 
     async def stop(self) -> bool:
-        """Answer the requests in flight, refuse new ones, and close; False if anything was abandoned."""
+        """Answer the requests in flight, refuse new ones, and close. Returns False if anything was abandoned."""
         await self._background.close()
         drained = await self.plane.drain(self._config.exit_timeout_s)
         ended = await (self.client if self.supervisor is None else self.supervisor).close()
@@ -165,7 +165,7 @@ class Server:
         for port in self._ports:
             await port.stop(_ANSWERS_WRITTEN_S)
         if self._trace_file is not None:
-            self._trace_file.close()  # after the engine, whose last spans belong in it
+            self._trace_file.close()  # after the engine, because its last spans are written too
             self._trace_file = None
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)

@@ -1,4 +1,4 @@
-"""The commands, a module each: `add_flags` declares its flags, `run` returns its exit status."""
+"""The commands, one module each: `add_flags` declares the flags, `run` returns the exit status."""
 
 from cohabit.planner.errors import CohabitError
 from cohabit.server.errors import ConfigError, RepositoryError

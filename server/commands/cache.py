@@ -1,4 +1,4 @@
-"""`cohabit cache`: lists and removes what the cache has of each model, and has a model measured again."""
+"""`cohabit cache`: lists and removes each model's cached files, and has a model measured again."""
 
 import argparse
 import re
@@ -31,17 +31,17 @@ restart, which lowers, measures and plans again what it lacks; the disk space of
 has it open. Files that a running server writes later are kept.
 """
 _NAME = re.compile(r"(cuda-)?[0-9a-f]{32,64}(\.division)?\.json", re.ASCII)
-"""Of profiles and plans. A folder given by mistake has others, which are not touched."""
+"""File names of profiles and plans. Others, such as those of a folder given by mistake, are not touched."""
 _PREFIX_DIGITS = 32
-"""Number of digits of an archive's fingerprint that names in the cache begin with."""
+"""Number of digits of an archive's fingerprint at the start of names in the cache."""
 
 
 class _Origins(msgspec.Struct, frozen=True):
-    """The graphs that a cached profile, measurement or plan is of. Other fields are not read."""
+    """The graphs of a cached profile, measurement or plan. Other fields are not read."""
 
     graph: str = ""
     graphs: tuple[str, ...] = ()
-    """As they were lowered; those of the profiles of a measurement on a GPU have the scratch that was measured."""
+    """Graphs as lowered. Those of a GPU measurement's profiles have measured scratch instead."""
     profiles: tuple["_Origins", ...] = ()
 
 
@@ -50,7 +50,7 @@ _origins = msgspec.json.Decoder(_Origins)
 
 @dataclass
 class _Holding:
-    """What the cache has of one archive."""
+    """Cached files of one archive."""
 
     names: set[str] = field(default_factory=set)
     lowered: set[Path] = field(default_factory=set)
@@ -69,12 +69,12 @@ class _Holding:
 
 @dataclass
 class _CacheContents:
-    """Holdings by the first digits of the archive's fingerprint, and files that no lowered model explains."""
+    """Holdings by the first digits of the archive's fingerprint, and files that belong to no lowered model."""
 
     holdings: dict[str, _Holding]
     others: set[Path]
     archives: dict[Path, str]
-    """The archives at these paths when they were read."""
+    """Fingerprint of the archive at each path when it was read."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +131,7 @@ def _read(cache: Path) -> _CacheContents:
     holdings: dict[str, _Holding] = {}
     for folder, archive in folders_of(cache / "weights").items():
         files = {path for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
-        if files:  # an empty folder is what `rm` leaves
+        if files:  # `rm` leaves empty folders
             holding = holdings.setdefault(archive, _Holding())
             holding.lowered |= files
             holding.graphs |= graphs_of(folder)
@@ -170,7 +170,7 @@ def _origins_of(path: Path) -> _Origins:
 
 
 def _owner(holdings: dict[str, _Holding], graphs: set[str]) -> _Holding | None:
-    """Return what there is of the archive of these graphs. A graph names its weights, so it is of one archive."""
+    """Return the holding of these graphs' archive. A graph names its weights, so it belongs to one archive."""
     return next((holding for holding in holdings.values() if not graphs.isdisjoint(holding.graphs)), None)
 
 
@@ -198,12 +198,12 @@ def _list(cache: Path, contents: _CacheContents, out: Console) -> int:
 
 
 def _last_use(files: Iterable[Path]) -> str:
-    """Return a date: most file systems note a file's reads once a day at most, and some never."""
+    """Return a date, not a time: most file systems record reads once a day at most, and some never."""
     times = [0.0]
     for path in files:
         with suppress(FileNotFoundError):
             status = path.stat()
-            read_s = status.st_atime if path.suffix == ".bin" else 0.0  # this command reads the others
+            read_s = status.st_atime if path.suffix == ".bin" else 0.0  # this command itself reads the others
             times.append(max(status.st_mtime, read_s))
     return time.strftime("%Y-%m-%d", time.localtime(max(times)))
 
@@ -256,7 +256,7 @@ def _everything(contents: _CacheContents) -> set[Path]:
 
 
 def _bytes(files: Iterable[Path]) -> int:
-    """Return what files take on the disk, which is less than their length where they have holes."""
+    """Return the disk usage of files, which is below their length if they are sparse."""
     total = 0
     for path in files:
         with suppress(FileNotFoundError):
@@ -265,7 +265,7 @@ def _bytes(files: Iterable[Path]) -> int:
 
 
 def _remove(files: set[Path], out: Console, errors: Console) -> int:
-    """Remove files. Their folders stay, for a running server makes its spill files there."""
+    """Remove files. Their folders stay, because a running server creates its spill files there."""
     removed = 0
     removed_bytes = 0
     failed = False

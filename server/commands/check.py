@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cohabit.server.deploy.servability import MemoryReport, ServabilityReport
 
 _FORMS = {"plain": "with weights as exported", "transposed": "transposed", "packed": "packed for oneDNN"}
-"""Of linear layers, in words."""
+"""Forms of linear layers, as text."""
 _EXAMPLES = """examples:
   cohabit check models/resnet50
   cohabit check models/resnet50 --memory 64MiB,25%
@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Check a model. Returns 0 if it can be served, also in every memory size that was asked for, and else 1."""
+    """Check a model. Returns 0 if it can be served, in every memory size that was given; else 1."""
     settings = given(options, (*MEASURING, "batch_sizes"))
     config = config_of({"repository": str(options.model), "memory": "1B", **settings})
     with errors.status(Text(f"{options.model}: starting torch")) as status:
@@ -71,6 +71,7 @@ def _show(found: "ServabilityReport", out: Console) -> None:
         out.print(f"{found.name} cannot be served: {found.reason}", soft_wrap=True)
         return
     memory = found.memory
+    # The model as lowered, which is the same for every memory size.
     out.print(tensor_table(found.info))
     out.print(
         f"weights       {format_bytes(memory.weight_bytes)}: {format_bytes(memory.swappable_bytes)} can be swapped,"
@@ -98,6 +99,7 @@ def _show(found: "ServabilityReport", out: Console) -> None:
 
         out.print(f"changed       {', '.join(found.changed_inputs)}: {CHANGES_ARE_LOST}", soft_wrap=True)
     _show_validation(found, out)
+    # Memory, and the cost of having less.
     offloaded = memory.least_without_offloading_bytes
     note = (
         f", with activations offloaded; {format_bytes(offloaded)} without" if offloaded > memory.least_bytes else ""
@@ -126,7 +128,7 @@ def _show_validation(found: "ServabilityReport", out: Console) -> None:
 
 
 def _budgets(memory: "MemoryReport") -> Table:
-    """List what each memory size is split into, and its predicted latencies over those of a resident model."""
+    """List each memory size's partition and workspace, and its predicted latencies relative to a resident model."""
     smallest, *_, largest = [*memory.resident_s, *memory.resident_s]
     buckets = dict.fromkeys((smallest, largest))
     timed = [heading for bucket in buckets for heading in (f"batch {bucket}", "over resident")]

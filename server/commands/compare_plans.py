@@ -1,6 +1,6 @@
 """`cohabit compare-plans`: runs every searcher on one model, batch size and memory size.
 
-Of a model with dynamic dimensions, it is the largest bucket.
+A model with dynamic dimensions is planned for its largest bucket.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _TWO_QUESTIONS = (
     " plans all as one budget."
 )
 _Result = tuple[str, Plan, Provenance, float]
-"""A searcher, its plan, how that came about, and the seconds that it took, the split of the memory included."""
+"""A searcher, its plan, the plan's provenance, and the seconds taken, including the split of the memory."""
 
 
 _EXAMPLES = """examples:
@@ -72,7 +72,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Run the searchers one after the other. Returns 1 if one broke, or none found a plan.
+    """Run the searchers one after the other. Returns 1 if one crashed, or none found a plan.
 
     A searcher that does not support the problem is a result, not a failure.
     """
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                 results.append((name, plan, plan.provenance, time.monotonic() - started_s))
             except CohabitError as error:
                 reasons[name] = str(error)
-            except Exception as error:
+            except Exception as error:  # the comparison continues with the other searchers
                 _log.debug("searcher failed", exc_info=True)
                 *_, where = traceback.extract_tb(error.__traceback__)
                 reasons[name] = (
@@ -104,6 +104,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         write_profile(options.output, measured.graph, measured.profile)
         for name, plan, *_ in results:
             write_plan(options.output, measured.graph, plan, options.memory.text, name)
+    # Searchers without a plan are the last rows; their reasons follow the table.
     title, table = _table(measured, measured.bytes_of(options.memory), results)
     for name in reasons:
         table.add_row(name, "no plan", *["-"] * 5, "")

@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Print the script. Raises ConfigError without the package that writes it."""
+    """Print the script. Raises ConfigError if shtab, which writes it, is not installed."""
     try:
         import shtab
     except ModuleNotFoundError as error:
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 
 def _complete_paths(parser: argparse.ArgumentParser, files: dict[str, str]) -> None:
-    """Mark what is a path for shtab, in a parser and in those of its commands."""
+    """Mark paths for shtab, in a parser and in those of its commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Export a bundle, and print what each model takes and how long it is predicted to take."""
+    """Export a bundle, and print each model's memory and predicted latency."""
     needed = {"repository": options.repository, "memory": options.memory, "store": options.store}
     config = config_of({**needed, **given(options, _SETTINGS)})
     config = replace(config, engine="in-process", pack_weights=options.pack_weights)

@@ -1,4 +1,4 @@
-"""`cohabit fit`: says which models fit into how much memory at which rate, before there is a server."""
+"""`cohabit fit`: says which models fit into how much memory at which rate, without a server."""
 
 import argparse
 from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_MISSED = 1
 REQUEST_MS, IDLE_MS, EXECUTION_MS = 0.7, 1.5, 0.15
-"""Assumed, in milliseconds: `benchmarks.capacity` measures them on a machine."""
+"""Assumed overheads in milliseconds; `benchmarks.capacity` measures them on a machine."""
 
 _EXAMPLES = """examples:
   cohabit fit models --rate 300 --slo-ms 50                      # the least memory, and p99 over memory
@@ -101,6 +101,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         names = [candidate.demand.name for candidate in found]
         for name in sorted(set(given_rates) - set(names)):
             raise ConfigError(f"--rates: {options.repository} has no model '{name}' that can be served")
+        # Models without a given rate share the rest of --rate.
         rates = shared_out(options.rate or sum(given_rates.values()), names, given_rates)
         capacity = Capacity(
             found,
@@ -115,6 +116,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             on_progress=progress,
         )
         slo_s = None if options.slo_ms is None else options.slo_ms / 1e3
+        # With a memory size: its fit, and the highest rate within the SLO. Without: the least memory within the SLO
+        # or, if there is none, the highest rate in the largest memory.
         curve = capacity.curve(rates) if options.memory is None or options.html else []
         fit, highest = None, None
         if options.memory is not None:
@@ -139,7 +142,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 
 def candidates(config: "ServeConfig", progress: Callable[[str], None]) -> "tuple[list[Candidate], dict[str, str]]":
-    """Lower and measure the highest version of every model; returns them, and why others are left out."""
+    """Lower and measure every model's highest version. Returns them, and why others are left out."""
     from cohabit.planner.errors import CohabitError
     from cohabit.server.capacity.fit import Candidate
     from cohabit.server.deploy.prepare import lowered_and_measured

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FACTORY = re.compile(r"([A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*")
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.\-]*/)?[A-Za-z0-9][\w.\-]*", re.ASCII)
 _FILES = (".bin", ".ckpt", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors")
-"""Ends of names that are meant as files."""
+"""Suffixes of names that mean files, not models of the hub."""
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_.\-]+")
 _MIB = 1 << 20
 
@@ -49,7 +49,7 @@ Importing runs code: that of MODULE and of what it imports, or of the installed 
 directory is never run, and pickles may hold tensors only. Import what you would run.
 """
 _ONE_LENGTH = 64
-"""Tokens of models whose length cannot be dynamic, if none is asked for: each takes operators of its own."""
+"""Default length, in tokens, of models whose length cannot be dynamic: each token adds operators."""
 _SETTINGS = ("cache", "threads", "weights")
 
 
@@ -59,6 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "its configuration. A causal language model becomes one that generates texts. Importing runs a model's code."
     )
     parser.epilog = _EXAMPLES
+    # What to import.
     parser.add_argument(
         "path",
         metavar="PATH",
@@ -77,6 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="key of the state_dict in a checkpoint that has more, such as model or ema.model (default: state_dict)",
     )
+    # Its inputs, outputs and sizes.
     parser.add_argument(
         "--input",
         dest="inputs",
@@ -128,6 +130,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="largest difference from eager PyTorch, as a share of an output's largest value (default: 1e-4; 1e-2 with"
         " parameters in float16, 5e-2 in bfloat16). Above it, a comparison with float64 tells rounding from error",
     )
+    # Where to write it.
     parser.add_argument(
         "--repository",
         type=Path,
@@ -149,7 +152,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Import a model and print what it became. Raises ImportFailed and what else loading raises."""
+    """Import a model and print its entry. Raises ImportFailed, and other errors of loading."""
     name = options.name or _default_name(options)
     with errors.status(Text(f"{name}: starting torch")) as status:
         from cohabit.server.importing.entry import EntryPlace, write_entry
@@ -212,6 +215,7 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
     if options.key is not None and options.factory is None:
         raise ConfigError("--key is for checkpoints: name the function that makes the module with --factory")
     on_progress(f"loading {options.path}")
+    # With --factory, PATH is a checkpoint; else PATH's kind says how it is loaded.
     if options.factory is not None:
         if not _FACTORY.fullmatch(options.factory):
             raise ConfigError(f"--factory: '{options.factory}' is not MODULE:FUNCTION")
@@ -222,7 +226,7 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
         if not is_folder(path):
             raise ConfigError(f"{path} is no Hugging Face model directory: it has no config.json")
         return from_folder(path, options.inputs, lengths, options.architecture, options.outputs)
-    if path.is_file():
+    if path.is_file():  # refused: name what it is, and how to import or serve it
         with suppress(OSError, zipfile.BadZipFile):
             if any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist()):
                 raise ConfigError(
@@ -243,7 +247,7 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
 
 
 def _folder_of(options: argparse.Namespace) -> Path:
-    """Return the path to import, of a hub's name the folder in the local cache. Raises ImportFailed."""
+    """Return the path to import; for a hub's name, its folder in the local cache. Raises ImportFailed."""
     path = Path(options.path)
     is_file = path.suffix in _FILES or options.factory is not None
     if path.exists() or is_file or not _HUB_NAME.fullmatch(options.path):

@@ -67,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Plan every memory size and bucket. Returns 2 if one was infeasible; the others are planned all the same.
+    """Plan every memory size and bucket. Returns 2 if one was infeasible, after planning the others.
 
     Raises ConfigError without a memory size.
     """
@@ -88,11 +88,11 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
                     tried.append(evaluations)
                     rows.append([*where, *cells, path.name])
                     files.append(path)
-                except InfeasibleBudget as error:
+                except InfeasibleBudget as error:  # a row of the table; the other sizes are still planned
                     errors.print(f"cohabit: batch {where[1]}: {error}", markup=False, soft_wrap=True)
                     least = format_bytes(error.least_bytes)
                     rows.append([*where, *["-"] * 6, f"infeasible: needs {least}"])
-    if files:
+    if files:  # without a plan, the errors above say everything
         graph, device, weight_bytes = planned[0].graph, planned[0].profile.device, planned[0].weight_bytes
         noise = max(measured.profile.noise for measured in planned)
         if noise > NOISY:
@@ -123,7 +123,7 @@ def _range(tried: list[int]) -> str:
 def _plan(
     measured: MeasuredGraph, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
 ) -> tuple[list[str], Path, int]:
-    """Search and write a plan; returns its cells of the table, its file, and how many candidates were tried."""
+    """Search and write a plan. Returns its table cells, its file, and the number of candidates tried."""
     from cohabit.planner.schedule.simulate import simulate
 
     graph, searcher = measured.graph, options.search

@@ -32,7 +32,7 @@ _HELP = {
     "memory": "device memory of one engine, as a size (64MiB, 8GiB)",
     "threads": "threads that one inference computes with (default: 1)",
 }
-"""Of settings that say less here than for `cohabit serve`."""
+"""Help texts of settings that are shorter than for `cohabit serve`."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -74,12 +74,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     plan = plan_engines(given(options, ENGINE_SETTINGS), options.copies, rates)
     if find_spec("ray") is None:
         raise ConfigError("`cohabit scale` needs Ray Serve, which is not installed: pip install 'cohabit[scale]'")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics to its makers
     import ray
     from ray import serve
 
     ray.init(include_dashboard=False, log_to_driver=False)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT; Ray has put its own handler there
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # same as SIGINT; replaces Ray's handler
     try:
         require_resources(plan, options.replicas, ray.cluster_resources())
         with errors.status("loading"):
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 
 def require_resources(plan: ScalePlan, replicas: int, resources: Mapping[str, float]) -> None:
-    """Raise ConfigError for engines that Ray could never place."""
+    """Raise ConfigError if Ray could never place the engines."""
     for what, needed, found, way_out in (
         ("GPUs", replicas * plan.gpus, resources.get("GPU", 0.0), "--device cpu"),
         ("CPUs", replicas * plan.cpus, resources.get("CPU", 0.0), "fewer --threads or --compute-lanes"),
@@ -108,7 +108,7 @@ def require_resources(plan: ScalePlan, replicas: int, resources: Mapping[str, fl
 
 
 def _start(plan: ScalePlan, replicas: int, host: str, http_port: int) -> None:
-    """Deploy; returns once every engine serves its models. Raises StartFailed."""
+    """Deploy the engines. Returns once each serves its models. Raises StartFailed."""
     from ray import serve
 
     from cohabit.server.scale.app import application

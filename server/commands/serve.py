@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cohabit.server.serve import Server
 
 Tell = Callable[..., None]
-"""Takes an event's name, its text for people, and its fields for programs; writes one or the other to stderr."""
+"""Takes an event's name, its text for people, and its fields for programs; writes the text or the fields to stderr."""
 
 _log = logging.getLogger("cohabit.cli")
 
@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Serve until SIGTERM or SIGINT. Raises CohabitError if the server cannot start; as JSON, that is logged."""
+    """Serve until SIGTERM or SIGINT. Raises CohabitError if the server cannot start; a JSON log gets it instead."""
     from cohabit.server.config.machine import memory_left, refuse_impossible
 
     effective = sources.read_settings(options, os.environ, memory_left)
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         print(sources.as_toml(effective), end="")
         return 0
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # other processes are spawned, never forked
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log has bytes of clients in it as they came
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log contains unescaped bytes from clients
     import uvloop
 
     from cohabit.server.log import configure_logging
@@ -118,7 +118,7 @@ def _teller(config: ServeConfig, console: Console) -> Tell:
 
 
 def _tell_memory(effective: sources.ResolvedConfig, tell: Tell) -> None:
-    """Say how much memory is taken, and of what."""
+    """Report the memory size that is used by default, and its origin."""
     nbytes, origin = effective.config.process_memory_bytes, effective.origins["process_memory"]
     assert nbytes is not None
     text = f"memory: {format_bytes(nbytes)} for the whole server, {origin}; --memory and --process-memory give less"
@@ -134,7 +134,7 @@ def _as_text(console: Console, event: str, text: str, **fields: object) -> None:
 
 
 def _progress(status: "Status | None", tell: Tell, *, is_terminal: bool) -> Callable[[str, str], None]:
-    """Show the newest stage on a terminal; elsewhere tell it every few seconds."""
+    """Show the newest stage on a terminal; elsewhere, report it once per _PROGRESS_LINE_S at most."""
     written_s = time.monotonic()
 
     def show(model: str, stage: str) -> None:

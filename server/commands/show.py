@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cohabit.server.view.analysis import PlanAnalysis
 
 _SAME = 1e-6
-"""Relative difference of predicted latencies that rounding explains."""
+"""Relative difference of predicted latencies that rounding may cause."""
 
 
 _EXAMPLES = """examples:
@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Draw a plan. Raises ConfigError for files that are missing, FormatError for bad ones."""
+    """Draw a plan. Raises ConfigError for missing files, FormatError for invalid ones."""
     from cohabit.server.view.plan_document import plan_document
     from cohabit.server.view.terminal import draw
 

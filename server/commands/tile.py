@@ -21,7 +21,7 @@ from cohabit.server.errors import ConfigError
 from cohabit.server.format import make_table, milliseconds, print_table
 from cohabit.server.importing.script import function_of_script
 
-if TYPE_CHECKING:  # the planner takes a while to import, and help needs none of it
+if TYPE_CHECKING:  # importing the planner is slow, and --help does not need it
     from cohabit.planner.tiling import TilingGraph, TilingPlan
     from cohabit.planner.tiling.arrays import Expression
     from cohabit.planner.tiling.graph import Tiling
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the planner takes a while to import, and help needs none of
 _GLYPHS = {"row": "▤", "column": "▥", "block": "▦", "transposed block": "▦", "duplicated": "▤▥", "replicated": "■"}
 _COLOURS = ("#4878a8", "#d1823d", "#5f9e62", "#a8585c", "#8671a8", "#8a7460", "#c27ba8", "#8c8c8c")
 _LEFT = 250
-"""Where the arcs of a picture end and its tiles begin."""
+"""X coordinate, in pixels, at which a picture's arcs end and its tiles begin."""
 _COMPARED = ("exact", "greedy", "recursive", "row", "column", "worst")
 SEARCH_NAMES = (*_COMPARED, "brute-force")
 """The keys of `planner.tiling.SEARCHES`."""
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
         task = functools.partial(_run, options.program, options.workers, options.copies, plan.picks)
         runs = start(task, options.workers)
-        if runs is None:  # another process of torchrun reports
+        if runs is None:  # another of torchrun's processes reports
             return 0
     _draw(plan, out)
     table = make_table("tiling", "on the wire", "read and updated", "copies per worker", left=("tiling",))
@@ -126,7 +126,7 @@ def _graph(program: str, workers: int, copies: Any) -> "TilingGraph":
 
 
 def _called(function: Any) -> Any:
-    """Call a program, and name arrays as its local variables are named in the end."""
+    """Call a program, and name its arrays after its local variables at return."""
     from cohabit.planner.tiling import LazyArray
 
     def name_arrays(frame: Any, event: str, _: Any) -> None:
@@ -152,14 +152,14 @@ def _run(program: str, workers: int, copies: Any, picks: tuple[int, ...], worker
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What is shown of one array."""
+    """One array's line in the table and the picture."""
 
     expression: "Expression"
     name: str
     shape: str
     tiling: "Tiling"
     moves: str
-    """The bytes on the wire that each input costs, and the sum of partial results."""
+    """Bytes on the wire for each input, and for the sum of partial results."""
 
 
 def _lines(plan: "TilingPlan") -> list[_Line]:
@@ -201,7 +201,7 @@ def drawing(plan: "TilingPlan") -> str:
     drawn = []
     for edge, moved in sorted(zip(graph.edges, plan.edges, strict=True), key=lambda pair: pair[1].wire):
         top, bottom = heights.get(edge.source), heights[graph.group_of(edge.by)]
-        if top is None:  # from a placeholder to its result, which are one line
+        if top is None:  # a placeholder and its result share one line
             continue
         reach = max(30, _LEFT - 24 - 0.45 * (bottom - top))
         colour, width = ("#d1572f", 1.5 + 6.5 * math.sqrt(moved.wire / most)) if moved.wire else ("#c8cdd2", 1.0)

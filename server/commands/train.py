@@ -86,7 +86,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Train. Raises ConfigError, FormatError, and what `cohabit.budget` raises."""
+    """Train. Raises ConfigError, FormatError, and the errors of `cohabit.budget`."""
     newest = _newest(options.checkpoint, options.resume)
     training = _training(options.program)
     batches = _endless(training.batches)
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """What the user's function returns."""
+    """The user function's return value."""
 
     model: Any
     optimizer: Any
@@ -126,7 +126,7 @@ class _Run:
         steps: int,
         saved: Path | None = None,
     ) -> None:
-        """`steps` were taken before. `saved` is the last checkpoint, if there is one."""
+        """`steps` is the number of steps already taken. `saved` is the last checkpoint, if there is one."""
         self._options, self._training = options, training
         self._out, self._errors = out, errors
         self._steps, self._saved = steps, saved
@@ -143,7 +143,7 @@ class _Run:
         )
 
     def run(self, batches: Iterator[Sequence[Any]]) -> int:
-        """Take the steps that are left; write checkpoints. Returns the exit status."""
+        """Take the remaining steps, and write checkpoints. Returns the exit status."""
         from cohabit.runtime.training.budget import budget
 
         training, options = self._training, self._options
@@ -165,7 +165,7 @@ class _Run:
             return EXIT_FAILED
         except Exception:
             self._errors.print(self._last(), soft_wrap=True)
-            raise  # of the user's code
+            raise  # an error of the user's code
         self._out.print(self._last(), soft_wrap=True)
         return EXIT_INTERRUPTED if self._is_stopped else 0
 
@@ -178,7 +178,7 @@ class _Run:
                 batch = next(batches)
             except StopIteration:
                 raise ConfigError(f"{self._options.program}: there are no batches") from None
-            except Exception:  # between two steps, whose state is whole
+            except Exception:  # between two steps, the state is consistent
                 with suppress(CohabitError):
                     self._save()
                 raise
@@ -226,7 +226,7 @@ class _Run:
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """Have the first interrupt end the training after its step, and the second one at once."""
+        """Let the first interrupt end the training after the current step, and the second one at once."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             if self._is_stopped:
@@ -253,10 +253,10 @@ def _resume(newest: _Checkpoint, training: _Training, batches: Iterator[Any]) ->
     for _ in range(newest.steps):
         next(batches, None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a scheduler's step without one of the optimizer before
+        warnings.simplefilter("ignore")  # about scheduler steps before the first optimizer step
         for _ in range(newest.steps if training.scheduler is not None else 0):
             training.scheduler.step()
-    # After the batches, which may take random numbers, and the scheduler, whose rate the optimizer's settings replace.
+    # Last, because skipped batches may draw random numbers, and the optimizer's settings replace the scheduler's rate.
     steps = read_checkpoint(newest.path, training.model, training.optimizer)
     if steps != newest.steps:
         raise ConfigError(
@@ -293,7 +293,7 @@ def _training(program: str) -> _Training:
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield the batches again and again, each as a tuple. Raises ConfigError once there are none any more."""
+    """Yield the batches repeatedly, each as a tuple. Raises ConfigError if they cannot be repeated."""
     count, before = 0, 0
     while True:
         for batch in batches:

@@ -1,6 +1,6 @@
 """A bundle: models prepared on one machine for one memory size, to be served on another without their archives.
 
-bundle.json    what this module describes, written last
+bundle.json    the manifest, which this module describes; written last
 models/        a repository: configurations and label files, and NAME/VERSION/model.lowered instead of archives
 cache/         weights, programs, profiles and plans, as in the cache of `cohabit serve`
 """
@@ -38,13 +38,13 @@ class BundledModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`machine` is what the programs and packed weights are valid for."""
+    """The manifest. `machine` is the one that the programs and packed weights are valid for."""
 
     memory_bytes: int
     workspace_bytes: int
     machine: str
     settings: dict[str, str | bool | None]
-    """Settings of `serve` by key. Plans are for exactly these."""
+    """Settings of `serve` by key. The plans are valid for exactly these."""
     models: tuple[BundledModel, ...]
     files: dict[str, BundledFile]
     """By path in the bundle."""
@@ -53,7 +53,7 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format_version: int = FORMAT_VERSION
 
     def damaged(self, folder: Path) -> list[str]:
-        """Return which files are missing, truncated or changed, and how. Reads every file."""
+        """Return the missing, truncated and changed files, with the differences. Reads every file."""
         return [
             f"{name} {reason}"
             for name, written in self.files.items()
@@ -85,7 +85,7 @@ def read_bundle(folder: Path) -> Bundle:
 def refuse_others(
     bundle: Bundle, values: Mapping[str, Value], origins: Mapping[str, str], settings: Mapping[str, Setting]
 ) -> None:
-    """Raise ConfigError for a setting for which the bundle has no plans."""
+    """Raise ConfigError for a setting that differs from the bundle's."""
     for key, bundled in bundle.settings.items():
         setting, given = settings[key], values[key]
         if setting.read(given, origins[key]) != setting.read(bundled, MANIFEST):

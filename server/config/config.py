@@ -40,7 +40,7 @@ EngineMode = Literal["process", "in-process"]
 Search = Literal["best", "genetic", "streaming"]
 
 MOST_WAITING = 8192
-"""Above what the connections and gRPC calls of one front end can have under way: memory and timeouts bound queues."""
+"""More than the connections and gRPC calls of one front end can have in flight: memory and timeouts bound queues."""
 _UNIX, _NAME = "unix:", "name:"
 _TRACE_RATE = 1000
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -311,13 +311,13 @@ class ServeConfig:
     pack_weights: bool = True
     """Internal, set by `cohabit export-bundle`: whether weights are prepacked for oneDNN and this processor."""
     bundle: Path | None = None
-    """Internal: REPOSITORY, if that is a bundle, whose folder of models `repository` is then."""
+    """Internal: REPOSITORY, if it is a bundle. `repository` is then the bundle's folder of models."""
     queue_limit: int = MOST_WAITING
-    """Internal: requests that may wait per model."""
+    """Internal: maximum number of waiting requests per model."""
     frontend_bytes: int = 0
     """Internal: resident memory of the front end at the start, which --process-memory counts."""
     is_trial: bool = False
-    """Internal, set by `cohabit import`: models are loaded to be compared, so quick plans are enough."""
+    """Internal, set by `cohabit import`: models are loaded only for a comparison, so quick plans are enough."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -336,7 +336,7 @@ class ServeConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether every address to listen on belongs to this machine alone."""
+        """Whether all addresses to listen on are loopback addresses."""
         return LOOPBACK.issuperset(self.addresses)
 
     @property
@@ -345,7 +345,7 @@ class ServeConfig:
 
     @property
     def verifies_reads(self) -> bool:
-        """Whether reads of weights are compared with checksums: the one of RAM's copy, or all of the file's."""
+        """Whether reads of weights are verified with checksums: the one read into RAM, or each read of the file."""
         return self.store != "file"
 
     @property
@@ -359,12 +359,12 @@ class ServeConfig:
 
     @property
     def trace_rate(self) -> int:
-        """One of this many requests of a model is traced."""
+        """Every N-th request of a model is traced; this is N."""
         return int(self.trace.get("rate", _TRACE_RATE))
 
     @property
     def has_partitions(self) -> bool:
-        """Whether each model has memory of its own."""
+        """Whether each model has its own memory."""
         return self.layout in _PARTITIONED
 
     @property
@@ -374,7 +374,7 @@ class ServeConfig:
 
     @property
     def prepares_in_workers(self) -> bool:
-        """Whether models that the cache lacks are prepared in other processes; those of a bundle are prepared."""
+        """Whether uncached models are prepared in worker processes. A bundle needs no preparation."""
         return self.engine == "process" and self.bundle is None
 
     @property
@@ -391,11 +391,11 @@ def cache_of(config: ServeConfig) -> Path:
 SETTINGS: tuple[Setting, ...] = tuple(declared(ServeConfig))
 BY_KEY: Mapping[str, Setting] = {setting.key: setting for setting in SETTINGS}
 BY_NAME: Mapping[str, Setting] = {name: setting for setting in SETTINGS for name in setting.names}
-"""By key, and by the keys of earlier names."""
+"""By key, including the keys of aliases."""
 
 
 def check_consistent(config: ServeConfig) -> None:
-    """Raise ConfigError for settings that contradict each other; the message names them."""
+    """Raise ConfigError for contradictory settings; the message names them."""
     partitioned = config.has_partitions
     if config.load_models and config.model_control != "explicit":
         raise ConfigError("--load-model needs --model-control-mode explicit")

@@ -1,4 +1,4 @@
-"""What this process may use of the machine, and what it uses: CPUs and memory."""
+"""CPUs and memory that this process may use, and memory that it uses."""
 
 import logging
 import math
@@ -19,34 +19,34 @@ _COUNTED = ("RssAnon", "RssFile")
 _LIMIT_AND_USAGE = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 _LEAST_MARGIN_BYTES, _MARGIN_SHARE = 16 << 20, 16
 _LEFT_STEP_BYTES = 16 << 20
-"""So that two starts in much the same memory find the same plans."""
+"""Rounding unit of free memory, so that two starts with almost the same memory find the same plans."""
 _MACHINE = Path("/proc/meminfo")
 _OF_PROCESS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def available_cpus(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> int:
-    """Return the number of CPUs in the affinity mask, or that a cgroup's quota gives, rounded up, if that is less.
+    """Return the number of CPUs in the affinity mask, or a cgroup's quota, rounded up, if that is less.
 
-    In a container with a CPU limit, libraries count those of the machine.
+    In a container with a CPU limit, libraries count the machine's CPUs instead.
     """
     quotas = (math.ceil(quota) for quota in _quotas(of_process, mounted))
     return min([len(os.sched_getaffinity(0)), *quotas])
 
 
 def _quotas(of_process: Path, mounted: Path) -> Iterator[float]:
-    """The quotas of the process's cgroup and of those around it, in CPUs, under version 1 and 2."""
+    """Yield the quotas, in CPUs, of the process's cgroup and its ancestors, under version 1 and 2."""
     for group, version in _groups("cpu", of_process, mounted):
         with suppress(OSError, ValueError):  # no quota, or not visible from a container
             if version == 1:
                 quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             else:
                 quota, period = (group / "cpu.max").read_text().split()
-            if float(quota) > 0:  # "max" is none, and so is -1
+            if float(quota) > 0:  # "max" and -1 mean no quota
                 yield float(quota) / float(period)
 
 
 def _groups(controller: str, of_process: Path, mounted: Path) -> Iterator[tuple[Path, int]]:
-    """The folders of the process's cgroup and of those around it, each with its version, 1 or 2."""
+    """Yield the folders of the process's cgroup and its ancestors, each with its version, 1 or 2."""
     lines = of_process.read_text().splitlines() if of_process.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and controller not in controllers.split(","):
@@ -60,17 +60,17 @@ def _groups(controller: str, of_process: Path, mounted: Path) -> Iterator[tuple[
 
 
 def available_memory(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> tuple[int, str]:
-    """Return the bytes of RAM that this process can have at most, and what limits them: the machine or its cgroup."""
+    """Return the maximum RAM of this process in bytes, and the limit's owner: the machine or a cgroup."""
     limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
     for group, version in _groups("memory", of_process, mounted):
-        with suppress(OSError, ValueError):  # "max" is no limit
+        with suppress(OSError, ValueError):  # "max" means no limit
             limit = (group / _LIMIT_AND_USAGE[version][0]).read_text()
             limits.append((int(limit), "this process's cgroup"))
     return min(limits)
 
 
 def memory_kills(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> int:
-    """Return how many processes of this process's cgroup the kernel has ended because its memory had run out."""
+    """Return the number of processes in this process's cgroup that the kernel has killed for lack of memory."""
     for group, version in _groups("memory", of_process, mounted):
         with suppress(OSError, ValueError, KeyError):
             events = (group / ("memory.oom_control" if version == 1 else "memory.events")).read_text()
@@ -81,9 +81,9 @@ def memory_kills(of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED) -> in
 def memory_left(
     of_process: Path = _OF_PROCESS, mounted: Path = _MOUNTED, machine: Path = _MACHINE
 ) -> tuple[int, str]:
-    """Return the bytes of RAM that this process and its children can have now, and what leaves them.
+    """Return the RAM in bytes that this process and its children can have now, and the limit's owner.
 
-    What other processes use is subtracted, and a margin for the kernel and its caches of files.
+    Subtracts the memory of other processes, and a margin for the kernel and its file cache.
     """
     own = resident_bytes()
     left, where = available_memory(of_process, mounted)[0], "this machine"
@@ -102,7 +102,7 @@ def memory_left(
 
 
 def resident_bytes() -> int:
-    """Return this process's anonymous memory and its pages of files, such as libraries."""
+    """Return the bytes of this process's anonymous memory and mapped files, such as libraries."""
     with suppress(OSError):
         lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
         return sum(int(line[1]) << 10 for line in lines if line[0].rstrip(":") in _COUNTED)
@@ -110,9 +110,9 @@ def resident_bytes() -> int:
 
 
 def refuse_impossible(config: ServeConfig, origins: Mapping[str, str]) -> None:
-    """Compare settings with this machine, before anything is loaded. `origins` says where each was given.
+    """Check settings against this machine, before anything is loaded. `origins` says where each was given.
 
-    Raises ConfigError for memory that there is not, and for a cache that cannot be written. Warns of too many threads.
+    Raises ConfigError for more memory than available, and for an unwritable cache. Warns of too many threads.
     """
     if config.device == "cpu" and isinstance(config.memory, FixedSize):
         limit, where = available_memory()

@@ -32,9 +32,9 @@ class Setting:
     """The inverse of `parse`, for the default in `--help` and `--print-config`."""
     repeatable: bool = False
     group: str = ""
-    """The group in `--help`; if empty, that of the setting before."""
+    """The group in `--help`; if empty, that of the previous setting."""
     aliases: tuple[str, ...] = ()
-    """Earlier names of the flag; they work everywhere, and `--help` leaves them out."""
+    """Earlier names of the flag. They work everywhere, but `--help` leaves them out."""
 
     field: str = ""
     type: Any = str
@@ -62,12 +62,12 @@ class Setting:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether items are KEY=VALUE; such settings are merged over their sources instead of replaced."""
+        """Whether items are KEY=VALUE. Sources of such a setting are merged instead of overridden."""
         return get_origin(self.type) is Mapping
 
     @property
     def default_value(self) -> Value:
-        """The default before parsing; None for none."""
+        """The default before parsing, if any."""
         if self.default is None or isinstance(self.default, bool):
             return self.default
         return [self.write(item) for item in self.default] if self.repeatable else self.write(self.default)
@@ -86,7 +86,7 @@ class Setting:
 
 
 def parsed(origin: str, text: str, parse: Callable[[str], Any]) -> Any:
-    """Parse a text. Raises ConfigError, which names its origin, such as the flag."""
+    """Parse a text. Raises ConfigError, which starts with its origin, such as the flag."""
     try:
         return parse(text)
     except ValueError as error:
@@ -99,7 +99,7 @@ def flag(*args: Any, **options: Any) -> Mapping[str, Setting]:
 
 
 def setting(default: Any, *args: Any, **options: Any) -> Any:
-    """Return a dataclass field with a default, or a type to call for one; the other arguments are those of Setting."""
+    """Return a dataclass field. `default` is a value, or a type to call for one; the rest are Setting's arguments."""
     metadata = flag(*args, **options)
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)

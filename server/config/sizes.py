@@ -15,7 +15,7 @@ class FixedSize(msgspec.Struct, frozen=True, tag=True):
 
 
 class ShareOfWeights(msgspec.Struct, frozen=True, tag=True):
-    """A share of the bytes of all models' parameters together."""
+    """A fraction of the total bytes of all models' parameters."""
 
     share: float
 
@@ -27,7 +27,7 @@ MemorySize = FixedSize | ShareOfWeights
 
 
 def write_size(nbytes: int) -> str:
-    """Return the inverse of `parse_size`, in the largest binary unit that needs no fraction."""
+    """Write a size for `parse_size`, in the largest binary unit that needs no fraction."""
     power = next(p for p in (4, 3, 2, 1, 0) if nbytes % (1 << 10 * p) == 0)
     return f"{nbytes >> 10 * power}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
@@ -43,5 +43,5 @@ def parse_memory(text: str) -> MemorySize:
 
 
 def parse_bandwidth(text: str) -> int:
-    """Return bytes per second from a form like 400MB/s. Raises ValueError."""
+    """Read a bandwidth such as 400MB/s, in bytes per second. Raises ValueError."""
     return parse_size(text.strip().removesuffix("/s"))

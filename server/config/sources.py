@@ -18,13 +18,13 @@ from cohabit.server.errors import ConfigError
 
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 _NO_SETTINGS = (CONFIG_VARIABLE, f"{PREFIX}INTERPRET")
-"""Variables with our prefix that are no settings. The second is the planner's own: `cohabit.planner.compiled`."""
+"""Variables with our prefix that are not settings. The second belongs to `cohabit.planner.compiled`."""
 
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _ORIGIN_COLUMN = 40
 
 QUEUE_SHARE = 16
-"""Part of --process-memory that requests may take, unless --queue-memory is given."""
+"""Requests may take 1/QUEUE_SHARE of --process-memory, unless --queue-memory is given."""
 
 _Layer = dict[str, tuple[Value, str]]
 """Values and their origins by key."""
@@ -32,13 +32,13 @@ _Layer = dict[str, tuple[Value, str]]
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """The settings that apply, and the origin of each value: a flag, a variable, a key in a file, or `default`."""
+    """The effective settings, and the origin of each value: a flag, a variable, a key in a file, or `default`."""
 
     config: ServeConfig
     values: Mapping[str, Value]
     origins: Mapping[str, str]
     takes_memory_left: bool = False
-    """Whether no memory was given, so that --process-memory is what was left."""
+    """Whether no memory size was given, so that --process-memory is the free memory."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -96,12 +96,12 @@ def typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def given(options: argparse.Namespace, keys: Iterable[str]) -> dict[str, Value]:
-    """Return those of some settings whose flags were given."""
+    """Return the values of these settings, if their flags were given."""
     return {key: vars(options)[key] for key in keys if key in vars(options)}
 
 
 def config_of(values: Mapping[str, Value], origins: Mapping[str, str] | None = None) -> ServeConfig:
-    """Parse values by key; a key that is missing has its default. Raises ConfigError with the value's origin."""
+    """Parse values by key; missing keys get their defaults. Raises ConfigError with the value's origin."""
     read = {
         s.field: s.read(values[s.key], (origins or {}).get(s.key, s.flag))
         for s in SETTINGS
@@ -115,9 +115,9 @@ def read_settings(
     environment: Mapping[str, str],
     memory_left: Callable[[], tuple[int, str]] | None = None,
 ) -> ResolvedConfig:
-    """Read every source and check the outcome. Raises ConfigError, which names the setting and its origin.
+    """Read every source and check the result. Raises ConfigError, which names the setting and its origin.
 
-    `memory_left` returns the bytes of --process-memory where neither that nor --memory is given, and their origin.
+    `memory_left` returns --process-memory in bytes, and its origin, for the case that no memory size is given.
     """
     path = options.config or (Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None)
     layers: list[_Layer] = [
@@ -128,11 +128,13 @@ def read_settings(
     ]
     values, origins = _overlaid(layers)
     named = values["repository"]
+    # A bundle's settings take precedence over defaults only; others must equal them.
     bundle = read_bundle(Path(named)) if isinstance(named, str) and is_bundle(Path(named)) else None
     if bundle is not None:
         bundled: _Layer = {key: (value, MANIFEST) for key, value in bundle.settings.items()}
         values, origins = _overlaid([layers[0], bundled, *layers[1:]])
         refuse_others(bundle, values, origins, BY_KEY)
+    # Defaults that depend on the machine or on other settings.
     takes_memory_left = memory_left is not None and _may_take_memory_left(values)
     if memory_left is not None and takes_memory_left:
         nbytes, where = memory_left()
@@ -145,6 +147,7 @@ def read_settings(
                 f" or as {setting.key} in a --config file"
             )
     config = config_of(values, origins)
+    # A bundle's folder contains both the repository and the cache.
     if bundle is not None:
         folder = config.repository
         config = replace(
@@ -159,13 +162,13 @@ def read_settings(
 
 
 def _may_take_memory_left(values: Mapping[str, Value]) -> bool:
-    """Whether no memory is given, on the device that --process-memory is for."""
+    """Whether no memory size is given, on a CPU, which is the device that --process-memory is for."""
     is_given = values["memory"] is not None or values["process_memory"] is not None
     return not is_given and values["device"] == "cpu"
 
 
 def _share_process_memory(values: dict[str, Value], origins: dict[str, str], *, memory_is_bundled: bool) -> None:
-    """Give --memory its upper bound, and --queue-memory its default, where --process-memory is given.
+    """With --process-memory, set --memory to its upper bound, and --queue-memory to its default.
 
     Raises ConfigError if --memory is given as well, unless it is a bundle's.
     """
@@ -205,7 +208,7 @@ def as_toml(effective: ResolvedConfig) -> str:
 
 
 def _merged(below: Value, above: Value) -> Value:
-    """Merge NAME=VALUE items by name; those of the source that takes precedence win."""
+    """Merge NAME=VALUE items by name; `above` takes precedence."""
     items = [*below, *above] if isinstance(below, list) and isinstance(above, list) else above
     return list({i.rpartition("=")[0]: i for i in items}.values()) if isinstance(items, list) else items
 

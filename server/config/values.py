@@ -1,4 +1,4 @@
-"""Parsers of numbers, durations and rates. Each takes text and raises ValueError for text that it refuses."""
+"""Parsers of numbers, durations and rates. Each takes text and raises ValueError if it is invalid."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from cohabit.planner.shapes import ShapeBuckets
 
 LARGEST_BATCH = 1 << 16
 MOST_SIZES = 64
-"""As many as a model may have buckets."""
+"""Maximum number of sizes in one setting, equal to that of a model's buckets."""
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
@@ -52,7 +52,7 @@ def port_or_off(text: str) -> int | None:
 
 
 def batches(text: str) -> tuple[int, ...]:
-    """Return comma-separated sizes, ascending and each once."""
+    """Read comma-separated sizes. Returns them in ascending order, without duplicates."""
     parse = integer(1, LARGEST_BATCH)
     if (count := text.count(",") + 1) > MOST_SIZES:
         raise ValueError(
@@ -62,7 +62,7 @@ def batches(text: str) -> tuple[int, ...]:
 
 
 def shape_buckets(text: str) -> ShapeBuckets:
-    """Return the sizes of N,N,... for all dynamic dimensions, or of INPUT[.AXIS]=N,N,... for one, or several by `;`."""
+    """Read N,N,... for all dynamic dimensions, or INPUT[.AXIS]=N,N,... for one; `;` separates several."""
     plain: tuple[int, ...] = ()
     own: dict[str, tuple[int, ...]] = {}
     for part in text.split(";"):
@@ -77,7 +77,7 @@ def shape_buckets(text: str) -> ShapeBuckets:
 
 
 def model_rate(text: str) -> tuple[str, float]:
-    """Return the model and the requests per second of NAME=RATE."""
+    """Read NAME=RATE. Returns the model and its requests per second."""
     name, separator, per_s = text.rpartition("=")
     if not separator or not name:
         raise ValueError(f"'{text}' is not of the form NAME=RATE")
@@ -85,7 +85,7 @@ def model_rate(text: str) -> tuple[str, float]:
 
 
 def trace_option(text: str) -> tuple[str, str]:
-    """Return the key and the value of file=FILE, otlp=URL or rate=N, or of Triton's forms of these."""
+    """Read file=FILE, otlp=URL or rate=N, or Triton's form of these. Returns key and value."""
     named = text.removeprefix("triton,").replace("opentelemetry,url=", "otlp=", 1)
     key, separator, value = named.partition("=")
     if not separator or not value or key not in ("file", "otlp", "rate"):

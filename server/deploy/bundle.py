@@ -1,6 +1,6 @@
-"""Makes bundles: prepares a repository's models for one memory size, and writes what serving them takes.
+"""Makes bundles: prepares a repository's models for one memory size, and writes the files that serving them needs.
 
-See `server.config.bundle` for what is in the folder.
+See `server.config.bundle` for the folder's contents.
 """
 
 import shutil
@@ -38,14 +38,14 @@ RECORDED = (
     *("layout", "search", "device", "store", "model_control_mode", "compute_lanes"),
     *("batch_sizes", "shape_buckets", "weights"),
 )
-"""Settings of `serve` on which plans and programs depend, or that need what a bundle lacks."""
+"""Settings of `serve` that plans and programs depend on, or that need files a bundle lacks."""
 
 
 def export(config: ServeConfig, output: Path, on_progress: OnProgress) -> Bundle:
     """Prepare and plan every model of a repository, and write a bundle to a new folder.
 
-    Raises ConfigError if the folder is not empty, RepositoryError for a
-    model that cannot be served, and what preparing and planning raise; the folder is then removed.
+    Raises ConfigError if the folder is not empty, RepositoryError for a model that cannot be served, and the errors of
+    preparing and planning. A folder that was begun is removed.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output: {output} is not empty; name a new folder, or remove this one")
@@ -82,7 +82,7 @@ def export(config: ServeConfig, output: Path, on_progress: OnProgress) -> Bundle
 
 
 def fitting_bundle(folder: Path, config: ServeConfig) -> Bundle:
-    """Return a bundle that this machine can serve. Raises ConfigError, which names both machines."""
+    """Read a bundle. Raises ConfigError, naming both machines, if it was made for another one."""
     bundle = read_bundle(folder)
     machine = machine_of(config)
     if bundle.machine != machine:
@@ -95,7 +95,7 @@ def fitting_bundle(folder: Path, config: ServeConfig) -> Bundle:
 
 
 def division_of(bundle: Bundle, sources: Sequence[ModelSource]) -> Division:
-    """Return how memory is divided among models of a bundle. Raises RepositoryError for one that it does not have."""
+    """Return a bundle's division of memory among these models. Raises RepositoryError for a model not in it."""
     partitions = {(model.name, model.version): model.partition_bytes for model in bundle.models}
     if unknown := [source for source in sources if source.key not in partitions]:
         name, version = unknown[0].key
@@ -105,7 +105,7 @@ def division_of(bundle: Bundle, sources: Sequence[ModelSource]) -> Division:
 
 
 def damaged(bundle: Bundle, config: ServeConfig, reason: str) -> str:
-    """Return why a model of a bundle cannot be loaded, with the files that are not as they were written."""
+    """Return why a bundle's model cannot be loaded, naming changed files."""
     assert config.bundle is not None
     files = "; ".join(bundle.damaged(config.bundle)) or "its files are as they were written"
     return f"{reason} ({files}); copy or export the bundle again"
@@ -121,7 +121,7 @@ def _sources(repository: Path) -> list[ModelSource]:
 
 
 def _prepared(source: ModelSource, config: ServeConfig, on_progress: OnProgress) -> Model:
-    """Lower and measure a model, and close its parameters."""
+    """Lower and measure a model. Its store is closed."""
     return lowered_and_measured(source, config, on_progress)
 
 
@@ -150,7 +150,7 @@ def _write(model: Model, memory: Memory, config: ServeConfig, output: Path) -> N
 
 
 def _settings(config: ServeConfig, memory_bytes: int) -> dict[str, str | bool | None]:
-    """Return the settings for which a bundle is made, as text."""
+    """Return the recorded settings as text."""
     recorded: dict[str, str | bool | None] = {"memory": write_size(memory_bytes)}
     for setting in map(BY_KEY.__getitem__, RECORDED):
         value = getattr(config, setting.field)

@@ -1,4 +1,4 @@
-"""Decides which memory models get and with which plans they begin: free memory, a division, or a replaced model's."""
+"""Decides each model's memory (free, divided, or that of a replaced model) and its initial plans."""
 
 import copy
 import logging
@@ -27,7 +27,7 @@ _log = logging.getLogger("cohabit.placement")
 
 @dataclass(frozen=True, slots=True)
 class Resizing:
-    """Partitions of other sizes for models that are loaded, all by owner, with new plans for some."""
+    """New partition sizes for loaded models, and new plans for some; all by load id (`Model.owner`)."""
 
     models: Mapping[str, Model]
     sizes: Mapping[str, int]
@@ -37,26 +37,26 @@ class Resizing:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The memory of models that come, and what gives way to them."""
+    """Memory for new models, and the changes to loaded ones that free it."""
 
     memories: Sequence[Memory]
     displaced: Model | None = None
-    """The model that is replaced, where there is no memory for both."""
+    """The replaced model, if memory does not hold both."""
     resizing: Resizing | None = None
 
 
 class Decider:
-    """Belongs to the event loop's thread. Its caller keeps the memory map as it is during a decision."""
+    """Belongs to the event loop's thread. The memory map must not change during a decision."""
 
     def __init__(
         self, config: ServeConfig, bundle: Bundle | None, memory: PartitionedMemory, planner: Planner
     ) -> None:
         self.memory_limit = config.memory
-        """For all models. With --process-memory, it is replaced by what is measured at the start."""
+        """Limit for all models; with --process-memory, replaced by the size measured at the start."""
         self.memory_bytes = 0
-        """What all models may take. If none will be loaded later, the arena has only what they do take."""
+        """Memory for all models. If none can be loaded later, the arena is only as large as they need."""
         self.is_divided_roughly = False
-        """Whether the start's division was made by a rule of thumb, because none was known."""
+        """Whether the start divided memory by a rule of thumb, because no division was cached."""
         self._config = config
         self._bundle = bundle
         self._memory = memory
@@ -67,7 +67,7 @@ class Decider:
         return self._memory.arena is None
 
     async def decide(self, models: Sequence[Model], old: Model | None, on_progress: OnProgress) -> Decision:
-        """Return memory for these models: all of the start's, or one more, which may replace `old`.
+        """Return memory for all models of the start, or for one more, which may replace `old`.
 
         Raises CohabitError if memory is too small, with the least sufficient size.
         """
@@ -82,7 +82,10 @@ class Decider:
         return await self._divided(models, old, on_progress)
 
     async def plan(self, model: Model, memory: Memory, on_search: Callable[[], None]) -> None:
-        """Plan a model for this memory: as is known, or quickly if that is better than to wait for a search."""
+        """Set a model's plans: cached ones; else quick ones after the start or with `plans_later`; else search.
+
+        Raises NotCached if a bundle lacks them.
+        """
         known = await in_thread(self._planner.known_plans, model.demand, memory)
         if known is None and self._bundle is not None:
             raise NotCached(f"{model.key.name}: the bundle has no undamaged plans of it")
@@ -95,7 +98,7 @@ class Decider:
         model.searched = not model.is_provisional
 
     async def _free_memory(self, model: Model, without: Model | None) -> Memory | None:
-        """Return the free memory in which a model is fastest, if `without` had none; None if it fits nowhere."""
+        """Return the free memory in which a model is fastest, counting that of `without` as free; else None."""
         partitions = copy.deepcopy(self._memory.partitions)
         if without is not None:
             partitions.release(without.owner)
@@ -105,7 +108,7 @@ class Decider:
         return memory
 
     async def _divided(self, models: Sequence[Model], old: Model | None, on_progress: OnProgress) -> Decision:
-        """Divide memory among these models and those that are there; the latter move if they get less."""
+        """Divide memory among these and the loaded models; loaded ones that get less will move."""
         partitions = self._memory.partitions
         others = [model for model in self._memory.models.values() if model is not old]
         if self._all_resident and others:
@@ -117,7 +120,7 @@ class Decider:
         )
         _leave_out_batches(models, division.most_batches[len(others) :])
 
-        # Those that are there keep what they have, or shrink to their share.
+        # Loaded models keep their partitions, or shrink to their share.
         workspace = division.workspace_bytes
         held = {model.owner: partitions.held[model.owner] for model in others}
         shares, own = division.partition_bytes[: len(others)], division.partition_bytes[len(others) :]
@@ -131,7 +134,7 @@ class Decider:
         return Decision([Memory(workspace, nbytes) for nbytes in own], old, resizing)
 
     def _division(self, others: list[Model], models: Sequence[Model], on_divided: Callable[[], None]) -> Division:
-        """Return how the memory is divided among models, those that are there first. Raises InfeasibleBudget."""
+        """Return the division of memory among models, loaded ones first. Raises InfeasibleBudget."""
         if self._bundle is not None:
             return division_of(self._bundle, [model.source for model in models])
         partitions, at_start = self._memory.partitions, self._at_start
@@ -149,7 +152,7 @@ class Decider:
         )
 
     def _measured_memory(self, models: Sequence[Model]) -> int:
-        """Return the memory for all models of the start. Raises ConfigError if --process-memory leaves too little."""
+        """Return the memory for the initial models. Raises ConfigError if --process-memory leaves too little."""
         config = self._config
         if config.process_memory_bytes is None:
             return self.memory_limit.of(sum(model.weight_bytes for model in models))
@@ -168,7 +171,7 @@ class Decider:
         return self._config.layout == "resident"
 
     def _no_room_for_all(self, model: Model, others: list[Model]) -> CohabitError:
-        """Return the error for a model that does not fit where every parameter must be resident."""
+        """Return the error for a model that does not fit in the resident layout."""
         partitions, name = self._memory.partitions, model.key.name
         workspace = self._planner.least_workspace(model.demand, partitions.arena_bytes)
         if partitions.lanes > 1 and workspace > partitions.workspace_bytes > 0:
@@ -181,13 +184,13 @@ class Decider:
         return InfeasibleBudget(name, None, partitions.arena_bytes, taken + model.parameter_bytes)
 
     def _first_plans(self, model: Model, memory: Memory) -> PlansFound:
-        """Return plans to begin with."""
+        """Return initial plans, and whether they come from a full search."""
         known = self._planner.known_plans(model.demand, memory)
         return known or self._planner.quick_plans(model.demand, memory), known is not None
 
 
 def _leave_out_batches(models: Sequence[Model], most_batches: Sequence[int]) -> None:
-    """Have models planned up to the batches of a division, and log of which it leaves larger ones out."""
+    """Apply a division's largest batches, and log the models whose larger batches are split."""
     for model, most in zip(models, most_batches, strict=bool(most_batches)):
         model.plan_batches_to(most)
     if fewer := {model.key.name: model.most_batch for model in models if model.most_batch is not None}:

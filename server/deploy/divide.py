@@ -1,7 +1,7 @@
-"""Asks the planner how memory is divided among models, and for their plans.
+"""Asks the planner to divide memory among models, and for their plans.
 
-The planner is called in worker processes: its compiled code takes a second and 100 MiB. Nothing here imports torch,
-which a process that plans does without.
+The planner runs in worker processes: its compiled code takes a second and 100 MiB. Nothing here imports torch, so that
+a planning process does without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ _DIVIDING = "dividing memory among the models"
 class Planner:
     """All methods block. Any thread may call them except the event loop's and the compute lanes'.
 
-    What the planner has found is kept in the cache's library, and read from there.
+    Divisions and plans of full searches are stored in the cache's library, and read from there.
     """
 
     def __init__(self, config: ServeConfig, workers: WorkerProcesses) -> None:
@@ -44,10 +44,10 @@ class Planner:
         later: bool = False,
         rough: bool = False,
     ) -> Division:
-        """Return how memory is divided among models; calls `on_divided` first if that is not known yet.
+        """Return the division of memory among models. Calls `on_divided` first if it is not cached.
 
-        Plans that stay as they are may need `least_workspace_bytes`. With `rough`, one that is not known is made by a
-        rule of thumb, and not kept. Raises InfeasibleBudget, or WorkerFailed with its message.
+        Unchanged plans may need `least_workspace_bytes`. With `rough`, an uncached division is made by a rule of thumb
+        and not stored; with `later`, in a low-priority call. Raises InfeasibleBudget, or WorkerFailed with its message.
         """
         layout, lanes = self._layout, self._lanes
         known = None
@@ -63,7 +63,7 @@ class Planner:
         return division
 
     def least_memory(self, models: Sequence[ModelDemand], memory_bytes: int) -> int:
-        """Return the least memory in bytes that these models can be divided, if this is too little."""
+        """Return the least memory in bytes for these models, or `memory_bytes` if a division of it is cached."""
         if self._library.division(models, memory_bytes, self._layout, self._lanes) is not None:
             return memory_bytes
         return self._workers.call(_least_memory, models, self._layout, self._lanes)
@@ -73,23 +73,23 @@ class Planner:
         return self._workers.call(_memory_for, model, partitions)
 
     def least_workspace(self, model: ModelDemand, memory_bytes: int) -> int:
-        """Return the least size of a workspace that is worth trying for a model."""
+        """Return the smallest workspace size worth trying for a model."""
         return self._workers.call(_least_workspace, model, memory_bytes)
 
     def known_plans(self, model: ModelDemand, memory: Memory) -> dict[Bucket, Plan] | None:
-        """Return the plans that a full search has found, if they are kept."""
+        """Return the cached plans of a full search, if any."""
         return self._library.plans(model, memory, self._searcher)
 
     def quick_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
-        """Return the first plans that work. Raises InfeasibleBudget, or WorkerFailed with its message."""
+        """Return the first feasible plans. Raises InfeasibleBudget, or WorkerFailed with its message."""
         return self._workers.call(_plan, model, memory, None, self._searcher, quick=True)
 
     def plans_by_size(self, model: ModelDemand, workspace_bytes: int) -> list[Mapping[Bucket, Plan]]:
-        """Return quick plans for partitions of several sizes, the least first. Raises WorkerFailed."""
+        """Return quick plans for partitions of several sizes, smallest first. Raises WorkerFailed."""
         return self._workers.call_low_priority(_plans_by_size, model, workspace_bytes, self._searcher)
 
     def best_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
-        """Return what a full search finds, which is kept. Raises as `quick_plans`."""
+        """Return a full search's plans, and cache them. Raises as `quick_plans` does."""
         known = self.known_plans(model, memory)
         return known or self._workers.call_low_priority(_plan, model, memory, self._library, self._searcher)
 
@@ -144,5 +144,5 @@ def _plans_by_size(model: ModelDemand, workspace_bytes: int, searcher: str) -> l
 
 
 def _planner(module: str) -> Any:
-    """Import a module of the planner, which takes a second: only the processes that plan do."""
+    """Import a module of the planner. This takes a second, so only planning processes do it."""
     return import_module(f"cohabit.planner.sizing.{module}")

@@ -1,4 +1,4 @@
-"""Divides memory again among models while they are served, when measured request rates make that worth moving them."""
+"""Divides memory again among served models when measured request rates justify moving them."""
 
 import asyncio
 import logging
@@ -20,12 +20,12 @@ _log = logging.getLogger("cohabit.elastic")
 INTERVAL_S = 1.0
 LEAST_WINDOW_S = 2.0
 REQUESTS_PER_MODEL = 25
-"""Requests that a window has, of all models together, per model: rates from fewer are chance."""
+"""Minimum number of requests in a window, averaged over models: rates from fewer are noise."""
 LEAST_GAIN = 0.1
-"""Share of the predicted latency that a division must save: what less would save, chance in the rates takes back."""
+"""Share of the predicted latency that a division must save; smaller gains are within the noise of measured rates."""
 
 Requests = Callable[[], Mapping[str, int]]
-"""Returns the requests that each model has had since it was loaded, by owner; without those that are not served."""
+"""Returns each served model's number of requests since it was loaded, by load id (`Model.owner`)."""
 
 
 @dataclass(slots=True)
@@ -34,20 +34,20 @@ class _Sizes:
 
     workspace_bytes: int
     profiles: Mapping[Bucket, Profile]
-    """What it was planned for: a model that is measured again is planned again."""
+    """Profiles that the plans are for: a model with new measurements is planned again."""
     plans: dict[int, PlansFound]
-    """By bytes of partition."""
+    """By partition size in bytes."""
 
     def curve(self, model: Model) -> Curve:
-        """Return the predicted latency over the size; the model's present plans count too, and replace quick ones."""
+        """Return predicted latency by partition size. The model's current plans replace those of the same size."""
         self.plans[_bytes_of(model.plans)] = model.plans, model.searched
         return tuple(Point(nbytes, model.latency_s(plans)) for nbytes, (plans, _) in sorted(self.plans.items()))
 
 
 class Elastic:
-    """Watches request rates, and divides memory again where that is predicted to save LEAST_GAIN of the latency.
+    """Watches request rates, and divides memory again if that is predicted to save LEAST_GAIN of the latency.
 
-    Belongs to the event loop's thread. Plans are made beforehand, in a process of low priority.
+    Belongs to the event loop's thread. Plans are made ahead of time, in a low-priority process.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Elastic:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.divisions = 0
-        """Times that memory was divided again."""
+        """Number of times memory was divided again."""
         self._placement = placement
         self._replanner = replanner
         self._requests = requests
         self._clock = clock
         self._sizes: dict[str, _Sizes] = {}
-        """By owner."""
+        """By load id."""
         self._counted: deque[tuple[float, dict[str, int]]] = deque()
-        """When requests were counted, and how many there were, over the window."""
+        """The window's counts: the time, and each model's number of requests until then."""
         self._first: dict[str, int] = {}
-        """The requests of each model when it was first seen."""
+        """Each model's number of requests when first seen."""
 
     async def watch(self) -> None:
         """Check the rates after each interval, until cancelled."""
@@ -77,9 +77,9 @@ class Elastic:
             await self.check()
 
     async def check(self) -> None:
-        """Divide memory again if the rates of the window make it pay. Raises CohabitError.
+        """Divide memory again if the window's rates justify it. Raises CohabitError.
 
-        A model that has come since is planned after that: until then, it keeps its partition.
+        New models are planned afterwards; until then they keep their partitions.
         """
         models = dict(self._placement.memory.models)
         rates_per_s = self._rates_per_s()
@@ -94,7 +94,7 @@ class Elastic:
         await self._plan(unplanned)
 
     async def _divide(self, models: Mapping[str, Model], rates_per_s: Mapping[str, float]) -> None:
-        """Divide memory again if that pays, among the models that are planned; the others keep their sizes."""
+        """Divide memory again among planned models if that saves enough. The others keep their sizes."""
         placement = self._placement
         partitions = placement.memory.partitions
         memory_bytes = partitions.arena_bytes - partitions.workspaces.nbytes
@@ -110,7 +110,7 @@ class Elastic:
 
         def choose() -> dict[str, PlansFound] | None:
             if placement.memory.models != models or workspace_bytes != partitions.workspace_bytes:
-                return None  # a model came or left meanwhile
+                return None  # models were loaded, unloaded or moved meanwhile
             for owner, size in chosen.items():
                 if size != partitions.held[owner].nbytes:
                     changed[owner] = sizes[owner].plans[size]
@@ -133,7 +133,7 @@ class Elastic:
         self._replanner.begin([models[owner] for owner in changed if owner in placement.memory.models])
 
     def _rates_per_s(self) -> dict[str, float] | None:
-        """Return each model's requests per second in the shortest window that tells enough; None if none does yet."""
+        """Return each model's requests per second in the shortest sufficient window; None if there is none yet."""
         counts = dict(self._requests())
         self._first = {owner: self._first.get(owner, count) for owner, count in counts.items()}
         self._counted.append((self._clock(), counts))
@@ -152,13 +152,13 @@ class Elastic:
         begin_s, before = begin = self._counted[0]
         if not counts or not is_enough(begin):
             return None
-        # One more for each: a model that had none in this window may have some in the next.
+        # Add one request each: a model without requests in this window may get some in the next.
         return {
             owner: (count - before_of(before, owner) + 1) / (now_s - begin_s) for owner, count in counts.items()
         }
 
     def _unplanned(self, models: Mapping[str, Model]) -> dict[str, Model]:
-        """Return the models that have not been planned for several sizes, and forget those that have left."""
+        """Return the models without plans for several sizes, and forget unloaded ones."""
         workspace_bytes = self._placement.memory.partitions.workspace_bytes
         known = {owner: sizes for owner, sizes in self._sizes.items() if owner in models}
         unplanned = {
@@ -171,7 +171,7 @@ class Elastic:
         return unplanned
 
     async def _plan(self, models: Mapping[str, Model]) -> None:
-        """Plan models for several sizes, while none of them may be measured again: profiles are not final then."""
+        """Plan models for several sizes. Stops while the replanner is busy, because profiles may still change."""
         workspace_bytes = self._placement.memory.partitions.workspace_bytes
         for owner, model in models.items():
             if self._replanner.is_busy:
@@ -184,7 +184,7 @@ class Elastic:
 def _share_out(
     models: Mapping[str, Model], sizes: Mapping[str, _Sizes], rates_per_s: Mapping[str, float], memory_bytes: int
 ) -> tuple[dict[str, int], float]:
-    """Return the best sizes of the partitions, by owner, and the share of the predicted latency that they save."""
+    """Return the best partition sizes, by load id, and the share of the predicted latency that they save."""
     curves = [sizes[owner].curve(model) for owner, model in models.items()]
     compute_s = [model.profiles[min(model.profiles)].compute_s for model in models.values()]
     weights = latency_weights([rates_per_s[owner] for owner in models], compute_s)

@@ -1,4 +1,4 @@
-"""Deploys models: those of the start, and those that are loaded, replaced and unloaded while others are served."""
+"""Deploys models at the start, and loads, replaces and unloads them while others are served."""
 
 import asyncio
 import logging
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("cohabit.lifecycle")
 
 _MOST_WARMUPS = 1000
-"""Executions of one model, so that a mistyped count does not keep it from being served."""
+"""Maximum number of warm-up executions per model: a mistyped count is refused."""
 
 OpenPlacement = Callable[[Sequence[ModelSource], ServeConfig, Sequence[ComputeLane]], "ModelPlacement"]
 """Opens the device for models. Any thread."""
@@ -57,9 +57,9 @@ OpenPlacement = Callable[[Sequence[ModelSource], ServeConfig, Sequence[ComputeLa
 def open_placement(
     sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]
 ) -> "ModelPlacement":
-    """Open the device. Torch is imported here, because that takes seconds and would delay the start.
+    """Open the device. Imports torch here rather than at module level, where it would delay startup by seconds.
 
-    If models will have to be prepared, the processes for that import it at the same time.
+    Workers that will prepare uncached models import it at the same time.
     """
     workers = worker_processes(config)
     missing = 0 if workers.inline else unknown(sources, config)
@@ -90,13 +90,13 @@ class Lifecycle:
         self._opened = asyncio.Event()
         self.serving: dict[ModelKey, Model] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By model name, while operations of that model are under way."""
+        """By model name, while operations on that model are in progress."""
         self._operations: set[asyncio.Task[None]] = set()
 
     async def start(
         self, sources: Sequence[ModelSource], on_progress: Callable[[str, str], None]
     ) -> dict[ModelKey, str]:
-        """Deploy the models of the start in memory that is empty. Returns why some are not served.
+        """Deploy the initial models into empty memory. Returns failure reasons.
 
         Raises ConfigError, DeviceError, or InfeasibleBudget, which names the least sufficient memory.
         """
@@ -118,7 +118,7 @@ class Lifecycle:
         return failures
 
     def _requests(self) -> dict[str, int]:
-        """Return the requests that each model has had, by owner."""
+        """Return each model's number of requests, by load id (`Model.owner`)."""
         counted = {model.owner: self._registry.statistics(key) for key, model in self.serving.items()}
         return {owner: statistics.answered.count + statistics.failed_count for owner, statistics in counted.items()}
 
@@ -128,10 +128,10 @@ class Lifecycle:
         old: "Model | None" = None,
         on_progress: Callable[[str, str], None] = lambda name, stage: None,
     ) -> dict[ModelKey, str]:
-        """Prepare versions of models, divide memory, place and load them, warm them up, serve and improve them.
+        """Prepare, place, load, warm up and serve model versions, then improve their plans.
 
-        `old` is a load that one of them replaces, whose memory may be needed; its requests then wait. Returns why some
-        are not served. Raises CohabitError if memory is too small.
+        `old` is a load that one of them replaces. If its memory is needed, its requests wait. Returns failure reasons.
+        Raises CohabitError if memory is too small.
         """
         placement, replanner = self._placement, self.replanner
         assert placement is not None
@@ -143,7 +143,7 @@ class Lifecycle:
         return failures
 
     async def _accept(self, model: "Model") -> None:
-        """Warm a loaded model up, and serve it. Raises RepositoryError for a sample that fails."""
+        """Warm up a loaded model and start serving it. Raises RepositoryError for a sample that fails."""
         lane = self._lanes[model.lane]
         await warm_up(lane, model.servable, model.source, model.sequences)
         statistics = self._registry.served(model.source, model.servable.info, model.footprint)
@@ -155,7 +155,7 @@ class Lifecycle:
         return any(key.name == model for key in self.serving)
 
     async def close(self) -> None:
-        """Cancel pending operations, and end the processes that prepare and plan; models stay as they are."""
+        """Cancel pending operations, and end the worker processes. Models stay as they are."""
         pending = list(self._operations)
         if self._placement is not None:
             self._placement.workers.close()
@@ -179,16 +179,15 @@ class Lifecycle:
 
     @property
     def memory_map(self) -> str:
-        """The device's memory as text; empty if there is no model in it."""
+        """The memory map as text; empty if no model is loaded."""
         return "" if self._placement is None else self._placement.memory_map
 
     async def load(self, model: str, config: str | None = None) -> None:
         """Serve the versions of a model that its version policy asks for; returns once they are served.
 
-        Versions that are served and have not changed stay as they are; others are unloaded in the end. `config` is
-        a ModelConfig in JSON that replaces the model's config.pbtxt. Raises Refused unless the mode is explicit
-        or if the repository has nothing to load, and LoadFailed; both have the reason, and what was
-        served before is still served.
+        Unchanged served versions stay as they are; those outside the policy are unloaded last. `config` is a
+        ModelConfig in JSON that replaces the model's config.pbtxt. Raises Refused if the mode is not explicit or the
+        repository has nothing to load, and LoadFailed as `serve` does. Both have the reason.
         """
         self._require_explicit()
         try:
@@ -202,16 +201,16 @@ class Lifecycle:
         await self.forget_removed()
 
     async def unload(self, model: str) -> None:
-        """Refuse new requests for a model, answer the present ones, and release its memory.
+        """Refuse new requests for a model, answer pending ones, and release its memory.
 
-        Does nothing for a model that is not loaded. Raises Refused unless the mode is explicit.
+        Does nothing if the model is not loaded. Raises Refused unless the mode is explicit.
         """
         self._require_explicit()
         await self.serve(model, ())
         await self.forget_removed()
 
     async def forget_removed(self) -> None:
-        """Forget the models and versions that are not served, and whose folders were removed."""
+        """Forget unserved models and versions whose folders were removed."""
         repository, idle = self._config.repository, self._registry.idle()
 
         def removed() -> list[ModelEntry]:
@@ -221,13 +220,13 @@ class Lifecycle:
             self._registry.forget(entry)
 
     async def serve(self, model: str, found: Sequence[ScannedVersion]) -> None:
-        """Serve exactly these versions of a model, each of which has a number.
+        """Serve exactly these numbered versions of a model.
 
-        Raises LoadFailed, which names the versions that cannot be loaded; then no version is unloaded, unless another
-        one that was loaded has its memory.
+        Raises LoadFailed naming the versions that cannot be loaded. Then no version is unloaded, except those whose
+        memory a new version has taken.
         """
         task = asyncio.create_task(self._serve(model, found))
-        # It ends even if the client disconnects: models would be left half moved.
+        # Runs to its end even if the client disconnects: cancelling would leave models half moved.
         self._operations.add(task)
         task.add_done_callback(self._ended)
         await asyncio.shield(task)
@@ -235,7 +234,7 @@ class Lifecycle:
     def _ended(self, operation: asyncio.Task[None]) -> None:
         self._operations.discard(operation)
         if not operation.cancelled():
-            operation.exception()  # retrieved, because it was logged and the client may have disconnected
+            operation.exception()  # mark as retrieved: it was logged, and the client may have disconnected
 
     async def _serve(self, model: str, found: Sequence[ScannedVersion]) -> None:
         if self._lanes[0].draining:
@@ -261,7 +260,7 @@ class Lifecycle:
             self._registry.request_only(model, versions)
 
     def _keep(self, source: ModelSource) -> bool:
-        """Leave a version as it is if its file and configuration have not changed; False if it must be loaded."""
+        """Keep a served version if its file and configuration are unchanged. Returns False if it must be loaded."""
         present = self.serving.get(source.key)
         if present is None or not present.source.loads_as(source):
             return False
@@ -270,7 +269,7 @@ class Lifecycle:
         return True
 
     async def _load(self, source: ModelSource, surplus: Sequence["Model"]) -> str | None:
-        """Load a version; returns why it cannot be loaded, or None. Its memory may be that of a surplus version."""
+        """Load a version, in a surplus version's memory if needed. Returns the failure reason, or None."""
         placement, present = self._placement, self.serving.get(source.key)
         assert placement is not None
         old = present or next((m for m in surplus if self.serving.get(m.key) is m), None)
@@ -291,7 +290,7 @@ class Lifecycle:
         return None
 
     async def _retire(self, model: "Model") -> None:
-        """Refuse new requests for a version, answer the present ones, and release its memory."""
+        """Refuse new requests for a version, answer pending ones, and release its memory."""
         assert self._placement is not None
         del self.serving[model.key]
         self._registry.unloading(model.key)
@@ -300,7 +299,7 @@ class Lifecycle:
         _log.info("model unloaded", extra={"fields": model.key.fields})
 
     def _failed(self, version: ScannedVersion, reason: str) -> str:
-        """Record a failed load, unless the version is still served as it was; returns the error for clients."""
+        """Log a failed load, and record it unless the version is still served. Returns the error for clients."""
         fields = {"model": version.name, "version": version.version, "reason": reason}
         _log.warning("model not loaded", extra={"fields": fields})
         if (version.name, version.version) not in self.serving:
@@ -308,7 +307,7 @@ class Lifecycle:
         return f"version {version.version} is at UNAVAILABLE state: {reason}"
 
     def _changed(self, model: "Model") -> None:
-        """Record that a model has another partition or other plans."""
+        """Record that a model's partition or plans have changed."""
         if self.serving.get(model.key) is model:
             self._registry.moved(model.key, model.footprint)
 
@@ -329,11 +328,11 @@ def _not_in_repository(model: str, reason: str) -> Refused:
 async def warm_up(
     lane: ComputeLane, servable: Servable, source: ModelSource, rules: SequenceRules | None = None
 ) -> None:
-    """Execute a model's warm-up samples, between the executions of others. They are not counted.
+    """Execute a model's warm-up samples between executions of other models. Statistics do not count them.
 
-    Of a model with sequences, each is a sequence of one request.
+    With sequence `rules`, each sample is a sequence of one request.
 
-    Raises RepositoryError for a sample that does not fit the model, or that it cannot take.
+    Raises RepositoryError for too many executions, and for a sample that does not match the model or fails.
     """
     samples = [] if source.config is None else [s for s in source.config.model_warmup if s.batch_size]
     executions = sum(max(sample.count, 1) for sample in samples)

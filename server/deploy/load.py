@@ -26,31 +26,31 @@ from cohabit.server.triton.model_config import with_defaults
 from cohabit.server.triton.sequences import with_sequences
 
 _SHARED = "(shared)"
-"""The owner of the region that all models share."""
+"""Owner of the region that all models share."""
 
 
 class PartitionedMemory:
-    """Any thread may bind; background work belongs to the lanes' threads, all else to the event loop's."""
+    """Any thread may call `bind`. Background work belongs to the lanes' threads, all else to the event loop's."""
 
     def __init__(self, backend: Backend, lanes: int) -> None:
         self.backend = backend
         self.executors = backend.executors(lanes)
         self.partitions = Partitions(0, lanes=lanes)
         self.arena: DeviceArena[object] | None = None
-        """None until it is opened."""
+        """None until `open`."""
         self.models: dict[str, Model] = {}
-        """Those that are loaded, by owner."""
+        """Loaded models, by load id (`Model.owner`)."""
         self.shared: SharedRegion | None = None
         """The region that all models share; None if each has a partition."""
         self._admitted = 0
 
     def open(self, arena_bytes: int) -> None:
-        """Take the memory from the device. Raises MemoryExceeded."""
+        """Allocate the arena. Raises MemoryExceeded."""
         self.arena = self.backend.arena(arena_bytes)
         self.partitions.arena_bytes = arena_bytes
 
     def share(self, sharing: Sharing) -> None:
-        """Make one shared region of the arena without the workspace."""
+        """Make the arena, except for the workspace, one shared region."""
         assert len(self.executors) == 1
         assert self.arena is not None
         workspace_bytes = self.partitions.workspace_bytes
@@ -59,7 +59,7 @@ class PartitionedMemory:
         self.shared = SharedRegion(self.backend, sharing, self.arena, workspace_bytes, region_bytes)
 
     def assign_lanes(self, models: Sequence[Model]) -> None:
-        """Assign planned models to compute lanes, next to those that are there."""
+        """Assign planned models to compute lanes, counting the load of loaded models."""
         busy = [0.0] * len(self.executors)
         for model in self.models.values():
             busy[model.lane] += model.expected_load
@@ -67,7 +67,7 @@ class PartitionedMemory:
             model.lane = lane
 
     def new_owner(self, model: ModelKey) -> str:
-        """Return a unique owner name for one load of a version."""
+        """Return a unique load id for a version."""
         self._admitted += 1
         return f"{model.name}:{model.version}#{self._admitted}"
 
@@ -80,10 +80,10 @@ class PartitionedMemory:
         workspace_bytes: int | None = None,
         throttle: bool = False,
     ) -> Programs:
-        """Make programs of plans for an owner's partition. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
+        """Bind a model's plans to an extent, as programs. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
 
-        `workspace_bytes` is each lane's workspace when the programs run; None for the present one. Binding holds
-        the interpreter lock; with `throttle`, it sleeps for half of the time, so that serving threads can run.
+        `workspace_bytes` is the size of each lane's workspace when the programs run; None for the current size.
+        Binding holds the interpreter lock; with `throttle`, it sleeps half of the time so that serving threads can run.
         """
         assert self.arena is not None
         each = self.partitions.workspace_bytes if workspace_bytes is None else workspace_bytes
@@ -93,14 +93,14 @@ class PartitionedMemory:
             start_s = time.perf_counter()
             profile = model.profiles[bucket]
             program = self.backend.build(model.lowered, plan, profile, self.arena, bases, model.store)
-            # Two versions, or two loads of one, share no residents.
+            # A name per load, because residents are not shared between versions, or between loads of one.
             programs[bucket] = replace(program, name=model.owner)
             if throttle:
                 time.sleep(time.perf_counter() - start_s)
         return programs
 
     def bind_shared(self, model: Model) -> Programs:
-        """Make programs for the shared region, of plans with every parameter resident. Raises as `bind` does."""
+        """Bind plans in which every parameter is resident to the shared region. Raises as `bind` does."""
         assert self.shared is not None
         lowered, profiles, store = model.lowered, model.profiles, model.store
         if any(other.key.name == lowered.name for other in self.models.values()):
@@ -110,7 +110,7 @@ class PartitionedMemory:
         return {bucket: self.shared.add(lowered, plan, profiles[bucket], store) for bucket, plan in plans}
 
     def add(self, model: Model, programs: Programs) -> None:
-        """Add a model whose residents are loaded: it can be served."""
+        """Add a model whose residents are loaded, and create its servable."""
         lowered, config = model.lowered, model.source.config
         warn_of_interaction(lowered)
         warn_of_validation(lowered)
@@ -128,19 +128,19 @@ class PartitionedMemory:
         self.models[model.owner] = model
 
     def resident_load(self, programs: Programs, lane: int) -> BackgroundWork:
-        """Return the work of a lane that loads a model's residents, which all buckets share."""
+        """Return background work that loads a model's residents, which all buckets share."""
         pieces = self.executors[lane].load_in_pieces([programs[bucket] for bucket in sorted(programs)])
         return lambda: next(pieces, True) is True
 
     def release_programs(self, programs: Programs, lane: int) -> None:
-        """Wait for a lane's copies, and release programs. The lane's thread."""
+        """Wait for a lane's copies, then release programs. Called on the lane's thread."""
         executor = self.executors[lane]
         executor.settle()
         for program in programs.values():
             executor.release(program)
 
     def extent_of(self, model: Model) -> Extent:
-        """Return a model's partition, or the region that it shares."""
+        """Return a model's partition, or the shared region."""
         return self.partitions.held[_SHARED if model.shares else model.owner]
 
     @property
@@ -154,7 +154,7 @@ class PartitionedMemory:
         self.models.pop(model.owner, None)
 
     def use(self) -> DeviceUse:
-        """Return the use of the memory, and the busy time of the swap-in lanes if the device measures it."""
+        """Return memory use, and the swap-in lanes' busy time if the device measures it."""
         pinned = self.backend.pinned_memory
         busy_s = [executor.swap_busy_s for executor in self.executors]
         return DeviceUse(
@@ -174,7 +174,7 @@ class PartitionedMemory:
         )
 
     def _extents(self) -> Iterator[ArenaExtent]:
-        """Yield the arena's address map: each lane's workspace, the partitions, and what is free."""
+        """Yield the arena's address map: each lane's workspace, then partitions, then free ranges."""
         partitions = self.partitions
         for lane in range(partitions.lanes):
             yield ArenaExtent("workspace", lane * partitions.workspace_bytes, partitions.workspace_bytes)
@@ -197,7 +197,7 @@ class PartitionedMemory:
 def assign_lanes(loads: Sequence[float], busy: Sequence[float]) -> list[int]:
     """Return a lane for each model: longest processing time first, each to the least busy lane so far.
 
-    `busy` is the load of each lane before.
+    `busy` is each lane's initial load.
     """
     chosen, sums = [0] * len(loads), list(busy)
     for model in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):

@@ -1,4 +1,4 @@
-"""Draws the device's memory as a table: each model's bytes, its resident share, and its predicted times."""
+"""Draws the device's memory as a table: each model's partition, resident share and predicted times."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,11 +11,14 @@ from cohabit.server.deploy.model import Model
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
 _TEXTS = ("model", "")
-"""Columns that are aligned to the left."""
+"""Left-aligned columns."""
 
 
 def draw(layout: str, memory_bytes: int, memory: PartitionedMemory) -> str:
-    """Return the memory map as text, of the memory that all models may take. Several versions have their numbers."""
+    """Return the memory map as text. `memory_bytes` is the limit for all models.
+
+    Version numbers are shown for models with several loaded versions.
+    """
     models = list(memory.models.values())
     several = memory.partitions.lanes > 1
     columns = (*_COLUMNS, "lane") if several else _COLUMNS

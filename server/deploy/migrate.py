@@ -1,6 +1,6 @@
-"""Loads models into the device's memory, moves them and takes them out, one at a time, while others are served.
+"""Loads, moves and removes models in device memory, one at a time, while others are served.
 
-A change of the memory map is a transaction: what it replaces is kept until it has succeeded.
+A change of the memory map is a transaction: replaced programs and displaced models are kept until it succeeds.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,12 +17,12 @@ from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.errors import RequestError
 
 Accept = Callable[[Model], Awaitable[None]]
-"""Warms a loaded model up, and serves it. Raises what keeps it from being served."""
+"""Warms up a loaded model and starts serving it. Raises the error that prevents this."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Deployed:
-    """How a model that is loaded runs."""
+    """A loaded model's plans and programs."""
 
     plans: Plans
     searched: bool
@@ -31,13 +31,13 @@ class _Deployed:
 
 @dataclass(frozen=True, slots=True)
 class _MemoryMap:
-    """Where models are, and how they run."""
+    """Snapshot of the memory map, to restore after a failed change."""
 
     workspace_bytes: int
     held: Mapping[str, Extent]
     models: Mapping[str, Model]
     deployed: Mapping[str, _Deployed]
-    """All three by owner."""
+    """All three by load id (`Model.owner`)."""
 
 
 class Migrator:
@@ -45,15 +45,15 @@ class Migrator:
 
     def __init__(self, memory: PartitionedMemory, lanes: Sequence[ComputeLane]) -> None:
         self.on_change: Callable[[Model], None] = lambda model: None
-        """Called when a model has another partition or other plans."""
+        """Called after a model's partition or plans have changed."""
         self._memory = memory
         self._lanes = lanes
 
     @asynccontextmanager
     async def restoring_on_failure(self) -> AsyncIterator[None]:
-        """Change the memory map in this block. If that fails, every model is again where it was, and runs as it did.
+        """Roll back the memory map if this block raises: models return to their extents and programs.
 
-        What the block replaces is kept until its end: programs, and models that it has displaced, which then end.
+        Replaced programs and displaced models are kept until the block ends, then released.
         """
         before = self._memory_map()
         try:
@@ -70,7 +70,7 @@ class Migrator:
                 await self._release_programs(model, programs)
 
     async def load(self, model: Model, accept: Accept, *, throttle: bool) -> None:
-        """Load a planned model and have it accepted; otherwise its memory is free again, and its store open."""
+        """Load and accept a planned model. After a failure its memory is released; its store stays open."""
         await self._load(model, throttle=throttle)
         try:
             await accept(model)
@@ -80,19 +80,19 @@ class Migrator:
             raise
 
     async def make_room(self, decision: Decision) -> None:
-        """Free the memory that was decided on for models that come."""
+        """Free the memory chosen for new models, by moving or displacing loaded ones."""
         if decision.resizing is not None:
             await self.resize(decision.resizing, decision.displaced)
         elif decision.displaced is not None:
             await self._displace(decision.displaced)
 
     async def resize(self, resizing: Resizing, displaced: Model | None = None) -> None:
-        """Pack the partitions of models in other sizes, with new plans for some; one may be displaced."""
+        """Pack partitions of new sizes; some models get new plans, and `displaced` releases its partition."""
         memory, partitions, models = self._memory, self._memory.partitions, resizing.models
         workspace = resizing.workspace_bytes
         held = {owner: partitions.held[owner] for owner in models}
         wanted = packed(resizing.sizes, held, partitions.arena_bytes)
-        # With several lanes, all workspaces but the first move when they grow. None may be in use when it shrinks.
+        # With several lanes, growing moves all workspaces but the first. Shrinking needs all of them idle.
         elsewhere = workspace < partitions.workspace_bytes or (
             partitions.lanes > 1 and workspace > partitions.workspace_bytes
         )
@@ -100,7 +100,7 @@ class Migrator:
         moving = {step.owner for step in steps}
         programs: dict[str, Programs] = {}
         try:
-            for owner, model in models.items():  # all before any moves: an unsupported plan is refused first
+            for owner, model in models.items():  # bind all before any move: an unsupported plan then changes nothing
                 if owner in moving:
                     plans, _ = resizing.plans.get(owner, (model.plans, model.searched))
                     programs[owner] = await in_thread(
@@ -116,9 +116,9 @@ class Migrator:
             raise
 
     async def switch(self, model: Model, plans: Plans) -> None:
-        """Switch a model to a full search's plans for its present partition.
+        """Switch a model to a full search's plans for its current partition.
 
-        Raises CohabitError; then it runs its present plans on.
+        Raises CohabitError; the model then keeps its current plans.
         """
         extent, before = self._memory.partitions.held[model.owner], model.plans
         programs = await in_thread(self._memory.bind, model, plans, extent, throttle=True)
@@ -130,7 +130,7 @@ class Migrator:
                 await self._move(model, plans, True, programs)
 
     async def vacate(self, model: Model) -> None:
-        """Release the programs, the bytes and the store of a model that no request runs on."""
+        """Release an idle model's programs, memory and store."""
         await self._release_programs(model, model.servable.programs)
         await self._remove(model)
 
@@ -141,7 +141,7 @@ class Migrator:
         return _MemoryMap(memory.partitions.workspace_bytes, dict(memory.partitions.held), models, deployed)
 
     async def _restore(self, before: _MemoryMap) -> None:
-        """Take the memory map back to what it was. The next run of each model that has moved loads its residents."""
+        """Restore the memory map. Each moved model loads its residents at its next run."""
         memory, held = self._memory, self._memory.partitions.held
         moved = {
             owner: model
@@ -164,13 +164,13 @@ class Migrator:
             self._lanes[model.lane].hold(model.key, False)
 
     def _revert(self, model: Model, programs: Programs) -> None:
-        """Run a model's earlier programs again. Compute lane's thread."""
+        """Switch a model back to earlier programs. Called on the compute lane's thread."""
         model.servable.switch(programs)
         for program in programs.values():
             self._memory.executors[model.lane].invalidate(program)
 
     async def _load(self, model: Model, *, throttle: bool) -> None:
-        """Allocate the memory of a model's plans, which is free, bind them, and load its residents."""
+        """Allocate the memory of a model's plans, bind them, and load residents. The memory must be free."""
         memory, lane = self._memory, self._lanes[model.lane]
         model.owner = memory.new_owner(model.key)
         if memory.shared is not None:
@@ -194,14 +194,14 @@ class Migrator:
     async def _move_all(
         self, steps: Sequence[ReleaseForMove | Move], resizing: Resizing, programs: Mapping[str, Programs]
     ) -> None:
-        """Move models one at a time, to programs that are bound to their new places."""
+        """Move models one at a time to programs bound to their new extents."""
         partitions, models = self._memory.partitions, resizing.models
         for step in steps:
             if isinstance(step, ReleaseForMove):
                 model = models[step.owner]
                 self._lanes[model.lane].hold(model.key, True)
                 partitions.release(step.owner)
-        if partitions.lanes > 1:  # with a single lane, background work is in order already
+        if partitions.lanes > 1:  # a single lane's background work is in order already
             for lane in sorted({models[s.owner].lane for s in steps if isinstance(s, ReleaseForMove)}):
                 await self._lanes[lane].call_on_lane(self._memory.executors[lane].settle)
         partitions.grow_workspace(resizing.workspace_bytes)
@@ -213,7 +213,7 @@ class Migrator:
                 await self._move(model, plans, searched, programs[step.owner])
 
     async def _move(self, model: Model, plans: Plans, searched: bool, programs: Programs) -> None:
-        """Load a model's residents for new programs while its requests wait, then switch to these programs."""
+        """Pause a model, switch it to new programs, load their residents, then resume it."""
         lane = self._lanes[model.lane]
         lane.hold(model.key, True)
         await lane.call_on_lane(lambda: model.servable.switch(programs))
@@ -228,18 +228,18 @@ class Migrator:
         self.on_change(model)
 
     async def _displace(self, model: Model) -> None:
-        """Give up a model's bytes for its successor's. Its requests wait, its store and programs stay."""
+        """Release a model's partition for its successor. Requests wait; store and programs are kept."""
         lane = self._lanes[model.lane]
         lane.hold(model.key, True)
         await lane.call_on_lane(self._memory.executors[model.lane].settle)
         self._memory.partitions.release(model.owner)
 
     async def _release_programs(self, model: Model, programs: Programs) -> None:
-        """Release programs that no longer run, unless the lane has stopped."""
+        """Release unused programs, unless the lane has stopped."""
         with suppress(RequestError):
             await self._lanes[model.lane].call_on_lane(lambda: self._memory.release_programs(programs, model.lane))
 
     async def _remove(self, model: Model) -> None:
-        """Release a model's bytes and close its store, on another thread because that takes long."""
+        """Release a model's memory, and close its store on another thread, because that is slow."""
         self._memory.remove(model)
         await in_thread(model.store.close)

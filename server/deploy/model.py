@@ -1,4 +1,4 @@
-"""A model in the engine: one record, which the stages of its deployment fill."""
+"""A model in the engine: one record, filled by the stages of its deployment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,16 +18,15 @@ from cohabit.server.scheduling.sequences import SequenceRules
 
 Plans = Mapping[Bucket, Plan]
 PlansFound = tuple[Plans, bool]
-"""Plans, and whether a full search has found them."""
+"""Plans, and whether a full search found them."""
 Programs = Mapping[Bucket, Program]
 
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """One load of a version of a model. A version that is loaded again while it is served has two.
+    """One load of a version of a model. While a served version is loaded again, it has two.
 
-    A field that no stage has filled yet raises AttributeError. From `plans` on, fields belong to the event loop's
-    thread.
+    A field that is not filled yet raises AttributeError. From `plans` on, fields belong to the event loop's thread.
     """
 
     source: ModelSource
@@ -38,24 +37,24 @@ class Model:
     lowered: Lowered = field(init=False)
     profiles: dict[Bucket, Profile] = field(init=False)
     store: HostStore[Any] = field(init=False)
-    """Its parameters in the host."""
+    """Host store of its parameters."""
     sequences: SequenceRules | None = None
-    """How its requests make sequences, if they do."""
+    """How requests form sequences; None if they do not."""
 
     # Divide.
     most_batch: int | None = None
-    """The largest batch that is planned, and larger ones run as several of; None if all are."""
+    """Largest planned batch; larger ones are split into several. None if all are planned."""
     plans: Plans = field(init=False)
     searched: bool = False
-    """Whether `plans` are what a full search found for measured profiles."""
+    """Whether a full search found `plans`, for measured profiles."""
 
     # Place.
     owner: str = field(init=False)
-    """Its key in `Partitions`, unique per load."""
+    """Load id: the key in `Partitions`, unique per load."""
     lane: int = 0
     """The compute lane whose executor and workspace it uses."""
     shares: bool = False
-    """Whether all models share one region, and it has no partition."""
+    """Whether all models share one region instead of having partitions."""
 
     # Load.
     servable: ProgramServable = field(init=False)
@@ -75,23 +74,23 @@ class Model:
 
     @property
     def whole_demand(self) -> ModelDemand:
-        """What dividing memory chooses from. Rows that influence one another cannot be split."""
+        """Demand from which a division chooses batch sizes. Rows that influence one another cannot be split."""
         splits = self.lowered.batched and self.lowered.interaction is None
         return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s, splits)
 
     @property
     def demand(self) -> ModelDemand:
-        """What is planned of it."""
+        """Demand with the planned batch sizes."""
         whole = replace(self.whole_demand, splits_batches=False)
         return whole if self.most_batch is None else whole.up_to(self.most_batch)
 
     @property
     def is_provisional(self) -> bool:
-        """Whether it still has to be measured."""
+        """Whether the model must still be measured."""
         return any(profile.provisional for profile in self.profiles.values())
 
     def plan_batches_to(self, most: int) -> None:
-        """Have larger batches run as several of this one, if the program has larger ones."""
+        """Split batches that are larger than `most`."""
         self.most_batch = most if most < max(self.lowered.graphs).batch else None
 
     def latency_s(self, plans: Plans) -> float:
@@ -101,7 +100,7 @@ class Model:
 
     @property
     def expected_load(self) -> float:
-        """The expected share of a lane's time: requests per second times the seconds of one."""
+        """Expected share of a lane's time: requests per second times seconds per request."""
         return self.rate_per_s * self.latency_s(self.plans)
 
     @property

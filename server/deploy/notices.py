@@ -1,4 +1,4 @@
-"""What is said of a model that is loaded: in the log, in `cohabit check`, and in `cohabit import`."""
+"""Notices about models for the log, `cohabit check` and `cohabit import`."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _log = logging.getLogger("cohabit.models")
 
 
 def warn_of_interaction(lowered: Lowered) -> None:
-    """Log why a model's requests are neither padded nor batched, if they are not."""
+    """Log the reason if a model's requests cannot be padded or batched."""
     if lowered.interaction is not None:
         fields = {"model": lowered.name, "reason": lowered.interaction, "batch_sizes": list(lowered.batches)}
         _log.warning(
@@ -28,14 +28,14 @@ def warn_of_interaction(lowered: Lowered) -> None:
 
 
 def warn_of_validation(lowered: Lowered) -> None:
-    """Log which rewrites a model is served without, because its outputs differed from its archive's with them."""
+    """Log the rewrites that were left out because outputs differed from the archive's."""
     for left_out in () if lowered.validation is None else lowered.validation.left_out:
         text = f"served without a rewrite that changes the model's outputs: {left_out}"
         _log.warning(text, extra={"fields": {"model": lowered.name, "rewrite": left_out.rewrite}})
 
 
 def stored_words(lowered: Lowered) -> str | None:
-    """Say in how many bytes weights are stored, and at what cost; None where they are stored as they are."""
+    """Return the stored size of encoded weights and its cost in accuracy, as text; None for unencoded weights."""
     encoding, nbytes = lowered.encoding, lowered.manifest.file_bytes
     if encoding is None and nbytes >= lowered.weight_bytes:
         return None
@@ -50,7 +50,7 @@ def stored_words(lowered: Lowered) -> str | None:
 
 
 def log_stored(lowered: Lowered) -> None:
-    """Log in how many bytes a model's weights are stored, if that is fewer than they have."""
+    """Log the stored size of a model's weights, if they are encoded."""
     if (words := stored_words(lowered)) is not None:
         _log.info("weights take fewer bytes", extra={"fields": {"model": lowered.name, "weights": words}})
 
@@ -59,20 +59,20 @@ CHANGES_ARE_LOST = "the program changes them in place, which callers do not see;
 
 
 def warn_of_changed_inputs(lowered: Lowered) -> None:
-    """Log which of its inputs a model's program changes."""
+    """Log the inputs that a model's program changes in place."""
     if lowered.changed_inputs:
         names = ", ".join(lowered.changed_inputs)
         _log.warning(f"inputs {names}: {CHANGES_ARE_LOST}", extra={"fields": {"model": lowered.name}})
 
 
 def random_ops(lowered: Lowered) -> list[str]:
-    """Return the names of the operators with which a model draws random numbers."""
+    """Return the names of a model's operators that draw random numbers."""
     calls = [i for trace in lowered.traces.values() for i in trace.instructions]
     return sorted({str(i.target) for i in calls if draws(i.target, i.args, i.kwargs)})
 
 
 def linear_forms(lowered: Lowered) -> dict[Form, int]:
-    """Return how many linear layers of the largest bucket have each form."""
+    """Return the number of linear layers per form, in the largest bucket."""
     return forms_of(call.target for call in lowered.traces[max(lowered.buckets)].instructions)
 
 
@@ -82,12 +82,12 @@ FORGOTTEN_EVAL = (
 
 
 def is_training(random: Sequence[str]) -> bool:
-    """Whether there is a dropout among operators that draw random numbers: in evaluation it draws none."""
+    """Whether random operators include dropout, which draws numbers only in training mode."""
     return any("dropout" in name for name in random)
 
 
 def warn_of_random_ops(lowered: Lowered) -> None:
-    """Log which of a model's operators draw random numbers: the same request has another answer each time."""
+    """Log a model's operators that draw random numbers: equal requests get different answers."""
     if random := random_ops(lowered):
         fields = {"model": lowered.name, "operators": random}
         hint = f"; {FORGOTTEN_EVAL}" if is_training(random) else ""
@@ -97,7 +97,7 @@ def warn_of_random_ops(lowered: Lowered) -> None:
 
 
 def warn_of_noise(models: Sequence[Model], *, measured_again: bool) -> None:
-    """Log in one line which models' measurements other work disturbed, and when they are measured again."""
+    """Log, in one line, the models with noisy measurements, and when these are repeated."""
     noise = {m.key.name: max(profile.noise for profile in m.profiles.values()) for m in models}
     if noisy := {name: share for name, share in noise.items() if share > NOISY}:
         when = "once it is quiet" if measured_again else "at the next start after `cohabit cache remeasure MODEL`"
@@ -106,7 +106,7 @@ def warn_of_noise(models: Sequence[Model], *, measured_again: bool) -> None:
 
 
 def warn_without_packing(config: ServeConfig) -> None:
-    """Log why the CPU computes with plain weights, if it does."""
+    """Log the reason if weights cannot be packed on the CPU."""
     if config.device == "cpu" and (reason := packing.unavailable()) is not None:
         fields = {"torch": str(torch.__version__), "reason": reason}
         _log.warning("weights are not packed, which makes kernels slower", extra={"fields": fields})

@@ -30,13 +30,14 @@ def options_of(
 ) -> Options:
     """Return a model's options on a device. Raises RepositoryError naming the parameter.
 
-    `weights` is what they are stored as where the model's parameter does not say; a reduced precision has its own.
+    `weights` is the default storage format of weights. A reduced precision ignores it.
     """
     is_cuda = device.startswith("cuda")
     packed = pack_weights and device == "cpu" and packing.unavailable() is None
     options = replace(CUDA_DEFAULTS, weights=weights) if is_cuda else Options(packed=packed, weights=weights)
     if source.config is None:
         return options
+    # Precision first: weights of a reduced precision have no further encoding.
     precision = _choice(source.config, PRECISION, tuple(_PRECISIONS))
     if precision == "tf32" and not is_cuda:
         raise RepositoryError(
@@ -58,6 +59,7 @@ def options_of(
                 f" {options.dtype}; leave out one of the two"
             )
         stored = "float32"
+    # These two choose kernels only.
     layout, fused = (_choice(source.config, key, tuple(_TRUTHS)) for key in (CHANNELS_LAST, FUSED))
     if fused == "true" and not is_cuda:
         raise RepositoryError(

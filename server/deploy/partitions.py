@@ -1,6 +1,6 @@
 """The arena's address map: workspaces at the bottom, partitions from the top down, gaps between them.
 
-Models move to other bytes one at a time, while the others are served.
+Models move one at a time, while others are served.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,18 +25,18 @@ class Extent:
 
 
 class Partitions:
-    """The arena's bytes, by owner. Not thread-safe."""
+    """The arena's extents, by owner: a load id (`Model.owner`) or the shared region. Not thread-safe."""
 
     def __init__(self, arena_bytes: int, workspace_bytes: int = 0, lanes: int = 1) -> None:
         self.arena_bytes = arena_bytes
         self.lanes = lanes
         self.workspace_bytes = workspace_bytes
-        """The size of each lane's workspace."""
+        """Size of each lane's workspace."""
         self.held: dict[str, Extent] = {}
 
     @property
     def workspaces(self) -> Extent:
-        """The extent of all lanes' workspaces, one after the other."""
+        """Extent of all lanes' workspaces, one after the other."""
         return Extent(0, self.lanes * self.workspace_bytes)
 
     @property
@@ -44,7 +44,7 @@ class Partitions:
         return sum(gap.nbytes for gap in self.gaps())
 
     def gaps(self, workspace_bytes: int | None = None) -> list[Extent]:
-        """Return the free extents, lowest first, if each workspace had at least `workspace_bytes`."""
+        """Return the free extents, lowest first, assuming workspaces of at least `workspace_bytes`."""
         low = self.lanes * max(self.workspace_bytes, workspace_bytes or 0)
         gaps = []
         for extent in (*sorted(e for e in self.held.values() if e.nbytes), Extent(self.arena_bytes, 0)):
@@ -54,7 +54,7 @@ class Partitions:
         return gaps
 
     def memories(self, workspaces: Iterable[int]) -> list[Memory]:
-        """Return each possible workspace size, not below the present one, with the largest free partition."""
+        """Return each possible workspace size, from the current one up, with its largest free partition."""
         sizes = sorted({max(size, self.workspace_bytes) for size in (0, *workspaces)})
         return [
             Memory(size, max((gap.nbytes for gap in self.gaps(size)), default=0))
@@ -76,14 +76,14 @@ class Partitions:
         return extent
 
     def put(self, owner: str, extent: Extent) -> None:
-        """Assign exactly these bytes, which must be free or the owner's."""
+        """Assign this extent, which must be free or the owner's."""
         others = [self.workspaces, *(e for name, e in self.held.items() if name != owner)]
         assert 0 <= extent.offset <= extent.end <= self.arena_bytes
         assert not any(extent.overlaps(other) for other in others)
         self.held[owner] = extent
 
     def release(self, owner: str) -> None:
-        """Release an owner's bytes; after the last owner, the workspace is released, too."""
+        """Release an owner's extent; with the last one, the workspaces, too."""
         self.held.pop(owner, None)
         if not self.held:
             self.workspace_bytes = 0
@@ -125,8 +125,8 @@ def moves(
 ) -> list[ReleaseForMove | Move]:
     """Return the steps that move every model to its wanted extent.
 
-    The first `workspace_bytes` of the arena are vacated first. Cycles are broken by vacating few models; every
-    vacated model is moved by a later step.
+    The first `workspace_bytes` of the arena are vacated first. Cycles are broken by vacating few models; a later step
+    moves each vacated model.
     """
     at = dict(now)
     workspace = Extent(0, workspace_bytes)
@@ -151,7 +151,7 @@ def moves(
 
 
 def vacate_all(wanted: Mapping[str, Extent]) -> list[ReleaseForMove | Move]:
-    """Return the steps that vacate every model before the first one moves, for a change of all workspaces."""
+    """Return steps that vacate every model before the first moves, for a change of all workspaces."""
     return [*(ReleaseForMove(name) for name in wanted), *(Move(name, extent) for name, extent in wanted.items())]
 
 
@@ -161,7 +161,7 @@ def _blockers(owner: str, at: Mapping[str, Extent], wanted: Mapping[str, Extent]
 
 
 def packed(sizes: Mapping[str, int], now: Mapping[str, Extent], arena_bytes: int) -> dict[str, Extent]:
-    """Return extents packed from the arena's top down, in the present order; new models are last."""
+    """Return extents packed from the arena's top down, in the current order; new models are last."""
     order = sorted(sizes, key=lambda name: (name not in now, -now[name].offset if name in now else 0))
     places, top = {}, arena_bytes
     for name in order:

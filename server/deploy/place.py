@@ -1,4 +1,4 @@
-"""Places models in memory: prepare, decide, migrate. Others are served meanwhile, and move one at a time."""
+"""Places models in device memory: prepares, decides, migrates. Models in service move one at a time."""
 
 import asyncio
 import logging
@@ -42,18 +42,18 @@ async def _accept(model: Model) -> None:
 
 
 class _NotPlaced(Exception):
-    """A model could not be loaded into an arena that has others; the reason is kept elsewhere."""
+    """Rolls back the memory map after a failed load; `failures` already has the reason."""
 
 
 class ModelPlacement:
     """The device's memory, and the models in it. All methods belong to the event loop's thread.
 
-    The memory is taken when the first models are placed, perhaps none: the start's. A lock serializes changes of the
-    memory map.
+    The first `place`, at the start, allocates the arena, even without models. A lock serializes changes of the memory
+    map.
     """
 
     def __init__(self, config: ServeConfig, lanes: Sequence[ComputeLane], workers: WorkerProcesses) -> None:
-        """Open the device, in any thread. Raises DeviceError, or ConfigError for a bundle of another machine."""
+        """Open the device; any thread. Raises DeviceError, or ConfigError for a bundle made for another machine."""
         if config.process_memory_bytes is not None:
             keep_freed_memory(0)
         self.memory = PartitionedMemory(open_backend(config), config.compute_lanes)
@@ -67,11 +67,11 @@ class ModelPlacement:
         self._lanes = lanes
         self._preparing = asyncio.Semaphore(MOST_PREPARING)
         self._changing = asyncio.Lock()
-        """Held while a model's plans or places change."""
+        """Held while a model's plans or extent change."""
 
     @property
     def models(self) -> dict[ModelKey, Model]:
-        """The last load of each version that is loaded."""
+        """The latest load of each loaded version."""
         return {model.key: model for model in self.memory.models.values()}
 
     @property
@@ -83,7 +83,7 @@ class ModelPlacement:
         return self.memory.arena is not None
 
     def has_displaced(self, model: Model) -> bool:
-        """Whether a model has no memory any more, because its successor has it."""
+        """Whether a successor has taken over a model's memory."""
         return model.owner not in self.memory.models
 
     def use(self) -> DeviceUse:
@@ -97,9 +97,9 @@ class ModelPlacement:
     async def prepare(
         self, sources: Sequence[ModelSource], on_progress: OnProgress = lambda name, stage: None
     ) -> tuple[list[Model], dict[ModelKey, str]]:
-        """Return the models that can be opened from the cache, or lowered and measured, and why the others cannot.
+        """Open models from the cache, or lower and measure them. Returns them, and each failure's reason.
 
-        The caller closes their stores, or places them.
+        The caller places each model, or closes its store.
         """
         config, workers, failures = self._config, self.workers, dict[ModelKey, str]()
         at_start = asyncio.Semaphore(1 if workers.inline else MOST_AT_START)
@@ -141,12 +141,12 @@ class ModelPlacement:
         accept: Accept = _accept,
         on_progress: OnProgress = lambda name, stage: None,
     ) -> dict[ModelKey, str]:
-        """Divide memory, load prepared models, and have each accepted. Returns why some are not; these are closed.
+        """Divide memory, then load and accept each prepared model. Returns failure reasons; failed models are closed.
 
-        The start places all of its models. Later, one at a time is placed; unless it is accepted, the others are where
-        they were. `old` is the model that it replaces: if there is no memory for both, its requests wait, and it leaves
-        the memory once the new one is accepted. Raises CohabitError; if memory is too small, with the least sufficient
-        size. Then all are closed.
+        The start places all of its models. Later calls place one model; if it is not accepted, the others return to
+        their extents. `old` is the model being replaced: if memory does not hold both, the requests of `old` wait, and
+        `old` is removed once the new model is accepted. Raises CohabitError, with the least sufficient size if memory
+        is too small; all of `models` are then closed.
         """
         failures: dict[ModelKey, str] = {}
         if self.is_open and not models:
@@ -164,6 +164,7 @@ class ModelPlacement:
             async with self._changing:
                 first = not self.is_open
                 decision = await self.decider.decide(models, old, on_progress)
+                # Plan before memory changes: a model without plans must not displace others.
                 for done, (model, memory) in enumerate(zip(models, decision.memories, strict=True)):
                     stage = f"{done} of {len(models)}, {model.key.name}"
                     await tried(model, self.decider.plan(model, memory, partial(on_progress, "planning", stage)))
@@ -172,6 +173,7 @@ class ModelPlacement:
                     await in_thread(self._open, decision.memories)
                 elif failures:
                     return failures
+                # A failed load rolls back later calls only: at the start, the other models are still served.
                 with suppress(_NotPlaced):
                     async with self.migrator.restoring_on_failure():
                         await self.migrator.make_room(decision)
@@ -187,7 +189,7 @@ class ModelPlacement:
                     fields = {"arena_bytes": self.memory.partitions.arena_bytes, "outside_bytes": outside_bytes}
                     _log.info("device memory in the arena and outside of it", extra={"fields": fields})
         except asyncio.CancelledError:
-            closed = ()  # the engine stops, and a thread may still use them
+            closed = ()  # the engine is stopping, and a thread may still use the stores
             raise
         finally:
             for model in closed:
@@ -196,10 +198,10 @@ class ModelPlacement:
         return failures
 
     async def redivide(self, choose: Callable[[], Mapping[str, PlansFound] | None]) -> bool:
-        """Give some models, by owner, the memory that chosen plans are for, and move what is in the way.
+        """Resize models, by load id (`Model.owner`), to the memory of chosen plans, and move others out of the way.
 
-        `choose` is called once nothing else changes the memory map; it returns None if what it wanted no longer fits
-        what is there, and then nothing changes. The sizes must fit together, and another workspace is for plans of all
+        `choose` is called once nothing else changes the memory map. It returns None if its choice no longer fits the
+        loaded models; then nothing changes. Sizes must fit together. To change the workspace, it returns plans for all
         models. Returns whether memory was divided. Raises CohabitError; then all models are where they were.
         """
         async with self._changing:
@@ -215,9 +217,9 @@ class ModelPlacement:
         return True
 
     async def replan(self, model: Model, before: Plans, plans: Plans, profiles: dict[Bucket, Profile]) -> bool:
-        """Switch a model to a full search's plans for its present partition, and to the profiles that they are for.
+        """Switch a model to a full search's plans for its current partition, and to the profiles of these plans.
 
-        Returns False if it no longer runs the plans that it had `before`. Raises CohabitError; then it runs them on.
+        Returns False if it was displaced or no longer runs `before`. Raises CohabitError; it then keeps its plans.
         """
         async with self._changing:
             if model.plans is not before or self.has_displaced(model):
@@ -227,9 +229,9 @@ class ModelPlacement:
         return True
 
     async def retire(self, model: Model, timeout_s: float) -> None:
-        """End a model: wait for its requests, then release its memory. The caller refuses new requests.
+        """Retire a model: wait for its requests, then release its memory. The caller refuses new requests.
 
-        The waiting requests of one that was displaced are refused; their front ends send them to its successor.
+        Waiting requests of a displaced model are refused; the front end resends them to its successor.
         """
         if not self.has_displaced(model):
             await self._lanes[model.lane].finish(model.key, timeout_s)
@@ -238,7 +240,7 @@ class ModelPlacement:
             await self._vacate(model)
 
     async def replaced(self, model: Model, timeout_s: float) -> None:
-        """End a load of a version of which a newer one is served, as `retire` does."""
+        """Retire a load that a newer load of the same version has replaced."""
         lane = self._lanes[model.lane]
         if self.has_displaced(model):
             lane.hand_back(model.key)
@@ -252,7 +254,7 @@ class ModelPlacement:
             await self.migrator.vacate(model)
 
     def _open(self, memories: Sequence[Memory]) -> None:
-        """Take the arena: all memory if models may be loaded later, else what these take."""
+        """Allocate the arena: all memory if models may be loaded later, else what these need."""
         config, partitions = self._config, self.memory.partitions
         self.workers.release()
         workspace = memories[0].workspace_bytes if memories else 0
@@ -264,7 +266,7 @@ class ModelPlacement:
             self.memory.share(SHARINGS[config.layout])
 
     async def _reason(self, source: ModelSource, error: Exception) -> str:
-        """Return why a model cannot be loaded; of a bundle, with the files that are damaged."""
+        """Return why a model cannot be loaded, including a bundle's damaged files."""
         reason = failure_reason(source.name, error)
         if self._bundle is not None and isinstance(error, NotCached):
             return await in_thread(damaged, self._bundle, self._config, reason)

@@ -15,7 +15,7 @@ _log = logging.getLogger("cohabit.poll")
 
 
 class Poller:
-    """Belongs to the event loop's thread. `models` are those of the start, by name."""
+    """Belongs to the event loop's thread. `models` are the versions found at the start, by model name."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Poller:
                 _log.warning("repository not polled", extra={"fields": {"reason": str(error)}})
 
     async def poll(self) -> None:
-        """Apply the changes since the last poll. A version that failed is tried again when its model changes.
+        """Apply the changes since the last poll. A failed version is retried when its model changes.
 
         Raises RepositoryError if the repository cannot be read; then all models stay as they are.
         """
@@ -56,7 +56,7 @@ class Poller:
             await self._lifecycle.forget_removed()
 
     async def _serve(self, name: str, found: Sequence[ScannedVersion]) -> None:
-        """Serve these versions. If the model as a whole is not valid, its present versions stay."""
+        """Serve these versions. If the model as a whole is invalid, its served versions stay."""
         if isinstance(found[0], Unloadable) and found[0].version is None:
             _log.warning("model not loaded", extra={"fields": {"model": name, "reason": found[0].reason}})
             if not self._lifecycle.is_serving(name):

@@ -1,4 +1,4 @@
-"""Preparation of a model: lowered, measured, its parameters in the host store."""
+"""Prepares models: lowers and measures them, and opens their parameters in the host store."""
 
 import logging
 import shutil
@@ -42,16 +42,16 @@ OnProgress = Callable[[str, str], None]
 SHAPE_BUCKETS = "cohabit.shape_buckets"
 """Key of `parameters` in a ModelConfig."""
 _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
-"""After each step of opening a cached model, a load pauses for this multiple of the time taken: a client that loads
-small models in a loop uses at most a third of the interpreter's time."""
+"""After each step of opening a cached model, a load pauses for `_PAUSE` times the step's time, `_LONGEST_PAUSE_S` at
+most: a client that loads small models in a loop uses at most a third of the interpreter's time."""
 BUNDLED = "bundled"
-"""The device of a bundle's profiles, in their files' names."""
+"""Device name in the file names of a bundle's profiles."""
 
 
 def open_backend(config: ServeConfig) -> Backend:
-    """Open the device and set how torch computes on the CPU. Raises DeviceError for an unknown device."""
+    """Set up torch and open the device. Raises DeviceError for an unknown device."""
     set_up_torch(config)
-    # A new engine rebuilds a changed file, unless there is no new engine, or no archive to make it from.
+    # A restarted engine rebuilds a changed weights file. In process there is no restart, in a bundle no archive.
     remade = config.engine == "process" and config.bundle is None
     link = config.link_bandwidth_bytes_per_s
     memory_bytes, _ = available_memory()
@@ -65,10 +65,10 @@ def open_backend(config: ServeConfig) -> Backend:
 
 
 def set_up_torch(config: ServeConfig) -> None:
-    """Set the number of threads, and that equal inputs have equal results."""
+    """Set the number of threads, and make results reproducible."""
     torch.set_num_threads(threads_of(config))
     if config.device == "cpu":
-        # Or else several threads add to the elements of an `index_put` in any order, which changes their last bits.
+        # Otherwise threads add to the elements of an `index_put` in any order, which changes their last bits.
         # `torch.use_deterministic_algorithms` would import torch's compiler for this: a second, and 60 MiB.
         torch._C._set_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ def set_up_torch(config: ServeConfig) -> None:
 def threads_of(config: ServeConfig) -> int:
     """Return the number of threads of one inference; torch gives each lane's thread a pool of that size.
 
-    By default one core is reserved for the swap-in lane and the front end, and the lanes divide the others.
+    By default, one core is reserved for the swap-in lane and the front end. The lanes divide the others.
     """
     return config.threads or max(1, (available_cpus() - 1) // config.compute_lanes)
 
@@ -91,10 +91,10 @@ def prepare(
     *,
     throttle: bool = False,
 ) -> Model:
-    """Open a model from the cache, which a worker process fills first if it lacks the model. Raises CohabitError.
+    """Open a model from the cache; a worker process adds a missing model first. Raises CohabitError.
 
-    Archives come from clients, so nothing else reads them. A damaged cache is rebuilt. The model's profiles may be
-    provisional. The caller closes its store. With `throttle`, it pauses after each step, for serving threads.
+    Only that process reads archives, because they come from clients. A damaged cache is rebuilt. The model's profiles
+    may be provisional. The caller closes its store. `throttle` pauses after each step, for serving threads.
     """
     archive, rebuild = noted_fingerprint(source.path, notes_of(cache_of(config) / "weights")), False
     if archive is not None:
@@ -119,7 +119,7 @@ def prepare(
 
     try:
         return _opened(source, config, backend, fill(rebuild))
-    except NotCached:  # another server that shares the cache has removed it meanwhile
+    except NotCached:  # another server that shares the cache has removed the model meanwhile
         return _opened(source, config, backend, fill(rebuild=False))
 
 
@@ -132,10 +132,10 @@ def _opened(
     known_only: bool = False,
     throttle: bool = False,
 ) -> Model:
-    """Open a model whose archive has this fingerprint from the cache. Raises NotCached.
+    """Open from the cache the model of the archive with this fingerprint. Raises NotCached.
 
-    Without `known_only`, it is measured here if a full disk kept the profiles out of the cache. With `throttle`, it
-    pauses after each step, for serving threads.
+    Without `known_only`, measures the model here if a full disk kept the profiles out of the cache. `throttle` pauses
+    after each step, for serving threads.
     """
     cache = cache_of(config)
     profiles = cache / "profiles"
@@ -161,7 +161,7 @@ def _made(
     *,
     throttle: bool = False,
 ) -> Model:
-    """Return a model that is lowered and measured in these ways. The caller closes its store."""
+    """Return a model lowered and measured by these functions. The caller closes its store."""
     name = source.name
     model = Model(source, _rate(source, config))
     with stage(f"lowering model '{name}'"), _pausing(throttle):
@@ -190,10 +190,10 @@ def _pausing(throttle: bool) -> Iterator[None]:
 def measured_profiles(
     model: Model, config: ServeConfig, workers: WorkerProcesses, *, again: bool = False
 ) -> dict[Bucket, Profile]:
-    """Have a worker process measure a model; with `again`, even if that was done before. Raises CohabitError.
+    """Measure a model in a worker process; `again` discards earlier measurements first. Raises CohabitError.
 
-    It is not the process that has lowered the model, which keeps torch's exporter, 120 MiB. One model is measured at a
-    time: two at once would measure each other.
+    The process that lowered the model is not used, because it keeps torch's exporter (120 MiB). Models are measured
+    one at a time, because they would disturb each other.
     """
     if again:
         forget(model.profiles.values(), cache_of(config) / "profiles")
@@ -204,7 +204,7 @@ def measured_profiles(
 
 
 _Filled = tuple[str, dict[Bucket, Profile]]
-"""The fingerprint of the archive that was read, and the profiles in the cache."""
+"""Fingerprint of the archive that was read, and the cached profiles."""
 
 
 def _filled_by_worker(
@@ -217,7 +217,7 @@ def _filled_by_worker(
 def _fill_cache(
     source: ModelSource, model_config: bytes | None, config: ServeConfig, quick: bool, rebuild: bool
 ) -> _Filled:
-    """Lower and measure a model, unless the cache has it. Worker's process."""
+    """Lower and measure a model, unless the cache has it. Runs in a worker process."""
     if model_config is not None:
         source = replace(source, config=ModelConfig.FromString(model_config))
     model = lowered_and_measured(source, config, lambda name, stage: None, quick=quick, rebuild=rebuild)
@@ -232,10 +232,10 @@ def lowered_and_measured(
     quick: bool = False,
     rebuild: bool = False,
 ) -> Model:
-    """Lower and measure a model, unless the cache has it, on a device that is opened for it. Its store is closed.
+    """Lower and measure a model, unless the cache has it, on a device opened for this call. Its store is closed.
 
-    With `quick`, its profiles may be provisional. `rebuild` discards the model's cache entry first; an unexpected
-    error does so once. Raises CohabitError.
+    With `quick`, profiles may be provisional. `rebuild` discards the model's cache entry first; an unexpected error
+    does so once. Raises CohabitError.
     """
     if rebuild:
         _forget_lowered(source, config)
@@ -265,7 +265,7 @@ def _lowered_and_measured(
         options, buckets = model_options(source, config), wanted_buckets(source, config)
         batches, weights = wanted_batches(source, config), cache / "weights"
         made = lower(source.path, source.name, batches, weights, progress, options, shape_buckets=buckets)
-        release_free_memory()  # lowering has packed the weights one by one
+        release_free_memory()  # lowering packed the weights one by one, which leaves freed memory
         return made
 
     def measured(model: Lowered, store: HostStore[Any]) -> tuple[Lowered, dict[Bucket, Profile]]:
@@ -281,7 +281,7 @@ def _warn_of_useless_cache(source: ModelSource) -> None:
 
 
 def _forget_lowered(source: ModelSource, config: ServeConfig) -> bool:
-    """Remove a lowered model from the cache; False if it is not there, or there is no archive to make it from."""
+    """Remove a lowered model from the cache. Returns False if it is not cached, or no archive can rebuild it."""
     if config.bundle is not None or source.path.suffix == LOWERED_SUFFIX:
         return False
     options, batches = model_options(source, config), wanted_batches(source, config)
@@ -293,7 +293,7 @@ def _forget_lowered(source: ModelSource, config: ServeConfig) -> bool:
 
 
 def bundled_profiles(lowered: Lowered, folder: Path) -> dict[Bucket, Profile]:
-    """Return the profiles that a bundle has of a model. Raises NotCached."""
+    """Return a bundle's profiles of a model. Raises NotCached."""
 
     def missing() -> dict[Bucket, Profile]:
         raise NotCached(f"{lowered.name}: the bundle has no undamaged profile of it")
@@ -307,14 +307,14 @@ def store_profiles(lowered: Lowered, profiles: dict[Bucket, Profile], folder: Pa
 
 
 def machine_of(config: ServeConfig) -> str:
-    """Return what programs and weights are valid for: the processor, if weights are packed, and torch's version."""
+    """Return the machine that programs and weights are valid for: torch's version and, for packed weights, the CPU."""
     if config.pack_weights and config.device == "cpu" and packing.unavailable() is None:
         return packing.machine()
     return f"plain weights, torch {torch.__version__}"
 
 
 def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
-    """Return the batch sizes to plan; a config.pbtxt caps them, and adds its maximum and preferred sizes."""
+    """Return the batch sizes to plan. A config.pbtxt caps them, and adds its maximum and preferred sizes."""
     most = source.config.max_batch_size if source.config is not None else 0
     preferred = source.policy.preferred_batches
     if most <= 0:
@@ -332,7 +332,7 @@ def model_options(source: ModelSource, config: ServeConfig) -> Options:
 
 
 def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:
-    """Give the inputs and outputs the names that config.pbtxt has for them."""
+    """Rename inputs and outputs as in config.pbtxt."""
     if source.config is None:
         return lowered
     kept_inputs, kept_outputs = state_names(source.config)
@@ -349,7 +349,7 @@ def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:
 
 
 def _checked_rules(source: ModelSource, lowered: Lowered) -> SequenceRules | None:
-    """Return how requests make sequences; None if they make none. Raises for a config.pbtxt that contradicts it."""
+    """Return a model's sequence rules, if it has any. Raises if config.pbtxt contradicts the model."""
     if source.config is None:
         return None
     info = describe(lowered, source.version, max(lowered.batches))
@@ -367,12 +367,12 @@ def _rate(source: ModelSource, config: ServeConfig) -> float:
 
 
 _LEAST_DONE = 0.25
-"""Share of the archives' bytes from which on the time for the others is estimated: small models come first as often as
-not, and would stand for large ones."""
+"""Fraction of the archives' bytes that are done before the remaining time is estimated: small models, which may come
+first, say little about large ones."""
 
 
 class TimeLeft:
-    """Estimates when several models are prepared, from the sizes of their archives."""
+    """Estimates the time left for preparing several models, from the sizes of their archives."""
 
     def __init__(self, sources: Sequence[ModelSource], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -385,9 +385,9 @@ class TimeLeft:
 
     @property
     def left(self) -> str:
-        """How many models are done, and the time that the others will take, as text; empty while none is.
+        """Number of models done and the estimated time left, as text; empty before the first.
 
-        The time is left out until enough is done to tell.
+        The time is left out below _LEAST_DONE.
         """
         done = len(self._all_bytes) - len(self._left_bytes)
         if not done:

@@ -1,4 +1,4 @@
-"""Divides --process-memory: what the models get is what the server's processes leave, as measured at the start."""
+"""Divides --process-memory: models get the memory that the server's processes leave, measured at the start."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from cohabit.server.deploy.model import Model
 from cohabit.server.errors import ConfigError
 
 SERVING_BYTES = 44 << 20
-"""What the first requests add to a process: pages of the libraries' code, oneDNN's kernels, stacks of threads, heap.
+"""Memory that the first requests add to a process: library code pages, oneDNN's kernels, thread stacks, heap.
 
-The most is of a convolutional network: 20 MiB of code, 18 MiB of the others, and 6 MiB of the kernel for page tables.
+The maximum is that of a convolutional network: 20 MiB of code, 18 MiB of the others, and 6 MiB of page tables.
 """
 _STEP_BYTES = 4 << 20
 """The models' memory is a multiple of this, so that the next start finds the same plans."""
@@ -28,16 +28,16 @@ class ProcessMemory:
 
     limit_bytes: int
     base_bytes: int
-    """Python, torch and the other libraries, graphs and profiles; with two processes, of both."""
+    """Python, torch and the other libraries, graphs and profiles, in all processes."""
     store_bytes: int
     """Parameters in the host store; with --store file, buffers."""
     queue_bytes: int
     state_bytes: int = 0
-    """For states of sequences; 0 where no model has them."""
+    """States of sequences; 0 if no model has any."""
 
     @property
     def models_bytes(self) -> int:
-        """What is left for the models; 0 if nothing is."""
+        """Memory left for the models, at least 0."""
         left = self.limit_bytes - self._fixed_bytes - self.queue_bytes - self.state_bytes
         return max(0, left // _STEP_BYTES * _STEP_BYTES)
 
@@ -51,7 +51,7 @@ class ProcessMemory:
             return
         needed = aligned(models_bytes, _STEP_BYTES)
         queue_bytes, source = self.queue_bytes, "--queue-memory"
-        if queue_bytes == self.limit_bytes // QUEUE_SHARE:  # not given: it grows with the limit
+        if queue_bytes == self.limit_bytes // QUEUE_SHARE:  # the default, which grows with the limit
             shares = 2 if self.state_bytes else 1
             queue_bytes = (self._fixed_bytes + needed) // (QUEUE_SHARE - shares)
             source = "--queue-memory, by default a sixteenth"

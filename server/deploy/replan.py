@@ -1,4 +1,4 @@
-"""Finds better plans for models while they are served: they are measured, planned, and measured again if in doubt."""
+"""Finds better plans for served models: measures and plans them, and measures doubtful profiles again."""
 
 import asyncio
 import logging
@@ -25,15 +25,15 @@ _log = logging.getLogger("cohabit.profiles")
 
 INTERVAL_S = 60.0
 IDLE_SHARE = 0.1
-"""Of the time: where lanes have computed for less, the server is quiet enough to measure."""
+"""Maximum fraction of the time that lanes compute in an interval quiet enough to measure."""
 DISAGREEING = 1.25
-"""Measured over predicted time, or its reciprocal, from which a profile is measured again."""
+"""Ratio of measured to predicted time, or its reciprocal, above which a profile is measured again."""
 LEAST_GAIN = 0.1
-"""Share of the predicted latency that another division must save to be moved to: the next start has it in any case."""
+"""Share of the predicted latency that a new division must save to be used now; the next start always uses it."""
 
 
 class Replanner:
-    """Belongs to the event loop's thread. Each load of a model is measured again once at most."""
+    """Belongs to the event loop's thread. Each load of a model is measured again at most once."""
 
     def __init__(self, config: ServeConfig, placement: ModelPlacement, lanes: Sequence[ComputeLane]) -> None:
         self._config = config
@@ -41,7 +41,7 @@ class Replanner:
         self._lanes = lanes
         self._background = Background()
         self._measured_again: set[str] = set()
-        """Owners of loads."""
+        """Load ids (`Model.owner`)."""
 
     @property
     def is_busy(self) -> bool:
@@ -49,13 +49,13 @@ class Replanner:
 
     @property
     def measures_again(self) -> bool:
-        """Whether models whose profiles are in doubt are measured again while the server is quiet."""
+        """Whether doubtful profiles are measured again while the server is quiet."""
         return self._config.plans_later and self._config.device == "cpu"
 
     def begin(self, models: Sequence[Model], *, plan_next_start: bool = False) -> None:
-        """Improve models in the background, one after the other, where their plans are quick ones.
+        """Improve models with quick plans in the background, one after the other.
 
-        With `plan_next_start`, what the next start of these models begins with is planned after that.
+        With `plan_next_start`, the next start of these models is planned after that.
         """
         quick = [model.key.name for model in models if not model.searched]
         if quick or (plan_next_start and self._placement.decider.is_divided_roughly):
@@ -79,7 +79,7 @@ class Replanner:
                 await self.check()
 
     async def check(self) -> None:
-        """Measure and plan the models again whose profiles are noisy or disagree with their executions.
+        """Measure and plan models again if their profiles are noisy or disagree with their executions.
 
         A busy start makes such profiles.
         """
@@ -103,12 +103,12 @@ class Replanner:
         return noise > NOISY or not 1 / DISAGREEING <= correction <= DISAGREEING
 
     async def _improve_all(self, models: Sequence[Model], plan_next_start: bool) -> None:
-        """Raises what kept models from being improved, after the others: the next try leaves out those that are."""
+        """Improve all models, then raise the last OSError. The next try skips improved models."""
         failed: OSError | None = None
         for model in models:
             try:
                 await self.improve(model)
-            except OSError as error:  # such as no process that can be started
+            except OSError as error:  # for example, no process can be started
                 failed = error
         if failed is not None:
             raise failed
@@ -124,9 +124,9 @@ class Replanner:
         await in_thread(self._placement.workers.release)
 
     async def _plan_next_start(self, models: Sequence[Model]) -> None:
-        """Store how memory is divided among these models at the next start, and their plans. Raises CohabitError.
+        """Store the division and the plans for the next start of these models. Raises CohabitError.
 
-        These are used from now on, too, if that is predicted to save LEAST_GAIN of the latency.
+        They are used from now on, too, if that is predicted to save LEAST_GAIN of the latency.
         """
         planner, demands = self._placement.planner, [model.whole_demand for model in models]
         memory_bytes = self._placement.decider.memory_limit.of(sum(model.weight_bytes for model in models))
@@ -140,7 +140,7 @@ class Replanner:
         await self._adopt(found)
 
     async def _adopt(self, found: Mapping[str, Plans]) -> None:
-        """Divide the memory as these plans, by owner, are for, if that pays and no model came or left meanwhile."""
+        """Divide memory for these plans, by load id, if that saves enough and the loaded models are still the same."""
         memory = self._placement.memory
         gain = 0.0
 
@@ -160,7 +160,7 @@ class Replanner:
             _log.info("memory is divided better", extra={"fields": {"predicted_gain": round(gain, 2)}})
 
     async def improve(self, model: Model, *, again: bool = False) -> None:
-        """Measure and plan a model better, if it is not yet; `again` in any case. It is served meanwhile."""
+        """Measure and plan a model if needed, or always with `again`, while it is served. Logs a CohabitError."""
         try:
             await self._improve(model, again=again)
         except CohabitError as error:
@@ -168,9 +168,9 @@ class Replanner:
             _log.warning("no better plan was found", extra={"fields": fields})
 
     async def _improve(self, model: Model, *, again: bool) -> None:
-        """Search better plans for a model's present partition, and switch to them between two executions.
+        """Search better plans for a model's current partition, and switch to them between two executions.
 
-        A model that is measured first keeps no plan from before that. Raises CohabitError.
+        After a measurement, the new plans always replace the old ones. Raises CohabitError.
         """
         placement, profiles = self._placement, model.profiles
         if again or model.is_provisional:
@@ -186,7 +186,7 @@ class Replanner:
 
 
 def _gain(models: Sequence[Model], plans: Sequence[Plans]) -> float:
-    """Return the share of the weighted latency that other plans are predicted to save."""
+    """Return the share of the weighted latency that `plans` are predicted to save."""
     compute_s = [model.profiles[min(model.profiles)].compute_s for model in models]
     weights = latency_weights([model.rate_per_s for model in models], compute_s)
     now, then = (

@@ -1,4 +1,4 @@
-"""Whether a model can be served, in how much memory, and why not: it is lowered and measured, but not loaded."""
+"""Checks whether a model can be served, and in how much memory. Lowers and measures it without loading it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 
 
 class BudgetReport(msgspec.Struct, frozen=True):
-    """What a model does in some memory. Latencies are those of quick plans; a search finds at least as good ones."""
+    """Predictions for a model in a memory budget. Latencies are of quick plans; a search does not find worse ones."""
 
     memory_bytes: int
     reason: str | None = None
@@ -41,28 +41,28 @@ class BudgetReport(msgspec.Struct, frozen=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
-    """What a model needs of memory."""
+    """A model's memory needs."""
 
     weight_bytes: int
-    """Of all parameters."""
+    """Size of all parameters."""
     swappable_bytes: int
     table_bytes: int
     """Embedding tables that stay in host memory."""
     least_bytes: int
     """Partition and workspace together."""
     least_without_offloading_bytes: int
-    """The same with activations that stay in device memory."""
+    """The same if activations stay in device memory."""
     resident_s: dict[str, float]
     """Measured latency with everything resident, by bucket: a batch size, then sizes of other dynamic dimensions."""
     budgets: tuple[BudgetReport, ...]
     activation_bytes: dict[str, int]
-    """Of activations and scratch, by bucket."""
+    """Activations and scratch, by bucket."""
     activations: str
-    """The most, and what smaller batch sizes would take, in words."""
+    """Largest activations, and those of smaller batch sizes, as text."""
 
 
 class ServabilityReport(msgspec.Struct, frozen=True):
-    """All about a model before it is served. Fields of config.pbtxt have reasons."""
+    """Result of checking a model. Maps refused and ignored fields of config.pbtxt to reasons."""
 
     name: str
     servable: bool
@@ -72,27 +72,27 @@ class ServabilityReport(msgspec.Struct, frozen=True):
     info: ModelInfo | None = None
     batch_sizes: tuple[int, ...] = ()
     interaction: str | None = None
-    """How rows influence one another, in which case requests are neither padded nor batched."""
+    """How rows influence one another; None if they do not. Then requests can be padded and batched."""
     memory: MemoryReport | None = None
     random_ops: tuple[str, ...] = ()
-    """Operators with which the model draws random numbers."""
+    """Operators that draw random numbers."""
     validation: Validation | None = None
-    """How the lowered program was compared with the archive's own."""
+    """Comparison of the lowered program with the archive's own."""
     changed_inputs: tuple[str, ...] = ()
     """Inputs that the program changes in place, which callers do not see."""
     stored: str | None = None
-    """In how many bytes weights are stored, and at what cost in accuracy, in words; None where as they are."""
+    """Stored size of encoded weights and its cost in accuracy, as text; None for unencoded weights."""
     encoding: Encoding | None = None
     linear_forms: dict[str, int] = {}
-    """How many linear layers are computed in each form, of the largest bucket."""
+    """Number of linear layers per form, in the largest bucket."""
 
 
 def report(
     path: Path, config: ServeConfig, budgets: Sequence[MemorySize], on_progress: Callable[[str], None]
 ) -> ServabilityReport:
-    """Check a model's folder or archive. Without `budgets`, the least memory is tried, and shares of the weights.
+    """Check a model's folder or archive. Without `budgets`, tries the least memory and fractions of the weights.
 
-    Raises RepositoryError if there is no such path, and DeviceError.
+    Raises RepositoryError if the path does not exist, and DeviceError.
     """
     if not path.exists():
         find(path)  # raises
@@ -133,7 +133,7 @@ def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) ->
     demand, manifest = model.demand, model.lowered.manifest
     kept = Demand.of(demand)
     least = kept.with_offloading().least_bytes
-    shares = map(ShareOfWeights, _SHARES) if model.weight_bytes else ()  # shares of no weights are no memory
+    shares = map(ShareOfWeights, _SHARES) if model.weight_bytes else ()  # fractions of no weights are 0 bytes
     tried = dict.fromkeys(size.of(model.weight_bytes) for size in budgets or (FixedSize(least), *shares))
     return MemoryReport(
         model.weight_bytes,

@@ -30,22 +30,22 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 PREPARING_S = 600.0
-"""Time to prepare or plan one model."""
+"""Time limit for preparing or planning one model."""
 MOST_PREPARING = 4
-"""Models that are prepared at a time: one that never ends delays no other."""
+"""Maximum number of models prepared at a time: one that hangs does not delay the others."""
 MOST_AT_START = min(2, available_cpus())
-"""The same at the start, when nothing is served: each takes a core, and memory for its weights."""
+"""The same limit at the start, when nothing is served: each takes a core, and memory for its weights."""
 MOST_PLANNING = 2
-"""Plans that are waited for at a time."""
+"""Maximum number of high-priority planning calls at a time."""
 PREPARING = ("cohabit.runtime.lowering.archive", "cohabit.server.deploy.prepare")
 PLANNING = ("cohabit.planner.sizing.division", "cohabit.planner.sizing.fitting", "cohabit.server.deploy.divide")
-"""Modules that preparing and planning need, and take seconds to import. The last has the functions that are called."""
+"""Modules for preparing and for planning, which take seconds to import. The last has the functions to call."""
 _INTERPRETED = {"COHABIT_INTERPRET": "1"}
-"""Keeps the planner from being compiled."""
+"""Disables the planner's JIT."""
 _KILLED_S = 1.0
-"""A process that is killed leaves within this time, unless its device hangs."""
+"""A killed process exits within this time, unless its device hangs."""
 _DEVICE_RELEASED_S = 10.0
-"""The same of a process with a CUDA device, whose driver releases memory first."""
+"""The same for a process with a CUDA device, whose driver releases memory first."""
 _NICENESS = 10
 """The kernel schedules the engine's threads first."""
 
@@ -59,20 +59,20 @@ class _WorkerTraceback(Exception):
 
 
 class _Failure(NamedTuple):
-    """An error as it is sent: not every exception can be pickled."""
+    """An error as sent over the pipe: not every exception can be pickled."""
 
     reason: str
-    """If the error was not expected, what was being done."""
+    """The message of an expected error, else the stage that failed."""
     traceback: str | None = None
 
 
 EXPECTED = CohabitError, OSError, MemoryError
-"""Errors whose message says what is wrong."""
+"""Errors whose message suffices, without a traceback."""
 
 
 @contextmanager
 def stage(doing: str) -> Iterator[None]:
-    """Note on an unexpected error what was being done, such as "lowering model 'x'"."""
+    """Add this stage, such as "lowering model 'x'", to an unexpected error as a note."""
     try:
         yield
     except EXPECTED:
@@ -85,20 +85,20 @@ def stage(doing: str) -> Iterator[None]:
 
 
 def failed_stage(error: Exception) -> str:
-    """Return what was being done when an unexpected error came."""
+    """Return, as text, the stage in which an unexpected error was raised."""
     notes: list[str] = getattr(error, "__notes__", [])
     return f"{notes[0] if notes else 'preparing models'} failed unexpectedly"
 
 
 def failure_reason(model: str, error: Exception) -> str:
-    """Return why a model cannot be loaded, after logging an unexpected error, which is being handled."""
+    """Return why a model cannot be loaded. Logs an unexpected error; call it while handling the error."""
     if isinstance(error, CohabitError | OSError):
         return load_reason(model, error)
     return f"{failed_stage(error)}: {log_internal_error(_log, model=model)}"
 
 
 async def in_thread(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call a slow function on a daemon thread, which unlike a pool's thread does not keep the process alive."""
+    """Call a slow function on a daemon thread. Unlike a pool's thread, it does not keep the process alive."""
     future: Future[_T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -113,11 +113,10 @@ async def in_thread(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.
 
 
 class WorkerProcesses:
-    """Processes that are started when needed, one call at a time each. Any thread may call.
+    """Processes started on demand, each running one call at a time. Any thread may call.
 
-    Calls have two priorities. What somebody waits for is called at once, in processes that interpret the planner, since
-    to compile it takes longer than a few plans. Other work is called later: one call at a time, in processes that
-    compile.
+    Calls have two priorities. High-priority calls run at once, in processes with the JIT disabled: compiling takes
+    longer than planning a few models. Low-priority calls run one at a time, in processes that compile.
     """
 
     def __init__(
@@ -128,12 +127,12 @@ class WorkerProcesses:
         *,
         inline: bool = False,
     ) -> None:
-        """A call that takes longer than `timeout_s` ends with its process. With `most` calls under way, others wait.
+        """Kill processes whose call exceeds `timeout_s`, and run at most `most` high-priority calls at a time.
 
-        The processes log to stderr. With `inline`, calls are made in the caller's process and thread.
+        The processes log to stderr. With `inline`, calls run in the caller's process and thread.
         """
         self.inline = inline
-        """The caller may end this, once there is something else to do in its process."""
+        """The caller may set it to False, once its process has other work."""
         self._timeout_s = timeout_s
         self._log_format = log_format
         self._room = {False: threading.Semaphore(most), True: threading.Semaphore(1)}
@@ -143,11 +142,11 @@ class WorkerProcesses:
         self._closed = False
 
     def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call a module-level function in a process, and wait. Raises WorkerFailed, also if the process dies."""
+        """Call a module-level function in a process, and wait. Raises WorkerFailed if it fails or its process dies."""
         return self._call(False, function, args, kwargs)
 
     def call_low_priority(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call a function as `call` does, after other work that can wait."""
+        """Call a function as `call` does, after other low-priority calls."""
         return self._call(True, function, args, kwargs)
 
     def _call(self, later: bool, function: Callable[..., _T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _T:
@@ -172,7 +171,7 @@ class WorkerProcesses:
         return answer
 
     def start(self, modules: Sequence[str], count: int = 1) -> None:
-        """Start processes before they are needed, and have them import these modules. Does not wait."""
+        """Start processes ahead of time, and have them import these modules. Does not wait."""
         with self._lock:
             self._idle += [self._started(False, modules) for _ in range(count)]
 
@@ -193,7 +192,7 @@ class WorkerProcesses:
         self.release()
 
     def _take(self, module: str, later: bool) -> "_WorkerProcess":
-        """Take an idle process of this priority, preferably one that has imported a module, or start one."""
+        """Take an idle process of this priority, preferably one that has imported the module, or start one."""
         with self._lock:
             if self._closed:
                 raise WorkerFailed("the server is stopping")
@@ -210,9 +209,9 @@ class WorkerProcesses:
         return _WorkerProcess(self._log_format, later, modules)
 
     def _give_back(self, process: "_WorkerProcess", module: str) -> None:
-        """Keep one idle process of each priority for a module's functions, because starting one takes seconds.
+        """Keep one idle process per priority and module, because starting one takes seconds.
 
-        A process that has opened a CUDA device keeps half a GB of its memory until it ends: a new one takes its place.
+        A process that has opened a CUDA device keeps half a GB of its memory until it ends, so a new one replaces it.
         """
         process.modules.add(module)
         if process.holds_device:
@@ -238,20 +237,20 @@ class _WorkerProcess:
     def __init__(self, log_format: LogFormat, later: bool, modules: Sequence[str]) -> None:
         self.later = later
         self.modules = set(modules)
-        """What it has imported."""
+        """Imported modules."""
         self.holds_device = False
-        """Whether a call has opened a CUDA device, as far as is known."""
+        """Whether a call has opened a CUDA device, as of the last answer."""
         context = multiprocessing.get_context("spawn")
         self._pipe, others = context.Pipe()
         arguments = others, log_format, {} if later else _INTERPRETED, modules
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
-        others.close()  # so that its end is the end of the pipe
+        others.close()  # so that the pipe ends with the process
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
     ) -> tuple[Any, _Failure | None]:
-        """Return the result, or the error. Raises EOFError or ConnectionError if it dies, or TimeoutError."""
+        """Return the result, or the failure. Raises EOFError or ConnectionError if it dies, or TimeoutError."""
         self._pipe.send((function, args, kwargs))
         if not self._pipe.poll(timeout_s):
             raise TimeoutError
@@ -264,14 +263,14 @@ class _WorkerProcess:
 
 
 def worker_processes(config: ServeConfig) -> WorkerProcesses:
-    """Return the processes that prepare and plan; with the engine in this process, it does so until it serves."""
+    """Return the processes that prepare and plan. With the engine in process, calls run inline until it serves."""
     return WorkerProcesses(
         PREPARING_S, MOST_PREPARING + MOST_PLANNING, config.log_format, inline=not config.prepares_in_workers
     )
 
 
 def unknown(sources: Sequence[ModelSource], config: ServeConfig) -> int:
-    """Return how many models the cache cannot have, since it has no note of their archives."""
+    """Return the number of models that the cache lacks, because it has no note of their archives."""
     notes, count = notes_of(cache_of(config) / "weights"), 0
     for source in sources:
         with suppress(CohabitError, OSError):  # it cannot be prepared
@@ -316,7 +315,7 @@ def _end_with_parent() -> None:
 def _guarded(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, _Failure | None]:
-    """Return the result, or the error."""
+    """Return the result, or the failure."""
     try:
         return function(*args, **kwargs), None
     except CohabitError as error:

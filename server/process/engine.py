@@ -1,4 +1,4 @@
-"""The engine: it loads a repository onto one device and executes requests, in any process."""
+"""The engine: loads a repository onto one device and executes requests, in any process."""
 
 import asyncio
 import gc
@@ -30,14 +30,14 @@ _log = logging.getLogger("cohabit.engine")
 
 _THREADS_END_S = 1.0
 _MOST_REASONS = 50
-"""Why models are not served, in one record of the log."""
+"""Maximum number of failure reasons in one log record."""
 
 OnProgress = Callable[[str, str], None]
 """Receives a model's name and the stage of its loading. Any thread."""
 
 
 class LoadCancelled(BaseException):
-    """The engine was stopped while it loaded; no `except Exception` catches it."""
+    """The engine was stopped while it loaded. A BaseException, so that `except Exception` does not catch it."""
 
 
 class Engine:
@@ -65,8 +65,8 @@ class Engine:
     ) -> str:
         """Load the repository, and return the memory map.
 
-        After a restart, `before` is the catalog of the process before. Its READY models are loaded. No others are:
-        they would hold up those that are served, and clients know that they have to be loaded again.
+        After a restart, `before` is the catalog of the previous process. Only its READY models are loaded: others would
+        delay them, and clients know that they must load those again.
 
         Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if no model could be loaded.
         """
@@ -81,6 +81,7 @@ class Engine:
             if entry.version is not None and not entry.is_ready:
                 self.registry.restored(entry)
 
+        # A task of its own: `stop` cancels it without cancelling the caller.
         self._deploying = asyncio.create_task(self.lifecycle.start(sources, on_progress))
         try:
             failures = await asyncio.shield(self._deploying)
@@ -93,15 +94,17 @@ class Engine:
             self.registry.failed(*key, reason)
         memory_map = self.lifecycle.memory_map
         _log_start(list(self.registry))
-        # A garbage collection of torch's objects would stop every thread for a third of a second.
+        # Freeze torch's objects: collecting them would stop every thread for a third of a second.
         gc.collect()
         gc.freeze()
         if config.model_control == "poll":
+            # Interrupted loads count as unseen, so that the poller loads these models again.
             interrupted = {entry.name for entry in before or () if entry.state is ModelState.LOADING}
             seen = {name: versions for name, versions in (found | chosen).items() if name not in interrupted}
             poller = Poller(config.repository, self.lifecycle, self.registry, seen)
             self._background.keep("polling the repository", partial(poller.run, config.poll_interval_s))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
+        # Without model control, a server that starts without models stays without them.
         nothing = (
             bool(sources) and not any(entry.is_ready for entry in self.registry) and config.model_control == "none"
         )
@@ -114,12 +117,12 @@ class Engine:
 
     @property
     def lost(self) -> str | None:
-        """Why nothing can be executed any more, or None while the device works."""
+        """Why the device is lost; None while it works."""
         return self.lanes[0].lost
 
     @property
     def executing(self) -> tuple[float, float]:
-        """When the oldest execution under way began and its prediction, in seconds; zeros if there is none."""
+        """Start and predicted duration of the oldest running execution, in seconds; zeros if there is none."""
         executing = (lane.device.executing for lane in self.lanes)
         return min((one for one in executing if one[0]), default=(0.0, 0.0))
 
@@ -140,7 +143,7 @@ class Engine:
         self.lane_of(model).end_sequence(model, sequence)
 
     async def ended(self, request: Request) -> None:
-        """Wait until a cancelled request uses its places no more."""
+        """Wait until a cancelled request no longer uses its memory."""
         for lane in self.lanes:  # its model may have been unloaded
             await lane.ended(request)
 
@@ -166,14 +169,14 @@ class Engine:
         return EngineReport(models, msgspec.structs.replace(use, lane_busy_s=busy_s))
 
     async def stop(self) -> bool:
-        """Refuse unanswered requests and release the device; False if a thread is still busy."""
+        """Refuse unanswered requests and release the device. Returns False if a thread is still busy."""
         started = self._deploying is None or self._deploying.done()
         if self._deploying is not None:
             self._deploying.cancel()
         await self._background.close()
         ended = all(await asyncio.gather(*(lane.stop(_THREADS_END_S) for lane in self.lanes)))
         await self.lifecycle.close()
-        if ended and started:  # else a thread may still use the device
+        if ended and started:  # otherwise a thread may still use the device
             self.lifecycle.release()
         return ended
 
@@ -184,7 +187,7 @@ class Engine:
         return {name: versions for name, versions in found.items() if name in self._config.load_models}
 
     def _served(self, before: Sequence[ModelEntry]) -> dict[str, list[ScannedVersion]]:
-        """Find the versions again that were READY before, with the configurations that clients had sent."""
+        """Find the versions that were READY before, with the configurations that clients had sent."""
         groups: dict[tuple[str, bytes | None], list[int]] = {}
         for old in before:
             if old.is_ready:
@@ -221,7 +224,7 @@ class Engine:
 
 
 def _log_start(entries: Sequence[ModelEntry]) -> None:
-    """Log each model that is not served, and how many are and are not, with the models of each reason."""
+    """Log each failed model, then the counts of served and failed ones, with the models per reason."""
     failed = [entry for entry in entries if entry.state is ModelState.UNAVAILABLE]
     for entry in failed:
         _log.warning("model not served", extra={"fields": {"model": _shown(entry), "reason": entry.reason}})

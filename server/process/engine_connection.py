@@ -1,4 +1,4 @@
-"""The client of an engine in its own process; requests are kept until answered, and retried after a crash."""
+"""The client of an engine in its own process. Requests are kept until answered, and retried after a crash."""
 
 import asyncio
 import logging
@@ -34,14 +34,14 @@ from cohabit.server.observe.settings import LogSettings
 _log = logging.getLogger("cohabit.frontend")
 
 DEATHS_PER_REQUEST = 2
-"""A request that was being executed in this many crashes of the engine is not retried."""
+"""A request that was executing in this many crashes of the engine is not retried."""
 PREDICTIONS_PER_EXECUTION = 20.0
-"""The watchdog allows an execution this multiple of its prediction, if that exceeds the watchdog's limit."""
+"""The watchdog allows an execution this multiple of its prediction, if that is longer than the watchdog's limit."""
 _MOST_TRACED = 1024
 """Maximum number of requests whose spans are still expected."""
 _REPORT_S = 1.0
 _COUNT_S = 0.1
-"""Rejections are reported to the engine this often."""
+"""Interval for reporting rejections to the engine."""
 
 
 @dataclass(slots=True)
@@ -54,9 +54,9 @@ class PendingRequest:
     sent: bool = False
     deaths: int = 0
     hangs: int = 0
-    """Of these deaths, those because it took too long."""
+    """Deaths for which this request was killed as hung."""
     is_hung: bool = False
-    """Whether the present process is being ended for that."""
+    """Whether the current process is being killed because this request hangs."""
 
     @property
     def deadline_s(self) -> float:
@@ -65,10 +65,10 @@ class PendingRequest:
 
 
 class EngineConnection:
-    """An `EngineClient` for an engine process, which may die and be started again. Event loop's thread only.
+    """An `EngineClient` for an engine process, which may die and be restarted. Event loop's thread only.
 
-    Every request is kept in `memory` until the engine has answered it. After a crash, unanswered requests are sent
-    again once the next process has loaded its models.
+    Every request is kept in `memory` until the engine has answered it. After a crash, unanswered requests are resent
+    once the next process has loaded its models.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EngineConnection:
         self._operations: dict[int, asyncio.Future[EngineReport | None]] = {}
         self._traced: dict[int, OnSpans] = {}
         self._rejections: Counter[tuple[ModelKey, str]] = Counter()
-        """Not sent yet, by model and reason: the engine has other things to do under overload."""
+        """Unsent counts by model and reason. They are sent in batches, to spare the engine under overload."""
         self._last_report = EngineReport()
         self._reporting = asyncio.Lock()
         self._next_report: asyncio.Task[EngineReport] | None = None
@@ -109,7 +109,7 @@ class EngineConnection:
         return "the engine is being restarted" if self._was_started else "the engine is starting"
 
     async def connect(self, connection: socket.socket) -> None:
-        """Use a Unix socket to an engine, which may not run yet, and share the request memory with it."""
+        """Connect to an engine over a Unix socket, and share the request memory. The engine may not run yet."""
         loop = asyncio.get_running_loop()
         self._lost.clear()
         self._memory.clear_heartbeat()
@@ -124,8 +124,8 @@ class EngineConnection:
     ) -> str:
         """Let the connected engine load its models; returns the memory map. Raises the loading error.
 
-        After a restart, the models that were ready are loaded, and unanswered requests are sent again. A load that
-        was under way is not taken up again.
+        After a restart, the models that were ready are loaded, and unanswered requests are resent. An interrupted load
+        is not resumed.
         """
         self._on_progress = on_progress
         self._start = asyncio.get_running_loop().create_future()
@@ -137,7 +137,7 @@ class EngineConnection:
         await self._lost.wait()
 
     def died(self, reason: str) -> None:
-        """Called when the engine's process has ended: executing requests are retried once, the others wait."""
+        """Called when the engine's process has ended. Executing requests are retried once, the others wait."""
         if self._channel is not None:
             self._channel.close()
         self._channel, self._started = None, False
@@ -181,10 +181,10 @@ class EngineConnection:
                 self._fail(id_, RequestTimedOut(pending.request.model.name, pending.request.timeout_s or 0.0))
 
     def stuck(self, watchdog_s: float) -> str | None:
-        """Return why the engine must be considered hung, or None.
+        """Return why the engine counts as hung, or None.
 
-        Either an execution, for this front end or another one, exceeds the watchdog's limit and a multiple of its
-        prediction, or the engine's event loop has not run for `watchdog_s`.
+        It hangs if an execution, for any front end, exceeds both `watchdog_s` and PREDICTIONS_PER_EXECUTION times its
+        prediction, or if its event loop has not run for `watchdog_s`.
         """
         now_s = self._clock()
         beat_s, oldest_s, predicted_s = self._memory.heartbeat()
@@ -193,7 +193,7 @@ class EngineConnection:
             started_s, expected_s = pending.request.marked
             limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * expected_s)
             if started_s > 0 and now_s - started_s > limit_s:
-                pending.is_hung = not stalled  # a process that does nothing at all may have been stopped
+                pending.is_hung = not stalled  # without a heartbeat, the whole process may have been stopped
                 return f"an execution of model '{pending.request.model.name}' takes longer than {limit_s:.3g} s"
         limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * predicted_s)
         if oldest_s > 0 and now_s - oldest_s > limit_s:
@@ -241,7 +241,7 @@ class EngineConnection:
         await self._call(lambda id_: messages.UnloadModel(id_, model))
 
     async def report(self) -> EngineReport:
-        """Return the engine's counters. Callers that come while one report is fetched share the next one."""
+        """Return the engine's counters. Callers during a fetch share the next report."""
         if self._next_report is None:
             self._next_report = asyncio.create_task(self._fetch_report())
         return await asyncio.shield(self._next_report)
@@ -260,7 +260,7 @@ class EngineConnection:
 
     def count_rejection(self, model: ModelKey, reason: str) -> None:
         if not self._started:
-            return  # the counters of a process that is not there yet begin at zero
+            return  # the next process starts its counters at zero
         if not self._rejections:
             asyncio.get_running_loop().call_later(_COUNT_S, self._send_rejections)
         self._rejections[model, reason] += 1
@@ -271,7 +271,7 @@ class EngineConnection:
         self._rejections.clear()
 
     def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
-        if self._started:  # a process that is not there yet knows no sequences
+        if self._started:  # a process that is still loading has no sequences
             self._send(messages.EndSequence(model, sequence))
 
     def change_log(self, settings: LogSettings) -> None:
@@ -337,7 +337,7 @@ class EngineConnection:
             self.catalog.update(entry)
 
     def _fail_model(self, model: ModelKey, reason: str) -> None:
-        """Serve a version of a model no more, until a client loads it again."""
+        """Stop serving a version of a model until a client loads it again."""
         why = f"a request of it hung twice: {reason}; load the model again"
         entry = self.catalog.get(*model)
         if entry is not None:

@@ -1,7 +1,7 @@
 """The engine's process, which executes the front end's requests.
 
-Started by the supervisor as `python -m cohabit.server.process.engine_process CONNECTION`, with an inherited socket: the
-connection to the front end, with which it ends.
+Started by the supervisor as `python -m cohabit.server.process.engine_process CONNECTION`. CONNECTION is an inherited
+socket to the front end; the process ends when it is closed.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class FrontendConnection:
         )
 
     def beat(self) -> None:
-        """Update the heartbeat, which shows that the event loop runs, and since when the device computes."""
+        """Update the heartbeat: the time, as a sign that the event loop runs, and the oldest running execution."""
         self._heartbeat[0] = (time.monotonic(), *self._service.executing)
 
     def _closed(self) -> None:
@@ -91,7 +91,7 @@ class FrontendConnection:
             self.channel.send(messages.Failed(request.number, to_wire(error)))
 
     def _ended(self, request: Request, task: asyncio.Task[None]) -> None:
-        """Answer a request that was cancelled or has crashed: the front end keeps its memory until then."""
+        """Answer a cancelled or crashed request: the front end keeps its memory until then."""
         del self._requests[request.number]
         reason = "it was cancelled"
         if not task.cancelled():
@@ -169,7 +169,7 @@ class EngineService:
         self._ended.set()
 
     def received(self, message: messages.ToEngine) -> None:
-        """Handle a message that concerns the engine as a whole."""
+        """Handle a message to the engine as a whole."""
         match message:
             case messages.Start():
                 self._starting = asyncio.create_task(self._start(message))
@@ -213,7 +213,7 @@ class EngineService:
 
 
 def _receive_memory(connection: socket.socket) -> SharedMemory:
-    """Receive the descriptor of a front end's shared memory, which is its first message. Raises OSError."""
+    """Receive the front end's shared memory; its descriptor is the first message. Raises OSError."""
     connection.settimeout(_HANDSHAKE_S)
     size, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
     connection.setblocking(False)
@@ -226,7 +226,7 @@ def _receive_memory(connection: socket.socket) -> SharedMemory:
 
 
 def _exit_device_lost(reason: str) -> None:
-    """Exit at once: only a new process can use the device again, and retries the requests in flight."""
+    """Exit at once. Only a new process can use the device; it retries the requests in flight."""
     _log.error("the device is lost", extra={"fields": {"reason": reason}})
     os._exit(EXIT_DEVICE_LOST)
 
@@ -243,7 +243,7 @@ def main(make_engine: Callable[..., Engine] = Engine) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # an aborted load or a hung kernel has threads that cannot be ended
+    os._exit(0)  # threads of an aborted load or a hung kernel cannot be stopped
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class InProcessEngine:
         self.catalog = catalog
         self._engine = engine
         self._ending: set[asyncio.Task[None]] = set()
-        """One for each cancelled request whose memory its execution still uses."""
+        """One per cancelled request whose execution still uses its memory."""
 
     @property
     def unavailable(self) -> str | None:

@@ -24,7 +24,7 @@ _STOP_S = 5.0
 _LAST_ANSWERS_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _GIVE_UP_AFTER = 3
-"""After this many failed starts in a row, requests are refused instead of waiting, and a first start has failed."""
+"""After this many failed starts in a row, requests are refused instead of waiting; a first start fails."""
 
 COMMAND = (sys.executable, "-m", "cohabit.server.process.engine_process")
 
@@ -44,10 +44,10 @@ class Supervisor:
         self._death: asyncio.Task[str] | None = None
         self._killed_for: str | None = None
         self._kills = memory_kills()
-        """Processes that the kernel had ended for lack of memory."""
+        """Number of processes that the kernel had killed for lack of memory when last read."""
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
-        """Set when supervision itself has ended by an error: an engine that dies would not be started again."""
+        """Set when supervision itself has failed: a dead engine would not be restarted."""
 
     @property
     def pid(self) -> int | None:
@@ -57,7 +57,7 @@ class Supervisor:
     async def start(self, on_progress: Callable[[str, str], None]) -> str:
         """Start the engine and load its models; returns the memory map.
 
-        A start that crashes is tried again. Raises the loading error, or EngineUnavailable after several crashes.
+        A crashed start is retried. Raises the loading error, or EngineUnavailable after several crashes.
         """
         first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         for work in (self._supervise(first, on_progress), self._watch_hangs()):
@@ -83,7 +83,7 @@ class Supervisor:
         return clean
 
     async def _supervise(self, first: asyncio.Future[str], on_progress: Callable[[str, str], None]) -> None:
-        """Start the engine, and again whenever it has ended. `first` receives what the first start comes to."""
+        """Start the engine, and restart it when it ends. `first` receives the first start's memory map or error."""
         failed_starts = 0
         while True:
             began_s = time.monotonic()
@@ -92,6 +92,7 @@ class Supervisor:
             except Exception as error:
                 failed_starts += 1
                 is_refusal = isinstance(error, CohabitError) and not isinstance(error, EngineUnavailable)
+                # A first start that is refused, for example for a setting, would be refused again.
                 if not first.done() and (is_refusal or failed_starts >= _GIVE_UP_AFTER):
                     first.set_exception(error)
                     return
@@ -129,10 +130,10 @@ class Supervisor:
     async def _launch(self, on_progress: Callable[[str, str], None]) -> str:
         """Start a process and wait until it has loaded its models; returns the memory map.
 
-        Raises the loading error, EngineUnavailable if the process ends before, and OSError if there can be none.
+        Raises the loading error, EngineUnavailable if the process ends first, and OSError if it cannot be created.
         """
         self._killed_for = self._death = None
-        # A pair of sockets per process: nothing of an earlier one is in it.
+        # A new pair of sockets per process, without messages of an earlier one.
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -154,7 +155,7 @@ class Supervisor:
         return await started
 
     async def _died(self, process: asyncio.subprocess.Process) -> str:
-        """Wait until a process has ended and its last messages were read; returns the reason."""
+        """Wait until a process has ended and its last messages have been read; returns the reason."""
         code = await process.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_ANSWERS_S):
@@ -166,7 +167,7 @@ class Supervisor:
         return f"it was ended by {signal.Signals(-code).name}{self._out_of_memory(code)}"
 
     def _out_of_memory(self, code: int) -> str:
-        """Return what the kernel's counters tell of a SIGKILL: whether memory had run out, and which."""
+        """Return the reason for a SIGKILL, and the limit, if the kernel's counters show that memory had run out."""
         kills, self._kills = self._kills, memory_kills()
         if code != -signal.SIGKILL or self._kills <= kills:
             return ""
@@ -177,7 +178,7 @@ class Supervisor:
         )
 
     async def _watch_hangs(self) -> None:
-        """Kill an engine that makes no progress, and refuse requests that are too late while there is none."""
+        """Kill an engine that makes no progress. Refuse requests whose deadlines pass while none runs."""
         while True:
             before_s = time.monotonic()
             await asyncio.sleep(_POLL_S)

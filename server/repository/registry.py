@@ -1,4 +1,4 @@
-"""The models of the engine and their states; every change is published to the front ends."""
+"""The engine's models and their states. Every change is published to the front end."""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -36,40 +36,40 @@ class Registry:
         self._put(_entry(source, ModelState.LOADING))
 
     def served(self, source: ModelSource, info: ModelInfo, footprint: ModelFootprint) -> ModelStatistics:
-        """Record that a version is served, perhaps in place of an older load of it; returns its counters."""
+        """Record that a version is served, possibly replacing an older load. Returns its counters."""
         self._put(replace(_entry(source, ModelState.READY), info=info, footprint=footprint))
         return self._statistics[source.key]
 
     def configured(self, source: ModelSource) -> None:
-        """Record another configuration of a version that it does not change."""
+        """Record a new configuration that does not affect how a served version runs."""
         entry = _entry(source, ModelState.READY)
         old = self._entry(source.key)
         self._put(replace(old, config=entry.config, config_override=entry.config_override))
 
     def moved(self, model: ModelKey, footprint: ModelFootprint) -> None:
-        """Record that a model has another partition or other plans."""
+        """Record that a model's partition or plans have changed."""
         self._put(replace(self._entry(model), footprint=footprint))
 
     def failed(self, name: str, version: int | None, reason: str) -> None:
-        """Record why a version is not served; with None, why no version of the model is."""
+        """Record why a version is not served; a `version` of None is the model as a whole."""
         old = self._catalog.get(name, version) or ModelEntry(name, version, ModelState.UNAVAILABLE)
         self._put(replace(old, state=ModelState.UNAVAILABLE, reason=reason, info=None, wanted=True))
 
     def restored(self, before: ModelEntry) -> None:
-        """Record a version that was not READY when the engine's process before this one ended."""
+        """Record a version that was not READY when the previous engine process ended."""
         interrupted = "the engine's process ended while it was being loaded; load it again"
         reasons = {ModelState.LOADING: interrupted, ModelState.UNLOADING: "unloaded"}
         reason, nothing = reasons.get(before.state, before.reason), ModelFootprint()
         self._put(replace(before, state=ModelState.UNAVAILABLE, reason=reason, info=None, footprint=nothing))
 
     def request_only(self, name: str, versions: Collection[int]) -> None:
-        """Record that other versions of a model than these are no longer requested."""
+        """Record that a model's other versions are no longer requested."""
         for entry in self._catalog.versions(name):
             if entry.wanted and entry.version not in versions:
                 self._put(replace(entry, wanted=False))
 
     def unloading(self, model: ModelKey) -> None:
-        """Stop serving a version; its present requests are still answered."""
+        """Stop serving a version. Its pending requests are still answered."""
         old = self._entry(model)
         self._put(replace(old, state=ModelState.UNLOADING, reason="unloading", info=None, wanted=False))
 
@@ -79,12 +79,12 @@ class Registry:
         self._put(replace(old, state=ModelState.UNAVAILABLE, reason="unloaded", footprint=nothing, wanted=False))
 
     def idle(self) -> list[ModelEntry]:
-        """Return the entries of versions that are not served, and are not requested."""
+        """Return the entries of versions that are neither served nor requested."""
         unused = ModelState.ABSENT, ModelState.UNAVAILABLE
         return [entry for entry in self._catalog if entry.state in unused and not entry.wanted]
 
     def forget(self, entry: ModelEntry) -> None:
-        """Drop an entry that the repository has no more, unless it is another one by now."""
+        """Drop an entry that was removed from the repository, unless it has changed meanwhile."""
         if self._catalog.get(entry.name, entry.version) is entry:
             if entry.version is not None:
                 self._statistics.pop(entry.key, None)

@@ -47,7 +47,7 @@ def scan(repository: Path, may_be_empty: bool = False) -> list[ScannedVersion]:
 
 
 def _refuse_part(path: Path) -> None:
-    """Raise RepositoryError for a model, one of its versions or a program, and name the repository that it is in."""
+    """Raise RepositoryError for a part of a repository (a model, a version, a program), naming the repository."""
     if path.is_file() and path.suffix == Path(_PROGRAM).suffix:
         what, folder = "a model's program", path.parent.parent.parent
     elif _is_version(path):
@@ -67,7 +67,7 @@ def _is_version(folder: Path) -> bool:
 
 
 def find(path: Path) -> ModelSource:
-    """Find the one model at a path: its folder, of which the highest version is taken, or the program itself.
+    """Find the model at a path: a program, or a model's folder, whose highest version is taken.
 
     Raises RepositoryError.
     """
@@ -97,7 +97,7 @@ def find(path: Path) -> ModelSource:
 def versions_of(
     repository: Path, name: str, override: ModelConfig | None = None, exactly: Collection[int] | None = None
 ) -> list[ScannedVersion]:
-    """Find the versions of a model to serve; none if there is no such folder.
+    """Find the versions of a model to serve; empty if it has no folder.
 
     `override` replaces its config.pbtxt, `exactly` the choice of its version policy. Raises RepositoryError.
     """
@@ -182,7 +182,7 @@ def _program(folder: Path, root: Path, config: ModelConfig | None) -> Path:
 
 
 def _labels(folder: Path, root: Path, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Read the label files of a model's folder, which have a class per line. Raises RepositoryError."""
+    """Read a model's label files, which have one class per line. Raises RepositoryError."""
     labels = {}
     for output in config.output:
         file = output.label_filename
@@ -222,7 +222,7 @@ def _state_files(folder: Path, root: Path, config: ModelConfig) -> dict[str, tup
 
 
 def _named_file(folder: Path, name: str, root: Path, missing: str) -> Path:
-    """Return a file of a folder that a configuration names. Raises RepositoryError."""
+    """Return a folder's file that config.pbtxt names. Raises RepositoryError."""
     file = Path(name)
     if file.is_absolute() or ".." in file.parts or not (folder / file).exists():
         raise RepositoryError(f"config.pbtxt: {missing}")
@@ -230,7 +230,7 @@ def _named_file(folder: Path, name: str, root: Path, missing: str) -> Path:
 
 
 def _wanted(versions: Sequence[int], config: ModelConfig | None) -> Sequence[int]:
-    """Return the versions that the version policy asks for. Raises RepositoryError if there is none."""
+    """Return the versions that the version policy chooses. Raises RepositoryError if there are none."""
     if not versions:
         raise RepositoryError("it has no version folder; put the program at NAME/1/" + _PROGRAM)
     policy = (config or ModelConfig()).version_policy
@@ -246,14 +246,14 @@ def _wanted(versions: Sequence[int], config: ModelConfig | None) -> Sequence[int
 
 
 def _regular(path: Path) -> Path:
-    """Refuse folders, pipes and devices, which may never end when they are read."""
+    """Refuse folders, pipes and devices: reading them may never end."""
     if not path.is_file():
         raise RepositoryError(f"{path.name} is no regular file")
     return path
 
 
 def _confine(path: Path, root: Path) -> Path:
-    """Resolve links. Raises RepositoryError for a target outside of the repository, or none."""
+    """Resolve links. Raises RepositoryError if the target is missing or outside the repository."""
     try:
         actual = path.resolve(strict=True)
     except (FileNotFoundError, RuntimeError) as error:  # RuntimeError: a link that leads to itself

@@ -1,4 +1,4 @@
-"""Versions of models that a repository has: where they are, how they are configured, and which cannot be loaded."""
+"""Versions of models in a repository: their files and configurations, or why they cannot be loaded."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from cohabit.server.triton.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A version of a model that may be loaded: its file, and the model's config.pbtxt if it has one."""
+    """A version of a model to load: its file, and the model's config.pbtxt if it has one."""
 
     name: str
     version: int
@@ -22,7 +22,7 @@ class ModelSource:
     override: bytes | None = None
     """The serialized `config`, if a client sent it to replace config.pbtxt."""
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of classes by output."""
+    """Class names by output."""
     state: FileState | None = None
     """The file's state when it was found."""
     warmup_files: Mapping[str, tuple[Path, FileState | None]] = field(default_factory=dict)
@@ -30,14 +30,14 @@ class ModelSource:
     state_files: Mapping[str, tuple[Path, FileState | None]] = field(default_factory=dict)
     """The files of initial states of `sequence_batching`, by their names there."""
     rate_share: float = field(default=1.0, compare=False)
-    """This version's part of the model's request rate, which its versions share equally."""
+    """This version's fraction of the model's request rate; all versions have the same."""
 
     @property
     def key(self) -> ModelKey:
         return ModelKey(self.name, self.version)
 
     def loads_as(self, other: "ModelSource") -> bool:
-        """Whether to load the other one instead would change nothing: file and configuration are the same."""
+        """Whether loading `other` instead would change nothing: files and configuration are the same."""
         ours, theirs = (
             (s.path, s.state, s.labels, s.warmup_files, s.state_files, _without_version_policy(s.config))
             for s in (self, other)
@@ -47,7 +47,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class Unloadable:
-    """A version that cannot be loaded, or with None a folder that is no valid model, and the reason."""
+    """A version that cannot be loaded, and the reason. A `version` of None is an invalid model folder."""
 
     name: str
     reason: str
@@ -66,7 +66,7 @@ def by_name(found: Iterable[ScannedVersion]) -> dict[str, list[ScannedVersion]]:
 
 
 def _without_version_policy(config: ModelConfig | None) -> ModelConfig:
-    """Return what of a configuration concerns each version; an empty one is as good as none."""
+    """Return a configuration without its version policy; None becomes an empty one."""
     own = ModelConfig()
     if config is not None:
         own.CopyFrom(config)

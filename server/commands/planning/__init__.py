@@ -1,1 +1,1 @@
-"""What the commands that plan share: which model, how it is measured and searched, and the files of plans."""
+"""Shared by the planning commands: flags for the model, measuring and search; progress; files of plans."""

@@ -1,4 +1,4 @@
-"""Files of plans, graphs and profiles: their names, and how a plan's graph and profile are found."""
+"""Files of plans, graphs and profiles: names them, and finds a plan's graph and profile."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def read_profile(path: Path, graph: Graph) -> Profile:
 
 
 def read_profiles(folder: Path) -> list[tuple[Graph, Profile]]:
-    """Read a folder's graphs that have a profile, all of one device. Raises FormatError or ConfigError."""
+    """Read a folder's graphs with profiles, all from one device. Raises FormatError or ConfigError."""
     found = []
     for path in sorted(folder.glob(f"*{_GRAPH}")):
         profile = path.with_name(path.name.removesuffix(_GRAPH) + _PROFILE)
@@ -76,7 +76,7 @@ def write_profile(folder: Path, graph: Graph, profile: Profile) -> Path:
 
 
 def write_plan(folder: Path, graph: Graph, plan: Plan, memory: str, searcher: str) -> Path:
-    """Write a plan; its name has the budget as it was typed, and the seed if it is not 0."""
+    """Write a plan. The file name has the budget as typed, and the seed if it is not 0."""
     assert plan.provenance is not None
     seed = f"-seed{plan.provenance.seed}" if plan.provenance.seed else ""
     name = f"{_stem(graph)}-{_plain(memory.replace('%', 'pct'))}-{searcher}{seed}{_PLAN}"
@@ -84,7 +84,7 @@ def write_plan(folder: Path, graph: Graph, plan: Plan, memory: str, searcher: st
 
 
 def write_file(path: Path, raw: bytes) -> Path:
-    """Write a file whole or not at all. Raises ConfigError if that is impossible."""
+    """Write a file atomically. Raises ConfigError if that is impossible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, 0o666) as fd, os.fdopen(os.dup(fd), "wb") as file:
@@ -113,7 +113,7 @@ def _read(path: Path, decode: Callable[[bytes], _Decoded]) -> _Decoded:
 
 
 def _refuse_other_kind(path: Path) -> None:
-    """Raise ConfigError for a file of another kind than was asked for."""
+    """Raise ConfigError if a file is a plan, graph or profile in place of another kind."""
     kinds = []
     for kind, decode in _KINDS.items():
         with suppress(CohabitError):
@@ -128,7 +128,7 @@ def _refuse_other_kind(path: Path) -> None:
 
 
 def find(what: str, fingerprint: str, plan: Path, decode: Callable[[bytes], _T]) -> _T:
-    """Return the graph or profile of a plan from the files near the plan's. Raises ConfigError if none matches."""
+    """Return a plan's graph or profile from files near the plan's. Raises ConfigError if none matches."""
     candidates = list(_candidates(what, plan))
     for path in candidates:
         with suppress(OSError, CohabitError):
@@ -142,7 +142,7 @@ def find(what: str, fingerprint: str, plan: Path, decode: Callable[[bytes], _T])
 
 
 def _candidates(what: str, plan: Path) -> Iterator[Path]:
-    """Yield files by name, then those of a library's folder, then any other JSON in the plan's folder."""
+    """Yield files with the usual name, then those of a library's folder, then other JSON in the plan's folder."""
     folder = plan.resolve().parent
     named = sorted(folder.glob(f"*.{what}.json"))
     yield from named

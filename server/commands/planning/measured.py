@@ -1,4 +1,4 @@
-"""Graphs with profiles to plan for: of a model, measured here, or read from files."""
+"""Graphs with profiles to plan for: measured here, predicted, or read from files."""
 
 import argparse
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class MeasuredGraph:
     graph: Graph
     profile: Profile
     weight_bytes: int
-    """The model's weights, with embedding tables that stay in the host store; of a graph's file, without them."""
+    """Size of the model's weights, including embedding tables in the host store; for a graph's file, without them."""
 
     def bytes_of(self, memory: MemoryBudget) -> int:
         return memory.size.of(self.weight_bytes)
@@ -35,13 +35,13 @@ class MeasuredGraph:
     def search(
         self, searcher: str, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
     ) -> Plan:
-        """Plan with the flags' effort. Raises InfeasibleBudget and what else `planner.search.driver` raises."""
-        from cohabit.planner.problem import Limit  # the planner takes a while to import, and help needs none of it
+        """Plan with the flags' effort. Raises InfeasibleBudget and the other errors of `planner.search.driver`."""
+        from cohabit.planner.problem import Limit  # importing the planner is slow, and --help does not need it
         from cohabit.planner.search.driver import search
         from cohabit.planner.warm import warm_up
 
         problem = self._problem(self.bytes_of(memory), searcher, options.single)
-        if options.time_limit is not None:  # which is for searching, not for compiling
+        if options.time_limit is not None:  # the limit is for searching, not for compiling
             progress.doing(f"compiling the loops of {searcher}")
             warm_up(searcher, counted=problem.memory.counted)
         return search(
@@ -81,7 +81,7 @@ def measured_graphs(options: argparse.Namespace, on_progress: Callable[[str], No
 
 
 def _predicted(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
-    """Return graphs with the profiles that the device of a folder's profiles would have."""
+    """Return graphs with predicted profiles for the device of a folder's profiles."""
     from cohabit.planner.papers.tensile.latency import predicted
 
     if options.profile is not None:

@@ -1,4 +1,4 @@
-"""The progress line of a search, and how an interrupt ends it early."""
+"""The progress line of a search, which an interrupt ends early."""
 
 import signal
 import time
@@ -36,7 +36,7 @@ class SearchProgress:
         self._live.stop()
 
     def doing(self, what: str) -> None:
-        """Show a stage that has no numbers yet."""
+        """Show a new stage, without numbers."""
         self._what = what
         self._started_s = time.monotonic()
         self._numbers = ""

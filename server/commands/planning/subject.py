@@ -1,4 +1,4 @@
-"""The flags of commands that plan: which model, how it is measured, and how long is searched."""
+"""Flags of the planning commands: the model, how it is measured, and the search effort."""
 
 import argparse
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from cohabit.server.config.sources import add_flag, typed
 from cohabit.server.config.values import integer, positive
 
 MEASURING = ("device", "store", "link_bandwidth", "cache", "threads", "shape_buckets", "weights")
-"""Settings of `serve` that say how a model is measured."""
+"""Settings of `serve` that affect how a model is measured."""
 MODEL_HELP = "a model's folder in a repository, or a .pt2 file"
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}

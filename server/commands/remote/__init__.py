@@ -1,1 +1,1 @@
-"""Commands that query a running server: `cohabit models`, `load`, `unload`, `stats` and `top`."""
+"""Shared by the commands that query a running server: `cohabit models`, `load`, `unload` and `stats`."""

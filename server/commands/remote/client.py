@@ -23,12 +23,12 @@ VersionSamples = Mapping[tuple[str, str, str], float]
 
 
 class Metrics(NamedTuple):
-    """What `/metrics` has of models that are served."""
+    """Metrics of served models, from `/metrics`."""
 
     versions: VersionSamples
-    """Samples that have no other label."""
+    """Samples without other labels."""
     memory_bytes: Mapping[str, float]
-    """The arena's, by use."""
+    """Bytes of the arena, by use."""
     activations: Sequence[Activations]
 
 
@@ -47,7 +47,7 @@ class RemoteServer:
     """One server. Every call blocks, and raises RemoteError if the server refuses it or does not answer."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float, ca: Path | None = None) -> None:
-        """`ca` has the authorities that sign the server's certificate; None for the system's. Raises ConfigError."""
+        """`ca` is a file of authorities for the server's certificate; None for the system's. Raises ConfigError."""
         self.url = _checked(url)
         self._tls = _tls_of(ca)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -63,7 +63,7 @@ class RemoteServer:
         return answer["model_stats"]
 
     def load(self, model: str) -> None:
-        """Load a model; returns once it is served, without a timeout."""
+        """Load a model, without a timeout. Returns once it is served."""
         self._ask("POST", f"{self.url}/v2/repository/models/{quote(model, safe='')}/load", b"", None)
 
     def unload(self, model: str) -> None:
@@ -88,7 +88,7 @@ class RemoteServer:
             raise RemoteError(f"{self.url}/metrics is not in Prometheus' format: {error}") from error
 
     def _tls_hint(self, reason: object) -> str:
-        """Return what to do where one side speaks TLS and the other does not, or the certificate is unknown."""
+        """Return advice if only one side speaks TLS, or the certificate's authority is unknown; else an empty text."""
         parts = urlsplit(self.url)
         if isinstance(reason, ssl.SSLCertVerificationError):
             return "; name the authority that has signed it with --ca FILE"
@@ -132,7 +132,7 @@ def _tls_of(ca: Path | None) -> ssl.SSLContext:
 
 
 def read_token(path: Path) -> str:
-    """Return the first token of a file like the server's. Raises ConfigError."""
+    """Return the first token of a file in the server's format. Raises ConfigError."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -167,14 +167,14 @@ def server_of(options: argparse.Namespace) -> RemoteServer:
 
 
 def _speaks_tls(host: str, port: int) -> bool:
-    """Whether a port answers a TLS handshake, whatever its certificate is."""
+    """Whether a port answers a TLS handshake, with any certificate."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with suppress(OSError), socket.create_connection((host, port), _PROBE_S) as probe:
         try:
             context.wrap_socket(probe, server_hostname=host).close()
         except ssl.SSLError as error:
-            return error.reason in _ALERTS  # it speaks TLS, and wants a client's certificate
+            return error.reason in _ALERTS  # it speaks TLS, and requires a client certificate
         return True
     return False
 

@@ -33,7 +33,7 @@ def models(index: Iterable[Mapping[str, str]], metrics: VersionSamples) -> Table
 
 
 def statistics(models: Iterable[Mapping[str, Any]]) -> Table:
-    """List what each model has done since it was loaded; times are means."""
+    """List each model's counts and mean times since it was loaded."""
     counts = ("answered", "failed", "executions", "rows/exec")
     table = make_table("model", "version", *counts, "queue", "compute", "batches", left=("model", "batches"))
     for model in models:
