@@ -50,13 +50,15 @@ _log = logging.getLogger("cohabit.lifecycle")
 _MOST_WARMUPS = 1000
 """Maximum number of warm-up executions per model: a mistyped count is refused."""
 
-OpenPlacement = Callable[[Sequence[ModelSource], ServeConfig, Sequence[ComputeLane]], "ModelPlacement"]
-"""Opens the device for models. Any thread."""
+OpenPlacement = Callable[
+    [Sequence[ModelSource], ServeConfig, Sequence[ComputeLane]], "tuple[ModelPlacement, Replanner]"
+]
+"""Opens the device for models. Returns its placement, and what finds better plans for it. Any thread."""
 
 
 def open_placement(
     sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]
-) -> "ModelPlacement":
+) -> "tuple[ModelPlacement, Replanner]":
     """Open the device. Imports torch here rather than at module level, where it would delay startup by seconds.
 
     Workers that will prepare uncached models import it at the same time.
@@ -66,10 +68,12 @@ def open_placement(
     if missing:
         workers.start(PREPARING, min(missing, MOST_AT_START))
     from cohabit.server.deploy.place import ModelPlacement
+    from cohabit.server.deploy.replan import Replanner
 
     if missing:
         workers.start(PLANNING)
-    return ModelPlacement(config, lanes, workers)
+    placement = ModelPlacement(config, lanes, workers)
+    return placement, Replanner(config, placement, lanes)
 
 
 class Lifecycle:
@@ -100,11 +104,9 @@ class Lifecycle:
 
         Raises ConfigError, DeviceError, or InfeasibleBudget, which names the least sufficient memory.
         """
-        self._placement = await in_thread(self._open_placement, sources, self._config, self._lanes)
-        self._placement.migrator.on_change = self._changed
-        from cohabit.server.deploy.replan import Replanner
-
-        self.replanner = Replanner(self._config, self._placement, self._lanes)
+        opened = await in_thread(self._open_placement, sources, self._config, self._lanes)
+        self._placement, self.replanner = opened
+        self._placement.on_change = self._changed
         failures = await self._deploy(sources, on_progress=on_progress)
         self._placement.workers.inline = False  # from now on, there are requests to answer in this process
         self._opened.set()

@@ -43,9 +43,11 @@ class _MemoryMap:
 class Migrator:
     """Belongs to the event loop's thread. Its caller makes one change at a time."""
 
-    def __init__(self, memory: PartitionedMemory, lanes: Sequence[ComputeLane]) -> None:
-        self.on_change: Callable[[Model], None] = lambda model: None
-        """Called after a model's partition or plans have changed."""
+    def __init__(
+        self, memory: PartitionedMemory, lanes: Sequence[ComputeLane], on_change: Callable[[Model], None]
+    ) -> None:
+        """`on_change` receives each model that gets another partition or other plans."""
+        self._on_change = on_change
         self._memory = memory
         self._lanes = lanes
 
@@ -100,7 +102,10 @@ class Migrator:
         moving = {step.owner for step in steps}
         programs: dict[str, Programs] = {}
         try:
-            for owner, model in models.items():  # bind all before any move: an unsupported plan then changes nothing
+            for (
+                owner,
+                model,
+            ) in models.items():  # bind all before any move: an unsupported plan then changes nothing
                 if owner in moving:
                     plans, _ = resizing.plans.get(owner, (model.plans, model.searched))
                     programs[owner] = await in_thread(
@@ -225,7 +230,7 @@ class Migrator:
         model.plans, model.searched = plans, searched
         model.plan_batches_to(max(plans).batch)
         self._lanes[model.lane].replan(model.servable)
-        self.on_change(model)
+        self._on_change(model)
 
     async def _displace(self, model: Model) -> None:
         """Release a model's partition for its successor. Requests wait; store and programs are kept."""

@@ -63,7 +63,9 @@ class ModelPlacement:
         self._config = config
         self._bundle = None if config.bundle is None else fitting_bundle(config.bundle, config)
         self.decider = Decider(config, self._bundle, self.memory, self.planner)
-        self.migrator = Migrator(self.memory, lanes)
+        self.migrator = Migrator(self.memory, lanes, lambda model: self.on_change(model))
+        self.on_change: Callable[[Model], None] = lambda model: None
+        """Called when a model has another partition or other plans."""
         self._lanes = lanes
         self._preparing = asyncio.Semaphore(MOST_PREPARING)
         self._changing = asyncio.Lock()

@@ -232,7 +232,7 @@ async def _compared(
     lanes, sources = make_lanes(config.compute_lanes, config.queue_limit), [find(folder)]
     for lane in lanes:
         lane.start()
-    placement = open_placement(sources, config, lanes)
+    placement, _ = open_placement(sources, config, lanes)
     try:
         models, failures = await placement.prepare(sources, progress)
         on_progress("loading all of it")

@@ -11,7 +11,6 @@ import msgspec
 from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.deploy.lifecycle import Lifecycle, OpenPlacement, open_placement
-from cohabit.server.deploy.polling import Poller
 from cohabit.server.engine.compute_lane import ComputeLane, make_lanes
 from cohabit.server.engine.sequences import StateMemory
 from cohabit.server.errors import ConfigError, RepositoryError, RequestError, StartFailed, did_you_mean
@@ -21,6 +20,7 @@ from cohabit.server.ipc.request import Answer, Request, SequenceId
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
 from cohabit.server.log import report_suppressed
+from cohabit.server.process.polling import Poller
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import scan, versions_of
 from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable, by_name

@@ -171,10 +171,13 @@ def serving(repository: Path, memory: str, cache: Path, **changes: Any) -> Itera
 
     placements: list[ModelPlacement] = []
 
-    def opened(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]) -> ModelPlacement:
+    def opened(
+        sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]
+    ) -> tuple[ModelPlacement, Replanner]:
         with patch.object(worker, "WorkerProcesses", KeptProcesses):
-            placements.append(open_placement(sources, config, lanes))
-        return placements[0]
+            placement, replanner = open_placement(sources, config, lanes)
+        placements.append(placement)
+        return placement, replanner
 
     server: Server = on_loop(make())
     try:

@@ -17,9 +17,9 @@ from cohabit.runtime.errors import DeviceError
 from cohabit.server import background
 from cohabit.server.deploy import lifecycle, place
 from cohabit.server.deploy.model import Programs
-from cohabit.server.deploy.polling import Poller
 from cohabit.server.deploy.worker import WorkerFailed
 from cohabit.server.errors import LoadFailed, Refused
+from cohabit.server.process.polling import Poller
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import by_name
 from tests.e2e.serving import Running

@@ -93,7 +93,7 @@ async def _loaded(repository: Path, config: ServeConfig) -> tuple[ModelPlacement
     lanes, sources = make_lanes(config.compute_lanes, config.queue_limit), scan(repository)
     for lane in lanes:
         lane.start()
-    placement = open_placement(sources, config, lanes)
+    placement, _ = open_placement(sources, config, lanes)
     try:
         models, failures = await placement.prepare(sources)
         assert not failures | await placement.place(models)

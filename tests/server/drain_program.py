@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from server_fakes import FakeLoaded, FakeServable, config, identity, serving
+from server_fakes import FakeServable, config, identity, serving
 
 from cohabit.server import serve
 from cohabit.server.commands.serve import serve_until_stopped
@@ -36,10 +37,10 @@ def gated(x: Array) -> dict[str, Array]:
     return {"y": x}
 
 
-def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]) -> FakeLoaded:
+def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]) -> Any:
     while WAITS == "loading" and not is_let_go():
         time.sleep(0.01)
-    return serving(FakeServable(identity("gated", "FP32").info, gated))
+    return serving(FakeServable(identity("gated", "FP32").info, gated)).opened
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from cohabit.server.ipc.model import Array
 from cohabit.server.process.engine import Engine
 from cohabit.server.process.engine_process import main
 from cohabit.server.repository.sources import ModelSource
-from tests.server.server_fakes import FakeLoaded, adder, identity, serving
+from tests.server.server_fakes import adder, identity, serving
 
 REFUSED, FAILS, HELD = 7.0, 8.0, 9.0
 """Values of `x` that `double` cannot take, on which its kernel fails, and with which it waits for the gate."""
@@ -76,7 +76,7 @@ def double(x: Array) -> dict[str, Array]:
     return {"y": np.asarray(x * 2)}
 
 
-def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]) -> FakeLoaded:
+def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[ComputeLane]) -> Any:
     (folder() / "requested").write_text(" ".join(sorted(source.name for source in sources)))
     if (folder() / "broken").exists() or (folder() / "broken-once").exists():
         (folder() / "broken-once").unlink(missing_ok=True)
@@ -87,7 +87,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[Co
     slow.predicted_s = {Bucket(1): 1e3}
     negative = adder(version=2)
     negative.function = lambda a, b: {"diff": b - a, "sum": -a - b}
-    return serving(doubler, slow, identity("empty", "FP32", (0,)), negative, adder())
+    return serving(doubler, slow, identity("empty", "FP32", (0,)), negative, adder()).opened
 
 
 def make(config: ServeConfig, **options: Any) -> Engine:

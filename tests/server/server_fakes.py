@@ -180,11 +180,12 @@ class FakeLoaded:
     memory_map: str = ""
     closed: bool = False
     workers: Any = field(default_factory=lambda: SimpleNamespace(inline=True, close=lambda: None))
-    replanner: Any = field(
-        default_factory=lambda: SimpleNamespace(
-            measures_again=False, begin=lambda *_, **__: None, close=nothing, watch=nothing
-        )
-    )
+
+    @property
+    def opened(self) -> Any:
+        """What opening the device returns: this placement, and nothing that finds better plans."""
+        replanner = SimpleNamespace(measures_again=False, begin=lambda *_, **__: None, close=nothing, watch=nothing)
+        return self, replanner
 
     async def prepare(
         self, sources: Sequence[ModelSource], on_progress: object
@@ -285,7 +286,7 @@ def running(loaded: FakeLoaded, **changes: object) -> Iterator[Running]:
         # On a clock by which every reading is later than the text of the metrics is good for.
         clock = itertools.count(step=2.0).__next__
         server = Server(
-            config(**({"repository": repository} | changes)), open_placement=lambda *_: loaded, clock=clock
+            config(**({"repository": repository} | changes)), open_placement=lambda *_: loaded.opened, clock=clock
         )
         await server.start()
         await server.load()

@@ -192,7 +192,7 @@ def test_an_slo_that_is_missed_is_a_status(repository: Path, capsys: pytest.Capt
         ([], "give --rate R"),
         (["--rates", "FILE"], "has no model 'nobody' that can be served"),
         (["--rate", "5", "--memory", "1KiB"], "raise the memory"),
-        (["--rates", "NEGATIVE"], "'left=-3'"),
+        (["--rates", "NEGATIVE"], "'-3' is not a rate"),
     ],
 )
 def test_what_cannot_be_fitted_is_said(

@@ -17,8 +17,8 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.devices import open_device
 from cohabit.runtime.host.pages import release_code_pages
-from cohabit.server import resources
 from cohabit.server.cli import main
+from cohabit.server.config import machine as machine_module
 from cohabit.server.config.config import ServeConfig, decode_config, encode_config
 from cohabit.server.config.machine import (
     available_cpus,
@@ -28,7 +28,7 @@ from cohabit.server.config.machine import (
     refuse_impossible,
 )
 from cohabit.server.config.sizes import FixedSize
-from cohabit.server.deploy import prepare, process_memory
+from cohabit.server.deploy import decide, prepare
 from cohabit.server.deploy.prepare import TimeLeft, open_backend
 from cohabit.server.errors import ConfigError
 from cohabit.server.file_state import FileState
@@ -150,18 +150,18 @@ def test_code_that_was_changed_in_memory_is_kept(tmp_path: Path) -> None:
 
 def test_the_front_end_counts_as_it_was_when_the_server_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new engine would find less and less room beside a front end that grows."""
-    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(decide, "resident_bytes", lambda: 100 << 20)
     started = ServeConfig(Path("models"), FixedSize(1), queue_bytes=1 << 20, frontend_bytes=50 << 20)
     config = decode_config(encode_config(started))
-    measured = process_memory.measure_process_memory(400 << 20, [], config)
+    measured = decide.measure_process_memory(400 << 20, [], config)
     assert measured.base_bytes == 150 << 20
     assert measured.models_bytes == (400 - 150 - 1 - 44) // 4 * 4 << 20
 
 
 @pytest.mark.parametrize("queue_bytes", [None, 3 << 20])
 def test_the_size_that_a_refusal_names_is_enough(queue_bytes: int | None) -> None:
-    def measured(limit_bytes: int) -> process_memory.ProcessMemory:
-        return process_memory.ProcessMemory(limit_bytes, 600 << 20, 0, queue_bytes or limit_bytes // 16)
+    def measured(limit_bytes: int) -> decide.ProcessMemory:
+        return decide.ProcessMemory(limit_bytes, 600 << 20, 0, queue_bytes or limit_bytes // 16)
 
     with pytest.raises(ConfigError, match="is not enough") as refused:
         measured(200 << 20).require(9 << 20)
@@ -258,8 +258,8 @@ def left(folder: Path, of_process: str, available_kib: int, files: dict[str, str
 def test_memory_that_is_left_is_what_the_machine_or_the_cgroup_leaves_but_a_sixteenth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resources, "available_memory", lambda *where: (64 << 30, "this machine"))
-    monkeypatch.setattr(resources, "resident_bytes", lambda: 128 << 20)
+    monkeypatch.setattr(machine_module, "available_memory", lambda *where: (64 << 30, "this machine"))
+    monkeypatch.setattr(machine_module, "resident_bytes", lambda: 128 << 20)
     mib = 1 << 20
     group = {
         "a/memory.max": str(1024 * mib),

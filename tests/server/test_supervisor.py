@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from cohabit.server.errors import EngineUnavailable, ModelNotFound, Refused, RequestTimedOut
-from cohabit.server.frontend import supervisor
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.messages import EntryChanged
 from cohabit.server.ipc.model import Array, ModelKey
 from cohabit.server.ipc.shared_memory import HEARTBEAT
+from cohabit.server.process import supervisor
 from cohabit.server.process.engine_connection import EngineConnection
 from tests.server import fake_engine, frontends
 from tests.server.frontends import FrontEnd, rows, until_entered
