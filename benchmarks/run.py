@@ -27,7 +27,7 @@ COMMANDS = {
     "live-page": "live_page --turn 6 --record",
     "frontend": "frontend --record",
     "peers": "peers --models resnet50 mobilenet_v2 vit_small minilm bert_small lstm ranker gated_mobilenet decoder"
-    " vocoder tagger recommender detector noise_unet speech_encoder forecaster convnextv2_pico swin_tiny yolox_nano"
+    " vocoder tagger recommender detector noise_unet speech_encoder forecaster convnextv2_pico swin_small yolox_nano"
     " deberta_v3_reranker qwen3_prefill conformer_ctc_small ecapa_tdnn two_tower patchtst --threads 1 --batches 1"
     " --rounds 11 --without accelerate --record",
     "peers-threads": "peers --models resnet50 minilm bert_small ranker --threads 2 --batches 1 8 --rounds 9"
