@@ -239,7 +239,7 @@ class _Relaxation:
             again = inside[self._recompute_s[inside] > 0]
             row = self._wait_between(waited, a, d, 0.0)
             p.put(np.repeat(row, len(again)), self._again[again], self._recompute_s[again])
-            for i in again[(since[again] == a) & (self._due[again] == d)].tolist():  # either of both, not half of each
+            for i in again[(since[again] == a) & (self._due[again] == d)].tolist():  # either, not half of each
                 row = self._wait_between(waited, a, d, 0.0)
                 self._put_copied(row, np.array([i]), np.maximum(self._copy_s[[i]] - ops_s, 0.0))
                 p.put(row, self._again[[i]], self._recompute_s[i])
