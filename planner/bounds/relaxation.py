@@ -270,7 +270,7 @@ class _Relaxation:
             return None
         spent = p.variables(chain.moments, 0, self._most_s)
         ahead = p.variables(chain.moments + 1, 0, np.array([0.0, *[self._most_s] * chain.moments]))
-        rows = p.at_most(np.zeros(chain.moments))  # recomputation done by a moment, less what is due
+        rows = p.at_most(np.zeros(chain.moments))  # recomputation done by a moment, less the part that is due
         p.put(rows, ahead[1:], 1)
         p.put(rows, ahead[:-1], -1)
         p.put(rows, spent, -1)

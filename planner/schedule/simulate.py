@@ -27,7 +27,7 @@ MOST_INFERENCES: Final = 8
 class LaneArrays(NamedTuple):
     """A schedule by lanes. `n` is the length of the longest lane.
 
-    Lanes run in order, so a step only has to wait for the last step that it needs of each lane.
+    Lanes run in order, so a step waits only for the last step that it needs of each lane.
     """
 
     length: Ints

@@ -91,9 +91,8 @@ def with_waits(
     An op waits for its reads to arrive, and for swap-outs of tensors that it changes in place. The last op waits for
     the outputs, and for all swap-ins of non-residents: the next inference counts their bytes as free. A copy waits for
     the steps that made its source, and for the compute step `after`: for a swap-in with an address, the last user of
-    the bytes that it takes. A counted swap-in also waits for the tensor's former users. A
-    row that takes counted bytes waits until
-    enough released bytes, in release order (FIFO), are certainly free for all to fit in the pool.
+    the bytes that it takes. A counted swap-in also waits for the tensor's former users. A row that takes counted bytes
+    waits until enough released bytes, in release order (FIFO), are certainly free for all to fit in the pool.
     """
     n, tensors = len(verb), len(g.nbytes)
     wait = np.full((n, 3), NOTHING)

@@ -86,7 +86,7 @@ def search(
                 on_progress(shortlist.evaluations, shortlist.least_s, bound_s)
             if is_over():
                 break
-    # Write the best as a plan. Its times come from the simulator, whatever the searcher.
+    # Write the best as a plan. Its times come from the simulator for all searchers.
     best = shortlist.best()
     plan = state.write(best)
     timeline = simulate(graph, plan, profile)

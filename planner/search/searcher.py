@@ -19,9 +19,8 @@ class Searcher(Generic[C]):
 
     Subclasses set `problem`, and `_steps`, an iterator of candidates to ask for. They define `_schedule`, which returns
     a candidate's schedule, or None if it does not fit in memory. They override `evaluate` if costs need no schedule,
-    and
-    `pool_bytes` if the pool is smaller than the workspace. `evaluate` and `write` depend only on the problem and the
-    candidate: other threads may call them.
+    and `pool_bytes` if the pool is smaller than the workspace. `evaluate` and `write` depend only on the problem and
+    the candidate: other threads may call them.
     """
 
     problem: Problem

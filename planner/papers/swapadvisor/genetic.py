@@ -5,8 +5,8 @@ evaluates it. Choices that the paper leaves open:
 
 - The first generation has the graph's own order, the one grouped by weights (if ops reread many), and random orders.
   Its pools suffice for every op: random mappings of sizes to classes, and the mapping that needs the least memory.
-- A generation has as many children as the population has members. Only candidates that fit survive, as long as
-  there are any.
+- A generation has one child per member of the population. Only candidates that fit survive, as long as there are
+  any.
 - The population is smaller than the paper's 144, which suits 72 cores and half an hour: in ten seconds on one core, it
   has more generations.
 

@@ -99,8 +99,8 @@ class _Numbered:
 
 
 class ServingGenetic(Evolution[ServingChromosome]):
-    """Evolves orders and decisions. Raises InfeasibleBudget if activations do not fit, and
-    UnsupportedProblem for a training graph."""
+    """Evolves orders and decisions. Raises InfeasibleBudget if activations do not fit, and UnsupportedProblem for a
+    training graph."""
 
     is_compiled = True
 

@@ -7,9 +7,9 @@ Sections of the paper, with its gaps and contradictions:
 - Algorithm 2 (IV-C) swaps the largest tensor at the peak that can be swapped without delay. A swap-out starts as early
   as possible, but not before the tensor is generated, and has ended at the peak. A swap-in starts as late as possible
   after the peak and has ended when the next access begins; a weight for the first ops of an iteration may return at
-    the end of the previous iteration. Neither overlaps an access to its tensor, nor another transfer. The tensor must
-    be absent at the peak, so only the gap around the peak counts (lines 32-33). The maximum swapping rate is a
-    fraction of the tensors (line 30; the text would forbid a second swap).
+  the end of the previous iteration. Transfers overlap neither accesses to their tensor nor each other. The tensor must
+  be absent at the peak, so only the gap around the peak counts (lines 32-33). The maximum swapping rate is a fraction
+  of the tensors (line 30; the text would forbid a second swap).
 - Recomputation (IV-D) takes the tensor that saves the most memory per second (MSPS, equation 4). Only tensors that are
   never released otherwise are recomputed, and only from such tensors, so that no swap is disrupted.
 - If scheduling does not suffice, "the Executor will pause the computation and swap the tensors" (III-D). The paper
