@@ -109,7 +109,7 @@ class Offloading(Searcher[OffloadingCandidate]):
         return OffloadingCandidate(size, rank, self._past(size).first(), strictly)
 
     def _pool_sizes(self) -> list[int]:
-        """Return pool sizes in bytes, from the smallest to the activations' peak or the space beside the least window."""
+        """Return pool sizes in bytes, up to the activations' peak or the space beside the least window."""
         problem, graph = self.problem, self.problem.graph
         leanest = page_aligned(self._pools.leanest().nbytes)
         alone, memory = Footprint.of_pool(graph, leanest), problem.memory

@@ -39,7 +39,7 @@ class ParameterRows:
         return bool(self._left) and self._left[0][2] <= k
 
     def swap_in(self) -> Row:
-        """Take the next copy."""
+        """Remove and return the row of the next copy."""
         tensor, page, after_op, _ = self._left.popleft()
         return SWAP_IN, tensor, self._work.offset(page), after_op
 
