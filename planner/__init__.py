@@ -1,1 +1,1 @@
-"""Plans for models that do not fit: graph, profile and budget in, swap plan out. Knows nothing of torch."""
+"""Swap planning for models larger than memory: graph, profile and budget in, plan out. Does not import torch."""

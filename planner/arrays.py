@@ -1,4 +1,4 @@
-"""Arrays that compiled loops work on: their types, and a graph with its costs."""
+"""Array types for compiled loops, and a graph with its costs as arrays."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -15,21 +15,21 @@ Ints = NDArray[np.int64]
 
 
 def ints(values: Iterable[int]) -> Ints:
-    """Return the values as an array, [values]."""
+    """Return the values as a 1-D array."""
     return np.fromiter(values, np.int64)
 
 
 class GraphArrays(NamedTuple):
-    """A graph and its costs. Bytes are aligned."""
+    """A graph and its costs. Byte counts are aligned."""
 
     read_start: Ints
-    """Op k reads `read[read_start[k]:read_start[k + 1]]`, [ops + 1]."""
+    """Op k reads `read[read_start[k]:read_start[k + 1]]`; shape [ops + 1]."""
     read: Ints
     write_start: Ints
     write: Ints
     change_start: Ints
     change: Ints
-    """Likewise, what it writes, and what it changes in place."""
+    """Likewise for tensors it writes and tensors it changes in place."""
     scratch_bytes: Ints
     nbytes: Ints
     is_weight: Bools
@@ -37,10 +37,10 @@ class GraphArrays(NamedTuple):
     outputs: Ints
     op_s: Floats
     swap_in_s: Floats
-    """Of each tensor."""
+    """Per tensor."""
     swap_out_s: Floats
     copied_bytes: Ints
-    """Bytes of each tensor as copies move them, not aligned."""
+    """Bytes that copying each tensor moves, unaligned."""
     compute_slowdown: float
     swap_slowdown: float
 
@@ -65,5 +65,5 @@ class GraphArrays(NamedTuple):
 
 
 def _lists(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Where each row starts, [rows + 1], and all rows in a row."""
+    """Return each row's start, shape [rows + 1], and the rows concatenated."""
     return ints(np.cumsum([0, *map(len, rows)])), ints(i for row in rows for i in row)

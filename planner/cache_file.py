@@ -1,4 +1,4 @@
-"""Files of the cache: each has a checksum of all that it says, and is written as a whole or not at all."""
+"""Cache files: each has a checksum over its content and is written atomically."""
 
 import hashlib
 import os
@@ -13,11 +13,11 @@ from cohabit.planner.errors import FormatError
 _HEAD, _MIDDLE, _TAIL = b'{"sha256":"', b'","content":', b"}"
 _DIGEST_CHARACTERS = 64
 _STALE_S = 3600.0
-"""A temporary file that was not written to for this long is no writer's any more."""
+"""Age after the last write at which a temporary file counts as abandoned."""
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a JSON document with its checksum around it. Raises OSError."""
+    """Write a JSON document, wrapped with its checksum. Raises OSError."""
     digest = hashlib.sha256(content).hexdigest().encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as fd, os.fdopen(os.dup(fd), "wb") as file:
@@ -25,7 +25,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Return the document. Raises FileNotFoundError, or FormatError for a file that is not as it was written."""
+    """Return the document. Raises FileNotFoundError, or FormatError for an unreadable or damaged file."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def read(path: Path) -> bytes:
 def replacing(path: Path, mode: int = 0o600) -> Iterator[int]:
     """Open a new file that replaces the path if the block succeeds. Raises OSError.
 
-    The file has no name before that where the file system can do so, so that a killed process leaves nothing behind.
+    Until then the file has no name, if the file system supports that, so that a killed process leaves nothing behind.
     """
     folder, temporary = path.parent, None
     try:
@@ -69,10 +69,10 @@ def replacing(path: Path, mode: int = 0o600) -> Iterator[int]:
 
 
 def unfinished(path: Path) -> Path:
-    """Return a name beside a path that no other writer has, after removing files that killed writers have left."""
+    """Return a unique temporary name beside a path, after removing files left by killed writers."""
     prefix, stale_s = f".{path.name}.", time.time() - _STALE_S
     for other in os.scandir(path.parent):
-        with suppress(FileNotFoundError):  # another writer was faster
+        with suppress(FileNotFoundError):  # another writer has removed it
             if other.name.startswith(prefix) and other.is_file() and other.stat().st_mtime < stale_s:
                 os.unlink(other)
     return path.with_name(f"{prefix}{secrets.token_hex(8)}")

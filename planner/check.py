@@ -1,9 +1,9 @@
-"""The checker decides whether a plan may run. It shares no code with the simulator or any search.
+"""Checks whether a plan may run. Shares no code with the simulator or any search.
 
-It replays a plan in its total order. It checks addressed tensors per byte range, and sums counted tensors, including
-released bytes that a pending step may still use. Order in time is a separate question: lanes
-run concurrently, so a step has certainly ended before another starts only through lane order and `after` edges. Each
-step therefore carries a *clock*: how many steps of each lane have certainly ended when it starts."""
+The checker replays a plan in its total order. It checks addressed tensors per byte range, and sums counted tensors,
+including released bytes that a pending step may still use. Lanes run concurrently: only lane order and `after` edges
+guarantee that one step has ended when another starts. Each step therefore has a *clock*: the number of steps of each
+lane that have certainly ended when it starts."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -22,7 +22,7 @@ _NEVER: Clock = (0, 0, 0)
 
 
 def check(graph: Graph, profile: Profile | None, plan: Plan) -> None:
-    """Raise InvalidPlan with one sentence per violation, or FingerprintMismatch, unless `plan` may run."""
+    """Check that `plan` may run. Raises InvalidPlan with one sentence per violation, or FingerprintMismatch."""
     if plan.graph != graph.fingerprint:
         raise FingerprintMismatch("plan", graph.fingerprint, plan.graph)
     if profile is not None and plan.profile != profile.fingerprint:
@@ -37,7 +37,7 @@ def check(graph: Graph, profile: Profile | None, plan: Plan) -> None:
 
 
 def _unknown_names(graph: Graph, plan: Plan) -> Iterator[str]:
-    """Find ids that the graph does not have; with any of these, nothing else can be said."""
+    """Find ids that the graph does not have. The other checks require valid ids."""
     count = len(graph.tensors)
     for placement in plan.residents:
         if not 0 <= placement.tensor < count:
@@ -51,9 +51,9 @@ def _unknown_names(graph: Graph, plan: Plan) -> Iterator[str]:
 
 
 def _changes_out_of_order(graph: Graph, plan: Plan) -> Iterator[str]:
-    """Find ops that see another state of a tensor changed in place than in the graph's own order."""
+    """Find ops that run after another number of in-place changes of a tensor than in the graph's order."""
     changed = {i for op in graph.ops for i in op.mutates}
-    changes, state = Counter[int](), []  # by op and tensor, the number of changes before the op and in it
+    changes, state = Counter[int](), []  # per op and tensor, changes up to and including the op
     for op in graph.ops:
         changes.update(set(op.mutates))
         state.append({i: changes[i] for i in changed.intersection(op.touched)})
@@ -70,7 +70,7 @@ def _changes_out_of_order(graph: Graph, plan: Plan) -> Iterator[str]:
 
 
 def _clocks(graph: Graph, plan: Plan) -> tuple[list[Clock], list[str]]:
-    """For each step, how many steps of each lane have certainly ended when it starts."""
+    """Return the clock of each step, and violations by its waits."""
     before: list[Clock] = []
     after: list[Clock] = []  # the same, once the step itself has ended
     latest: dict[str, Clock] = {}
@@ -122,7 +122,7 @@ class _Range:
     accessed: Clock
 
     def overlaps(self, other: "_Range") -> bool:
-        """Whether any byte is in both; nothing overlaps an empty range."""
+        """Whether the ranges share a byte; an empty range overlaps nothing."""
         return self.region == other.region and max(self.start, other.start) < min(self.end, other.end)
 
 
@@ -130,7 +130,7 @@ _where = attrgetter("region", "start")
 
 
 class _Ranges:
-    """Ranges in the order of their addresses, so that those at given bytes are found without going through all."""
+    """Ranges sorted by address, for fast overlap queries."""
 
     def __init__(self) -> None:
         self._sorted: list[_Range] = []
@@ -164,7 +164,7 @@ class _Copy:
 
 @dataclass
 class _Replay:
-    """Walks the steps in order and keeps what is in memory, what was there, and what is wrong."""
+    """Replays the steps in order, tracking present and past contents of memory, and violations."""
 
     graph: Graph
     plan: Plan
@@ -173,23 +173,23 @@ class _Replay:
     present: _Ranges = field(default_factory=_Ranges)
     past: _Ranges = field(default_factory=_Ranges)
     counted_bytes: int = 0
-    """Of what is in memory and has no address."""
+    """Bytes in memory without an address."""
     given_up: tuple[list[tuple[int, Clock]], list[tuple[int, Clock]]] = field(default_factory=lambda: ([], []))
-    """For the compute and the swap-in lane: counted bytes that were given up and, as far as the lane's steps so far
-    know, may still be in use; with the clock that must have passed."""
+    """For the compute and the swap-in lane: released counted bytes that may still be in use, as far as the lane's steps
+    know, each with the clock that must have passed before reuse."""
     left: dict[int, Clock] = field(default_factory=dict)
-    """Counted tensors that were dropped, with the clock at which all users of the last copy have ended."""
+    """Dropped counted tensors, with the clock at which all users of the last copy have ended."""
     on_host: dict[int, Clock] = field(default_factory=dict)
-    """Inputs and activations that were swapped out, with the clock at which the last copy is complete."""
+    """Swapped-out tensors, with the clock at which the host copy is complete."""
     residents: frozenset[int] = frozenset()
     unread: set[int] = field(default_factory=set)
-    """Residents that no op has read: the inference before may still be bringing them back."""
+    """Residents that no op has read yet: the previous inference may still be restoring them."""
     passing: list[tuple[str, Clock]] = field(default_factory=list)
     """Swap-ins of non-residents, with the clock at which each has ended."""
     unsaved: set[int] = field(default_factory=set)
     """State in memory that differs from its host copy."""
     answered: Clock = _NEVER
-    """Passed when the last op has ended."""
+    """Passed once the last op has ended."""
     issued: list[int] = field(default_factory=lambda: [0, 0, 0])
     found: list[str] = field(default_factory=list)
 
@@ -224,7 +224,7 @@ class _Replay:
             if not tensor.is_weight:
                 self.found.append(f"{tensor.name} is a resident, but no parameter")
             if tensor.kind == "state":
-                self.unsaved.add(placement.tensor)  # the inference before this one changed it
+                self.unsaved.add(placement.tensor)  # the previous inference changed it
             if placement.address is not None and placement.address.region != "partition":
                 self.found.append(f"resident {tensor.name} is not in the partition")
         for i in self.graph.inputs:
@@ -296,7 +296,7 @@ class _Replay:
             self.found.append(f"{_name(self.graph, self.plan, index)}: its changes are not in the host store")
 
     def _answer(self, ended: Clock) -> None:
-        """The last op has ended. Parameters among the outputs need not stay any longer; they have a host copy."""
+        """Check output parameters as the last op ends. They need not stay longer, since the host store has them."""
         self.answered = ended
         for i in self.graph.outputs:
             tensor, copy = self.graph.tensors[i], self.live.get(i)
@@ -331,7 +331,7 @@ class _Replay:
                 )
 
     def _issue(self, lane: int) -> Clock:
-        """Count a step on its lane; return the clock that has passed once the step has ended."""
+        """Count a step on its lane. Returns the clock that has passed once the step has ended."""
         self.issued[lane] += 1
         return tuple(n if i == lane else 0 for i, n in enumerate(self.issued))
 
@@ -345,8 +345,8 @@ class _Replay:
         copy.accessed = _latest(copy.accessed, ended)
 
     def _change(self, name: str, tensor: int, before: Clock, ended: Clock) -> None:
-        """A tensor is changed in place: a swap-out must have ended, its host copy is out of date, and every later
-        reader must wait for the change.
+        """Record an in-place change: a pending swap-out must have ended, the host copy becomes stale, and later readers
+        must wait for the change.
         """
         if (copy := self.live.get(tensor)) is not None:
             copy.written = _latest(copy.written, ended)
@@ -357,7 +357,7 @@ class _Replay:
             self.found.append(f"{name} changes {self.graph.tensors[tensor].name} before its swap-out has ended")
 
     def _bring(self, name: str, tensor: int, address: Address | None, before: Clock, ended: Clock) -> None:
-        """Put a tensor in memory, written by a step that has the clocks `before` and `ended`."""
+        """Put a tensor in memory; `before` and `ended` are the clocks of the step that writes it."""
         what = self.graph.tensors[tensor]
         if tensor in self.live:
             self.found.append(f"{name}: {what.name} is in memory already")
@@ -378,7 +378,7 @@ class _Replay:
         self.live[tensor] = _Copy(place, address, ended, ended)
 
     def _count(self, name: str, scratch_bytes: int, before: Clock, lane: int) -> None:
-        """Find out whether the pool is large enough once a step of a lane has taken its bytes."""
+        """Check that the pool suffices once a step of a lane has allocated its bytes."""
         self.counted_bytes += scratch_bytes
         pending = self.given_up[lane]
         pending[:] = [(nbytes, clock) for nbytes, clock in pending if not _passed(clock, before)]
@@ -390,7 +390,7 @@ class _Replay:
             )
 
     def _uncount(self, nbytes: int, accessed: Clock) -> None:
-        """Give up counted bytes, whose last users have ended once a clock has passed."""
+        """Release counted bytes; their last users have ended once `accessed` has passed."""
         self.counted_bytes -= nbytes
         if nbytes:
             for pending in self.given_up:
@@ -415,7 +415,7 @@ class _Replay:
         return _Range(address.region, address.offset, end, what, accessed)
 
     def _claim(self, name: str, place: _Range, before: Clock) -> None:
-        """Find tensors that occupy, or occupied, bytes that are about to be written."""
+        """Check bytes before a write: they are unoccupied, and accesses to their past contents have ended."""
         for other in self.present.overlapping(place):
             self.found.append(
                 f"{name}: {place.what} at {place.region} [{place.start}, {place.end}) overlaps"
@@ -429,9 +429,9 @@ class _Replay:
                 )
 
     def _retire(self, gone: _Range) -> None:
-        """Remember the last accesses of bytes that are free now.
+        """Record the last accesses of freed bytes.
 
-        What lay there before can be forgotten: its accesses ended before those of `gone` began.
+        Older records of these bytes are removed: their accesses ended before those of `gone` began.
         """
         pieces = [gone]
         for old in self.past.overlapping(gone):

@@ -1,14 +1,14 @@
-"""numba's decorator, typed: inner loops compile on their first call and are cached on disk.
+"""A typed wrapper of numba's decorator: inner loops compile on their first call and are cached on disk.
 
-numba trusts a cached function until its own file changes. But a function holds the code and the array layouts of the
-functions that it calls: a cache from before they changed makes it crash. So each state of the planner's sources has
-its own cache folder, in `NUMBA_CACHE_DIR` or the user's cache.
+numba invalidates a cached function only when its own file changes. A compiled function also contains the code and the
+array layouts of its callees, so a stale cache can crash. Each state of the planner's sources therefore has its own
+cache folder, in `NUMBA_CACHE_DIR` or the user's cache.
 
-numba uses a folder only if it can write to it. A folder that it cannot write to, such as one in a container's image, is
-copied once: to the user's cache, or else to the folder for temporary files.
+numba requires a writable folder. A read-only one, such as in a container's image, is copied once: to the user's
+cache, or else to the folder for temporary files.
 
-Compiling takes half a minute, which is long for a few plans. With `COHABIT_INTERPRET` in the environment, loops that
-were not compiled before are interpreted; they give the same plans."""
+Compiling takes half a minute, which is long for a few plans. With `COHABIT_INTERPRET` in the environment, loops are
+interpreted if none are in the cache; they give the same plans."""
 
 import hashlib
 import os
@@ -28,10 +28,10 @@ INTERPRET = "COHABIT_INTERPRET"
 
 
 def compiled(function: _F) -> _F:
-    """Compile `function` to machine code when it is first called, without the GIL."""
+    """Compile `function` to machine code on its first call; it then runs without the GIL."""
     if _is_interpreted():
         return cast(_F, wraps(function)(lambda *args: _plain(function(*args))))
-    import numba  # an installed one may refuse its numpy; then loops are interpreted without it
+    import numba  # imported here: it may refuse the installed numpy, and interpreting does without it
 
     folder = cache_folder()
     if folder is None:
@@ -45,7 +45,7 @@ def compiled(function: _F) -> _F:
 
 
 def _plain(result: Any) -> Any:
-    """Return numpy's numbers as Python's, as compiled functions do."""
+    """Convert numpy numbers to Python's, as compiled functions do."""
     if isinstance(result, np.generic):
         return result.item()
     if isinstance(result, tuple):
@@ -64,7 +64,7 @@ def _is_interpreted() -> bool:
 
 @cache
 def cache_folder() -> Path | None:
-    """Return the cache folder of the current sources; None if no folder can be written."""
+    """Return the cache folder of the current sources; None if no folder is writable."""
     name = _state_of_sources()
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit" / "compiled"
     given = Path(os.environ.get("NUMBA_CACHE_DIR") or user) / name
@@ -88,7 +88,7 @@ def _state_of_sources() -> str:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be written there, as numba finds out; makes the folder."""
+    """Create the folder, and test as numba does whether it is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -98,7 +98,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _temporary_folder(name: str) -> Path | None:
-    """Return a folder that belongs to this user alone: compiled code is pickled, and executed."""
+    """Return a folder private to this user, since cached code is unpickled and executed; None if there is none."""
     try:
         own = Path(tempfile.gettempdir()) / f"cohabit-{os.geteuid()}"
         own.mkdir(mode=0o700, exist_ok=True)
@@ -110,7 +110,7 @@ def _temporary_folder(name: str) -> Path | None:
 
 
 def _copy(given: Path, folder: Path) -> None:
-    """Copy a folder under its new name at once. Another process may do the same; one copy stays."""
+    """Copy a folder atomically. If another process does the same, one copy stays."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as copy:
@@ -123,4 +123,4 @@ def _copy(given: Path, folder: Path) -> None:
                     shutil.copyfile(path, target)
             (Path(copy) / "copy").rename(folder)
     except OSError:
-        pass  # loops are compiled again, or the other process has copied them
+        pass  # loops are recompiled, or another process has copied them

@@ -7,18 +7,18 @@ CohabitError
 ├── InvalidPlan            the checker's findings
 ├── InfeasibleBudget       no plan exists in the given memory
 ├── UnsupportedProblem     a searcher cannot plan this kind of problem
-└── UnknownSearcher        there is no searcher of that name
+└── UnknownSearcher        no searcher has this name
 """
 
 from collections.abc import Sequence
 
 
 class CohabitError(Exception):
-    """Every error that Cohabit raises on purpose."""
+    """Base class of all errors that Cohabit raises on purpose."""
 
 
 class FormatError(CohabitError):
-    """A graph, profile or plan file cannot be used; the message has the reason."""
+    """A graph, profile or plan file cannot be used; the message says why."""
 
 
 class FingerprintMismatch(FormatError):
@@ -43,10 +43,10 @@ class InvalidPlan(CohabitError):
 
 
 class InfeasibleBudget(CohabitError):
-    """No plan fits. `least_bytes` is the smallest budget that would do, `op` the op that needs it.
+    """No plan fits. `least_bytes` is the smallest sufficient budget, `op` the op that needs it.
 
-    `op` is None where a layout asks for whole models. Several `models` may share the budget; `model` needs most of it,
-    in this `bucket`.
+    `op` is None if a layout holds whole models in memory. If several `models` share the budget, `model` needs most of
+    it, in `bucket`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class UnknownSearcher(CohabitError):
 
 
 def format_bytes(nbytes: float) -> str:
-    """Write a byte count for people, in binary units: `61.3 MiB`."""
+    """Format a byte count in binary units, such as `61.3 MiB`."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:

@@ -1,21 +1,20 @@
-"""Free bytes of an address range: first fit, adjacent ranges merged on release."""
+"""First-fit allocator of an address range; merges adjacent free ranges on release."""
 
 from bisect import bisect_left
 
 
 class FreeList:
-    """Hands out parts of the bytes [offset, offset + nbytes). Not thread-safe."""
+    """Allocates from the bytes [offset, offset + nbytes). Not thread-safe."""
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self._free = [(offset, offset + nbytes)] if nbytes else []  # (start, end), sorted, never adjacent
 
     @property
     def free_bytes(self) -> int:
-        """All bytes that are free."""
         return sum(end - start for start, end in self._free)
 
     def take(self, nbytes: int, alignment: int = 1) -> int | None:
-        """Return the lowest aligned offset at which `nbytes` are free, and take them; None if there is none."""
+        """Take `nbytes` at the lowest aligned free offset, and return the offset; None if they do not fit."""
         for start, end in self._free:
             offset = -(-start // alignment) * alignment
             if offset + nbytes <= end:
@@ -24,7 +23,7 @@ class FreeList:
         return None if nbytes else 0
 
     def take_at(self, offset: int, nbytes: int) -> None:
-        """Take bytes that are free; that they are is the caller's duty."""
+        """Take bytes that the caller knows to be free."""
         if nbytes == 0:
             return
         position = bisect_left(self._free, (offset + 1,)) - 1
@@ -40,7 +39,7 @@ class FreeList:
         return position >= 0 and offset + nbytes <= self._free[position][1]
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Return bytes that were taken, whole or in part."""
+        """Release taken bytes: all of an allocation or a part."""
         if nbytes == 0:
             return
         start, end = offset, offset + nbytes
@@ -53,7 +52,7 @@ class FreeList:
         self._free.insert(position, (start, end))
 
     def copy(self) -> "FreeList":
-        """A list of its own of what is free now."""
+        """Return an independent copy."""
         other = FreeList(0, 0)
         other._free = self._free.copy()
         return other

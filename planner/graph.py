@@ -1,7 +1,7 @@
-"""The graph that is planned: ops in an executable order, and the storages that they read and write.
+"""The planner's input graph: ops in an executable order, and the storages they read and write.
 
-A *tensor* here is a storage: all its aliases (views, tied weights) are one tensor. Parameters come first and have the
-same ids in the graphs of all buckets of one model, so that these can share residents."""
+A *tensor* here is a storage: all its aliases (views, tied weights) are one tensor. Parameters come first, with the
+same ids in the graphs of all buckets of a model, so that buckets can share residents."""
 
 import hashlib
 from functools import cached_property
@@ -30,9 +30,9 @@ def aligned(nbytes: int, alignment: int) -> int:
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One storage.
 
-    A parameter has a copy in the host store at all times, so that evicting it is free. State is like a parameter
-    that ops may change in place (what an optimizer trains): once changed it must be swapped out, or stay, to be
-    there for the next inference. An input is in memory before the first op; an activation is written by one op.
+    A parameter always has a copy in the host store, so evicting it is free. State is a parameter that ops may
+    change in place (such as trained weights): once changed, it must be swapped out or stay in memory for the next
+    inference. An input is in memory before the first op; an activation is written by one op.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: TensorKind
     alignment: int = 64
     codec: str | UnsetType = UNSET
-    """How most of its bytes are encoded in the host store. Left out where they are as in memory."""
+    """Encoding of most of its bytes in the host store; unset if they are stored as in memory."""
 
     @property
     def aligned_bytes(self) -> int:
@@ -48,12 +48,12 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_weight(self) -> bool:
-        """Whether this is a parameter or state: something that the host store has from the start."""
+        """Whether this is a parameter or state, which the host store has from the start."""
         return self.kind in ("parameter", "state")
 
 
 class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One kernel call (or one opaque group of them): reads and writes are tensor ids, without repeats."""
+    """One kernel call, or one opaque group of calls. Reads and writes are tensor ids without repeats."""
 
     name: str
     target: str
@@ -61,12 +61,12 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     writes: tuple[int, ...]
     scratch_bytes: int = 0
     mutates: tuple[int, ...] = ()
-    """Those of `reads` that the op changes in place. In every order of the ops, those that use them and precede this
-    op in the graph precede it still, and those that follow it still follow."""
+    """Subset of `reads` that the op changes in place. Reordering ops keeps every other user of these tensors on its
+    side of this op, before or after it."""
 
     @property
     def touched(self) -> tuple[int, ...]:
-        """What the op reads or writes, without repeats."""
+        """Tensors that the op reads or writes, without repeats."""
         return tuple(dict.fromkeys((*self.reads, *self.writes)))
 
     @property
@@ -75,20 +75,20 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A model in one bucket. `ops` are in an order in which they can run."""
+    """A model in one bucket. `ops` are in an executable order."""
 
     name: str
     batch: int
     weights: str
-    """Fingerprint of the weights file that the parameters come from."""
+    """Fingerprint of the parameters' weights file."""
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
     outputs: tuple[int, ...]
     """Tensors that must be in memory when the last op has finished."""
     format_version: int = FORMAT_VERSION
     sizes: tuple[int, ...] | UnsetType = UNSET
-    """The bucket's largest sizes of dynamic dimensions other than the batch, which tensors and scratch are counted for.
-    Left out where there are none."""
+    """The bucket's largest sizes of dynamic dimensions other than the batch. Tensor and scratch bytes are for these
+    sizes. Unset if there are none."""
 
     @property
     def bucket(self) -> Bucket:
@@ -96,7 +96,8 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the graph's canonical JSON without its name: a model under two names is planned once."""
+        """Hex SHA-256 of the graph's canonical JSON without its name, so that a model under two names is planned
+        once."""
         return fingerprint(msgspec.structs.replace(self, name=""))
 
     @cached_property
@@ -106,12 +107,12 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
-        """Ids of the inputs."""
         return tuple(i for i, t in enumerate(self.tensors) if t.kind == "input")
 
     @cached_property
     def needed(self) -> tuple[tuple[int, ...], ...]:
-        """By op, tensors that must be in memory when it ends: what it touches, and all outputs for the last op."""
+        """Per op, the tensors that must be in memory when it ends: those it touches; for the last op also all
+        outputs."""
         last = len(self.ops) - 1
         outputs = [self.outputs if k == last else () for k in range(len(self.ops))]
         return tuple(tuple(dict.fromkeys((*op.touched, *out))) for op, out in zip(self.ops, outputs, strict=True))
@@ -126,7 +127,7 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return sum(t.nbytes for t in self.tensors if t.is_weight)
 
     def validate(self) -> None:
-        """Raise InvalidGraph unless every op reads what exists and every activation is written once."""
+        """Check sizes and ids, and that activations are written once, before they are read. Raises InvalidGraph."""
         written: set[int] = set()
         count = len(self.tensors)
         for tensor in self.tensors:
@@ -172,7 +173,7 @@ def encode(data: Graph) -> bytes:
 
 
 def decode(raw: bytes) -> Graph:
-    """Read and validate a graph. Raises FormatError or InvalidGraph."""
+    """Decode and validate a graph. Raises FormatError or InvalidGraph."""
     graph = decode_as(raw, _decoder, "graph", FORMAT_VERSION)
     graph.validate()
     return graph
@@ -182,14 +183,14 @@ class _Header(msgspec.Struct):
     format_version: int
 
 
-# Decoders are made when modules are imported: two threads that have msgspec look at the same type for the first time
-# may get half of what it finds, and crash.
+# Decoders are created at import: when two threads make msgspec inspect a type for the first time, one may see a
+# half-inspected type and crash.
 _decoder = msgspec.json.Decoder(Graph)
 _header_decoder = msgspec.json.Decoder(_Header)
 
 
 def decode_as(raw: bytes, decoder: msgspec.json.Decoder[_T], what: str, newest: int) -> _T:
-    """Decode versioned JSON. Raises FormatError, naming the version where that is the reason."""
+    """Decode versioned JSON. Raises FormatError, which names an unsupported version."""
     try:
         version = _header_decoder.decode(raw).format_version
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""Plans, and divisions of memory, on disk: one JSON file each, found by the fingerprint of its problem.
+"""On-disk library of plans and divisions of memory: one JSON file each, named by the fingerprint of its problem.
 
-A file that cannot be used (truncated, damaged, of another version) is reported and made again. A full disk keeps plans
-from being stored, not from being made.
+Unusable files (truncated, damaged, of another version) are logged and replaced. On a full disk, plans are made but
+not stored.
 """
 
 import logging
@@ -24,11 +24,11 @@ from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
 
 T = TypeVar("T")
 _DIVISION_VERSION = 5
-"""Changes with the way that memory is divided."""
+"""Incremented when memory is divided by other rules."""
 
 
 class _DivisionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A division of memory, and the fingerprint of what was divided among which models."""
+    """A division of memory, and the fingerprint of the memory and the models."""
 
     problem: str
     division: Division
@@ -40,20 +40,20 @@ logger = logging.getLogger(__name__)
 
 
 class Library:
-    """A folder of plans. Several processes may use it at once."""
+    """A folder of plans. Several processes may use it concurrently."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def plan(self, problem: Problem, searcher: str) -> Plan | None:
-        """Return a searcher's stored plan for a problem; None if there is none that can be used."""
+        """Return a searcher's stored plan for a problem; None if there is no usable one."""
         return self._read(self.plan_path(problem, searcher), lambda raw: _usable_plan(raw, problem))
 
     def store(self, problem: Problem, searcher: str, plan: Plan) -> None:
         self._store(self.plan_path(problem, searcher), cohabit.planner.plan.encode(plan))
 
     def plans(self, model: ModelDemand, memory: Memory, searcher: str) -> dict[Bucket, Plan] | None:
-        """Return a searcher's plans of all a model's buckets, if they are stored."""
+        """Return a searcher's stored plans for all buckets of a model; None if any is missing."""
         plans: dict[Bucket, Plan] = {}
         residents: tuple[Placement, ...] | None = None
         for bucket in sorted(model.graphs):
@@ -76,7 +76,7 @@ class Library:
     def division(
         self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int
     ) -> Division | None:
-        """Return how this memory was divided among these models; None if that is not stored."""
+        """Return the stored division of this memory among these models; None if there is no usable one."""
         key = _division_key(models, memory_bytes, layout, lanes)
         return self._read(self._division_path(key), lambda raw: _usable_division(raw, key))
 

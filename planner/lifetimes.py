@@ -1,7 +1,7 @@
-"""Live ranges: from when until when a tensor is in memory.
+"""Live ranges: the intervals in which a tensor is in memory.
 
-`lifespans` counts ops, for a graph whose tensors stay from their first to their last use. `live_ranges` counts the
-steps of a plan, in which a tensor may leave memory and return.
+`lifespans` counts ops, for graphs whose tensors stay from their first to their last use. `live_ranges` counts steps
+of a plan, in which a tensor may leave memory and return.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 
 START: Final = -1
-"""In place of a step's index: before the first step."""
+"""Step index that stands for the time before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Lifespan:
 
 @dataclass(frozen=True, slots=True)
 class LiveRange:
-    """Bytes that one tensor, or the scratch of one op, occupies during steps `start <= index < end` of a plan."""
+    """Bytes that a tensor or an op's scratch occupies during steps `start <= index < end` of a plan."""
 
     tensor: int | None
     """None for scratch."""
@@ -38,11 +38,11 @@ class LiveRange:
     end: int
     """Index of the tensor's `Drop`; the number of steps if there is none. For scratch, `start` + 1."""
     uses: tuple[int, ...]
-    """Indices of the ops that read or write the bytes, and of the swap-outs that read them, in order."""
+    """Indices of the compute steps that read or write the bytes and the swap-outs that read them, in order."""
 
 
 def live_ranges(graph: Graph, plan: Plan) -> list[LiveRange]:
-    """Return every live range of a checked plan, in order of `start`. A tensor that returns has several."""
+    """Return all live ranges of a checked plan, in order of `start`. A tensor that returns has several."""
     found: list[LiveRange] = []
     open_: dict[int, tuple[Address | None, int, list[int]]] = {i: (None, START, []) for i in graph.inputs}
     open_ |= {p.tensor: (p.address, START, []) for p in plan.residents}
@@ -72,7 +72,7 @@ def live_ranges(graph: Graph, plan: Plan) -> list[LiveRange]:
 
 
 def live_bytes(blocks: Iterable[tuple[Lifespan, int]], positions: int) -> list[int]:
-    """Return the bytes alive at each position, for pairs of a lifespan and a size."""
+    """Return the bytes alive at each position, given pairs of a lifespan and a size."""
     change = [0] * (positions + 1)
     for span, nbytes in blocks:
         change[span.first] += nbytes
@@ -83,8 +83,8 @@ def live_bytes(blocks: Iterable[tuple[Lifespan, int]], positions: int) -> list[i
 def lifespans(graph: Graph) -> tuple[Lifespan | None, ...]:
     """Return the lifespan of every tensor, by id, when ops run in the graph's order.
 
-    Inputs live from 0, outputs until the end. A tensor that no op uses has None, except for an input: that is always
-    delivered and lives for at least one position.
+    Inputs live from 0, outputs until the end. Unused tensors have None, except inputs: these are always delivered
+    and live for at least one position.
     """
     first: dict[int, int] = dict.fromkeys(graph.inputs, 0)
     end: dict[int, int] = dict.fromkeys(graph.inputs, 1)
@@ -99,7 +99,7 @@ def lifespans(graph: Graph) -> tuple[Lifespan | None, ...]:
 
 
 def peak_activation_bytes(graph: Graph) -> int:
-    """Return the most bytes of inputs, activations, state and scratch alive at once, alignment not counted."""
+    """Return the peak bytes of inputs, activations, state and scratch, without alignment."""
     spans = zip(graph.tensors, lifespans(graph), strict=True)
     blocks = ((span, t.nbytes) for t, span in spans if span is not None and t.kind != "parameter")
     scratch = [op.scratch_bytes for op in graph.ops] or [0]
@@ -108,9 +108,9 @@ def peak_activation_bytes(graph: Graph) -> int:
 
 
 def live_activation_bytes(graph: Graph) -> tuple[int, ...]:
-    """Return by op the bytes of inputs, activations, state and scratch alive while it runs, rounded to alignments.
+    """Return, per op, the aligned bytes of inputs, activations, state and scratch alive while it runs.
 
-    A graph without ops counts as one op that does nothing.
+    A graph without ops counts as a single no-op.
     """
     spans = zip(graph.tensors, lifespans(graph), strict=True)
     blocks = ((span, t.aligned_bytes) for t, span in spans if span is not None and t.kind != "parameter")
@@ -119,7 +119,7 @@ def live_activation_bytes(graph: Graph) -> tuple[int, ...]:
 
 
 def resident_bytes(graph: Graph) -> int:
-    """Return the least memory in which a plan never moves a parameter or state, where everything is counted."""
+    """Return the least counted memory with which a plan never moves a parameter or state."""
     spans = zip(graph.tensors, lifespans(graph), strict=True)
     blocks = ((span, t.aligned_bytes) for t, span in spans if span is not None and not t.is_weight)
     scratch = [op.aligned_scratch_bytes for op in graph.ops] or [0]

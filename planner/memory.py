@@ -1,4 +1,4 @@
-"""Device memory for one inference of one model: the one type for a budget, and how people write sizes."""
+"""Memory budget of one inference of one model, and parsing of sizes."""
 
 import re
 
@@ -13,17 +13,17 @@ _UNITS = {
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)", re.ASCII)
 _LARGEST_BYTES = 1 << 60
 _LEAST_WITHOUT_UNIT = 1 << 20
-"""In bytes. A smaller number without a unit is taken for a mistake."""
+"""Smaller numbers of bytes without a unit are rejected as mistakes."""
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A workspace, which the model has during an inference, and a partition, which keeps its contents in between."""
+    """A workspace, used during an inference, and a partition, which keeps its contents between inferences."""
 
     workspace_bytes: int
     partition_bytes: int = 0
     counted: bool = False
-    """Whether parameters and state are counted, too: the workspace is one budget for everything, in which nothing has
-    an address, as in a training step. Otherwise they have addresses in partition and workspace, and only inputs,
+    """Whether parameters and state are counted, too: the workspace is then one budget for everything, without
+    addresses, as in a training step. Otherwise they have addresses in partition and workspace, and only inputs,
     activations and scratch are counted."""
 
     @property
@@ -32,7 +32,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `text` means: 64MiB, 8GiB, 82MB or 2000000. Raises ValueError."""
+    """Parse a size such as 64MiB, 8GiB, 82MB or 2000000 into bytes. Raises ValueError."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"'{text}' is not a size; write it like 64MiB, 8GiB or 82MB")
@@ -47,6 +47,6 @@ def parse_size(text: str) -> int:
 
 
 def parse_share(text: str) -> float | None:
-    """Return 0.25 for 25%, and None for text that is not a percentage."""
+    """Return 0.25 for 25%; None if `text` is not a percentage."""
     match = _NUMBER.fullmatch(text.strip())
     return float(match[1]) / 100 if match is not None and match[2] == "%" else None

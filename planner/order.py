@@ -1,4 +1,4 @@
-"""Orders in which a graph's ops can run, other than its own."""
+"""Alternative execution orders of a graph's ops."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.profile import Profile
 
 MUCH_AGAIN: Final = 0.25
-"""Bytes read again, as a share of the weights, from which orders by weights are planned: an unrolled recurrent network
-has many times as much, a convolutional network whose small parameters are stored together up to a tenth."""
+"""Minimum ratio of reread to all weight bytes for planning orders by weights. An unrolled recurrent network exceeds
+it many times; a convolutional network with grouped small parameters reaches 0.1."""
 
 
 def predecessors(graph: Graph) -> list[set[int]]:
-    """Ops that must run before each op: those that wrote what it reads, or used what it changes."""
+    """Return the ops that must run before each op: writers of its reads, and earlier readers of tensors it changes."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     before: list[set[int]] = []
@@ -35,17 +35,17 @@ def predecessors(graph: Graph) -> list[set[int]]:
 
 
 def has_reuse(graph: Graph) -> bool:
-    """Whether ops read weights again, and enough of them that those ops may be worth running together."""
+    """Whether ops reread enough weights that running these ops together may pay."""
     reads = Counter(t for read in _weights_read(graph) for t in read)
     again_bytes = sum((count - 1) * graph.tensors[t].nbytes for t, count in reads.items())
     return again_bytes > MUCH_AGAIN * graph.weight_bytes
 
 
 def by_parameters(graph: Graph) -> tuple[int, ...]:
-    """Of the ops that can run, always the one whose parameters were used last; ops without any come first.
+    """Return an order that always runs the ready op with the most recently used weights; ops without any come first.
 
-    In an unrolled recurrent network all time steps of a layer come together, forward and backward, so that its weights
-    are needed once in each direction.
+    In an unrolled recurrent network, this runs all time steps of a layer together, so that its weights are needed
+    once per direction.
     """
     read = _weights_read(graph)
     used: dict[int, int] = {}
@@ -68,19 +68,18 @@ def by_parameters(graph: Graph) -> tuple[int, ...]:
 
 
 def _weights_read(graph: Graph) -> list[frozenset[int]]:
-    """The parameters and the state that each op reads."""
     return [frozenset(t for t in op.reads if graph.tensors[t].is_weight) for op in graph.ops]
 
 
 def reordered(graph: Graph, profile: Profile, order: Sequence[int]) -> tuple[Graph, Profile]:
-    """The graph with its ops in another order, and its profile."""
+    """Return the graph with its ops in another order, and its profile."""
     changed = replace(graph, ops=tuple(graph.ops[k] for k in order))
     seconds = tuple(profile.op_seconds[k] for k in order)
     return changed, replace(profile, graph=changed.fingerprint, op_seconds=seconds)
 
 
 def in_original_order(plan: Plan, order: Sequence[int], graph: Graph, profile: Profile) -> Plan:
-    """The plan of a reordered graph as a plan of the graph itself, whose ops it runs in that order."""
+    """Translate the plan of a reordered graph into one of the original graph; the execution order stays."""
     return replace(
         plan,
         graph=graph.fingerprint,

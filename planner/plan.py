@@ -1,13 +1,13 @@
-"""The plan: every step of one inference, the lane it runs on, and what it waits for.
+"""Plans: every step of one inference, the lane it runs on, and the steps it waits for.
 
-Inputs, activations and scratch have no address: they are *counted*. The plan proves that they never take more than its
-pool, and the device's allocator places them there. Parameters and state have addresses outside of the pool, unless
-the memory is one budget in which everything is counted.
+Inputs, activations and scratch have no address: they are *counted*. Their sum never exceeds the plan's pool, in
+which the device's allocator places them. Parameters and state have addresses outside of the pool, unless the memory
+is a single budget in which everything is counted.
 
-Steps stand in one total order. Each lane runs its steps in that order; `after` names earlier steps (indices into
-`Plan.steps`) of other lanes that must have ended first. Since every wait points backwards, no plan can deadlock.
-Swap-ins after the last compute step are the epilogue: they restore the initial residents and are not part of the
-latency."""
+Steps are in one total order. Each lane (compute, swap-in, swap-out) runs its steps in that order. `after` names
+earlier steps (indices into `Plan.steps`) of other lanes that must end first. Since every wait points backwards, plans
+cannot deadlock. Swap-ins after the last compute step form the epilogue: they restore the initial residents and do not
+count towards the latency."""
 
 from functools import cached_property
 from typing import Literal
@@ -32,15 +32,15 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A parameter or state that is in memory when the inference starts."""
+    """A resident: a parameter or state in memory when the inference starts."""
 
     tensor: int
     address: Address | None = None
-    """None where it is counted."""
+    """None if it is counted."""
 
 
 class Compute(msgspec.Struct, frozen=True, tag="compute", forbid_unknown_fields=True):
-    """Run an op on tensors that are in memory."""
+    """Run an op whose tensors are in memory."""
 
     op: int
     after: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ class SwapIn(msgspec.Struct, frozen=True, tag="swap_in", forbid_unknown_fields=T
 
     tensor: int
     address: Address | None = None
-    """None where the tensor is counted: an activation always is."""
+    """None if the tensor is counted, as activations always are."""
     after: tuple[int, ...] = ()
 
 
@@ -63,7 +63,7 @@ class SwapOut(msgspec.Struct, frozen=True, tag="swap_out", forbid_unknown_fields
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop", forbid_unknown_fields=True):
-    """Give up a tensor's bytes. Takes no time and no lane; the next user of the bytes must wait for the readers."""
+    """Release a tensor's bytes. Takes no time and no lane; the next user of the bytes must wait for their readers."""
 
     tensor: int
 
@@ -72,7 +72,7 @@ Step = Compute | SwapIn | SwapOut | Drop
 
 
 def lane_of(step: Step) -> Lane | None:
-    """The lane that a step runs on; a drop has none."""
+    """Return the lane that a step runs on; None for a drop."""
     match step:
         case Compute():
             return "compute"
@@ -85,30 +85,30 @@ def lane_of(step: Step) -> Lane | None:
 
 
 Objective = Literal["latency", "period"]
-"""What a search minimises."""
+"""The predicted time that a search minimises."""
 
 
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a plan came about, and how good it is by the simulator."""
+    """How a plan was found, and its simulated times."""
 
     searcher: str
     seed: int
     evaluations: int
     latency_s: float
-    """Predicted time of one inference that starts on an idle device, initial residents in place."""
+    """Predicted time of one inference on an idle device, with the initial residents in place."""
     period_s: float
     """Predicted time between inferences that run back to back."""
     baseline_s: float
-    """Predicted latency of the same memory without search: the searcher's first plan."""
+    """Predicted latency of the searcher's first plan for the same memory, before any search."""
     resident_s: float
     """Time with every parameter resident: the sum of the op times."""
     bound_s: float
-    """Lower bound of the latency of any plan in this memory. A period is never less than the latency."""
+    """Lower bound on the latency of any plan in this memory, and so on the period, which is at least the latency."""
     objective: Objective = "latency"
 
     @property
     def objective_s(self) -> float:
-        """The predicted time that was minimised."""
+        """The minimised time: `period_s` or `latency_s`."""
         return self.period_s if self.objective == "period" else self.latency_s
 
     @property
@@ -118,7 +118,7 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """One inference of one graph in some memory."""
+    """One inference of a graph in a given memory."""
 
     graph: str
     """Fingerprint of the graph."""
@@ -126,9 +126,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Fingerprint of the profile that the plan was evaluated with."""
     memory: Memory
     pool_bytes: int
-    """The bytes at the start of the workspace in which everything lies that has no address."""
+    """Bytes at the start of the workspace for everything without an address."""
     residents: tuple[Placement, ...]
-    """Parameters and state in memory before the first and after the last step, at the same addresses."""
+    """Parameters and state in memory both before the first and after the last step, at the same addresses."""
     steps: tuple[Step, ...]
     provenance: Provenance | None = None
     format_version: int = FORMAT_VERSION
@@ -153,5 +153,5 @@ def encode(plan: Plan) -> bytes:
 
 
 def decode(raw: bytes) -> Plan:
-    """Read a plan. Raises FormatError. Whether it may run is for `planner.check` to say."""
+    """Decode a plan. Raises FormatError. Does not check whether it may run: see `planner.check`."""
     return decode_as(raw, _decoder, "plan", FORMAT_VERSION)

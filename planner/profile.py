@@ -1,4 +1,4 @@
-"""The profile: how long each op of one graph takes on one device, and how fast its link is."""
+"""Profiles: measured op times of one graph on one device, and the speed of its link."""
 
 from functools import cached_property
 from typing import Annotated
@@ -9,8 +9,8 @@ from msgspec import UNSET, Meta, UnsetType
 from cohabit.planner.graph import Tensor, decode_as, fingerprint
 
 FORMAT_VERSION = 5
-"""Version 1 had a cost per script segment, and measured op times differently; 2 had no noise, 3 no window, 4 no time
-of the host."""
+"""Version 1 had a cost per script segment and measured op times differently. Version 2 lacked `noise`, 3
+`window_bytes`, 4 `host_s`."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,50 +20,49 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth_bytes_per_s: Annotated[float, Meta(gt=0)]
 
     def seconds(self, nbytes: int) -> float:
-        """Time of one transfer of `nbytes` with nothing else running."""
+        """Time of one transfer of `nbytes` while nothing else runs."""
         return self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
 
 NOISY = 0.2
-"""A profile with more noise was taken on a busy machine: its times are estimates."""
+"""Limit on `Profile.noise`: noisier profiles were taken on a busy machine, and their times are estimates."""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Measured costs. `op_seconds[i]` belongs to `graph.ops[i]`."""
 
     graph: str
-    """Fingerprint of the graph that was measured."""
+    """Fingerprint of the measured graph."""
     device: str
     op_seconds: tuple[Annotated[float, Meta(ge=0)], ...]
     swap_in: Link
     swap_out: Link
     compute_slowdown: Annotated[float, Meta(ge=1)] = 1.0
-    """Factor by which an op takes longer while a transfer is in flight."""
+    """Factor on the time of an op while a transfer is in flight."""
     swap_slowdown: Annotated[float, Meta(ge=1)] = 1.0
-    """Factor by which a transfer takes longer while an op runs."""
+    """Factor on the time of a transfer while an op runs."""
     provisional: bool = False
-    """From a single run, without slowdowns, to be replaced by a full measurement."""
+    """Whether this is from a single run, without slowdowns; a full measurement replaces it."""
     noise: float = 0.0
-    """How much longer than the fastest run the median run took, as a share, or how much was subtracted from all ops'
-    times, if that is more: other work slowed this one down."""
+    """Relative excess of the median run over the fastest, or the fraction subtracted from all op times if that is
+    larger. Other work on the machine raises it."""
     host_s: float = 0.0
-    """What an inference takes on the host of a device of its own, while that does not compute: copies of inputs and
-    outputs, and launches. It is part of no plan's latency."""
+    """Seconds of an inference in which the host works and a discrete device idles: copies of inputs and outputs, and
+    launches. Not part of any plan's latency."""
     window_bytes: int = 0
-    """Parameters that stream through so few bytes are copied, and read, in the processor's cache: link and slowdowns
-    were measured so, and plans stream through no more. 0 where the size makes no difference."""
+    """Maximum bytes through which plans stream parameters, so that copies stay in the processor's cache until they are
+    read. Link and slowdowns were measured under this limit. 0 if the size makes no difference."""
     encoded: tuple[tuple[str, Link], ...] | UnsetType = UNSET
-    """The link for tensors that the host store has encoded, by codec: bytes are those in memory, and decoding is part
-    of the time."""
+    """Links for encoded tensors of the host store, by codec. Bytes are counted decoded, and times include decoding."""
     format_version: int = FORMAT_VERSION
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the profile's canonical JSON. A whole number counts as the float that it is read back as."""
+        """Hex SHA-256 of the profile's canonical JSON, with whole numbers in float fields written as floats."""
         return fingerprint(_decoder.decode(encode(self)))
 
     def link_of(self, tensor: Tensor) -> Link:
-        """Return the link that a tensor is copied into memory over."""
+        """Return the link over which a tensor is swapped in."""
         if tensor.codec is UNSET:
             return self.swap_in
         return self._link_by_codec.get(tensor.codec, self.swap_in)
@@ -73,7 +72,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         return dict(self.encoded or ())
 
     def swap_in_seconds(self, tensor: Tensor) -> float:
-        """Time to copy a tensor into memory, with nothing else running."""
+        """Time to copy a tensor into memory while nothing else runs."""
         return self.link_of(tensor).seconds(tensor.nbytes)
 
     @cached_property
@@ -90,5 +89,5 @@ def encode(profile: Profile) -> bytes:
 
 
 def decode(raw: bytes) -> Profile:
-    """Read a profile. Raises FormatError."""
+    """Decode a profile. Raises FormatError."""
     return decode_as(raw, _decoder, "profile", FORMAT_VERSION)

@@ -1,4 +1,4 @@
-"""Shapes: the buckets that plans are made for, and sizes that depend on dynamic dimensions."""
+"""Buckets of input shapes, each with its own plan, and sizes that depend on dynamic dimensions."""
 
 import ast
 import operator
@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from cohabit.planner.errors import CohabitError
 
 LEAST_BUCKET = 16
-"""The smallest bucket by default: smaller sizes save little time."""
+"""Smallest bucket size by default: smaller sizes save little time."""
 _MOST_CHARACTERS, _LARGEST_EXPONENT, _LARGEST = 1000, 8, 1 << 63
 
 
 class Bucket(NamedTuple):
-    """What one plan is for: a batch size, and the largest size of each other dynamic dimension.
+    """The shapes that one plan covers: a batch size, and the largest size of each other dynamic dimension.
 
     Buckets are ordered by batch, then by sizes.
     """
@@ -31,28 +31,28 @@ class Bucket(NamedTuple):
 
 
 class UnknownExpression(CohabitError):
-    """An expression of sizes has a word that is not known."""
+    """An expression of sizes has unknown names or syntax, or exceeds a limit."""
 
 
 class Dimension(msgspec.Struct, frozen=True):
-    """A dynamic dimension other than the batch. Other sizes are expressions of its symbol."""
+    """A dynamic dimension other than the batch. Other sizes are expressions in its symbol."""
 
     symbol: str
     input: int
-    """Index of an input that has it."""
+    """Index of an input with this dimension."""
     axis: int
-    """Of that input, the batch counted."""
+    """Axis of that input, counting the batch."""
     step: int
-    """Its size is `step` times the symbol, plus `offset`."""
+    """The size is `step` times the symbol plus `offset`."""
     offset: int
     least: int
     most: int | None
-    """The sizes that the model was exported for; None if there is no limit."""
+    """`least` to `most` are the sizes that the model was exported for; None if there is no maximum."""
     buckets: tuple[int, ...] = ()
-    """The sizes that plans are made for, ascending."""
+    """Sizes with plans, ascending."""
 
     def allows(self, size: int) -> bool:
-        """Whether requests may have a size: one that the model was exported for, up to the largest bucket."""
+        """Whether requests may have this size: the model was exported for it, and a bucket holds it."""
         return self.least <= size <= self.buckets[-1] and (size - self.offset) % self.step == 0
 
     def symbol_value(self, size: int) -> int:
@@ -60,18 +60,18 @@ class Dimension(msgspec.Struct, frozen=True):
 
     @property
     def range(self) -> str:
-        """Its sizes, for messages."""
+        """Allowed sizes as text for messages."""
         steps = f" in steps of {self.step}" if self.step > 1 else ""
         return f"{self.least} to {self.buckets[-1]}{steps}"
 
 
 class ShapeBuckets(msgspec.Struct, frozen=True):
-    """Sizes of dynamic dimensions to plan for, as `--shape-buckets` has them; its text is what the flag takes."""
+    """Sizes of dynamic dimensions to plan for. `str()` of it is a valid value of `--shape-buckets`."""
 
     sizes: tuple[int, ...] = ()
-    """Of every dimension without sizes of its own; () for the default."""
+    """For every dimension not in `own`; () for the default."""
     own: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """By INPUT.AXIS, or INPUT for all dynamic dimensions of an input."""
+    """By INPUT.AXIS, or by INPUT for all dynamic dimensions of an input."""
 
     def of(self, name: str, axis: int) -> tuple[int, ...]:
         """Return the sizes of a dimension of an input; () for the default."""
@@ -91,18 +91,18 @@ class DynamicShape(msgspec.Struct, frozen=True):
 
     dimensions: tuple[Dimension, ...] = ()
     constraints: tuple[str, ...] = ()
-    """Expressions that the program was exported with."""
+    """Conditions that the program was exported with."""
 
     @property
     def buckets(self) -> list[tuple[int, ...]]:
-        """Every combination of the dimensions' buckets."""
+        """All combinations of the dimensions' buckets."""
         return list(product(*(d.buckets for d in self.dimensions)))
 
     def bucketed(self, *wanted: Collection[int]) -> "DynamicShape":
-        """Return the shape with buckets of each dimension's wanted sizes, or powers of two, up to what was exported.
+        """Return the shape with buckets at each dimension's wanted sizes, or powers of two, within the exported range.
 
-        A size of 1 has a bucket of its own, because kernels and views treat it apart. Where no size is possible,
-        there are no buckets.
+        A size of 1 has its own bucket, because kernels and views treat it specially. A dimension without valid sizes
+        has no buckets.
         """
         dimensions = []
         for d, own in zip(self.dimensions, wanted, strict=True):
@@ -110,7 +110,7 @@ class DynamicShape(msgspec.Struct, frozen=True):
             powers = (LEAST_BUCKET << n for n in range(most.bit_length()))
             sizes = {min(size, most) for size in own or (*(p for p in powers if p < most), most)}
             buckets: list[int] = []
-            tried = d.least - 1  # no size is looked at twice, because conditions take microseconds each
+            tried = d.least - 1  # try each size once: conditions take microseconds each
             for size in sorted(sizes if d.least > 1 else sizes | {d.least}):
                 found = self.valid(d, size, tried + 1)
                 buckets += [] if found is None else [found]
@@ -119,12 +119,12 @@ class DynamicShape(msgspec.Struct, frozen=True):
         return replace(self, dimensions=tuple(dimensions))
 
     def valid(self, dimension: Dimension, size: int, least: int | None = None) -> int | None:
-        """Return the largest size from `least` to this one that a dimension can have; None if there is none.
+        """Return the largest valid size of a dimension from `least` to `size`; None if there is none.
 
-        `least` is the dimension's own by default.
+        `least` defaults to the dimension's own.
         """
         conditions = self.conditions(dimension)
-        # Rounded down for the first size, and up for the last.
+        # In terms of the symbol: `size` rounds down, `least` rounds up.
         lowest = -((dimension.offset - (dimension.least if least is None else least)) // dimension.step)
         for value in range(dimension.symbol_value(size), lowest - 1, -1):
             if all(_holds(c, {dimension.symbol: value}) for c in conditions):
@@ -132,11 +132,11 @@ class DynamicShape(msgspec.Struct, frozen=True):
         return None
 
     def conditions(self, dimension: Dimension) -> list[str]:
-        """Return the conditions on one dimension's symbol alone."""
+        """Return the constraints on this dimension's symbol alone."""
         return [c for c in self.constraints if names_in(c) == {dimension.symbol}]
 
     def checked(self, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return sizes that stand for those of a bucket: the largest, the smallest, and some in between."""
+        """Return representative sizes of a bucket: the largest, the smallest, and one in between."""
         least, middle = [], []
         for d, size in zip(self.dimensions, sizes, strict=True):
             below = max((b for b in d.buckets if b < size), default=d.least - d.step)
@@ -149,7 +149,7 @@ class DynamicShape(msgspec.Struct, frozen=True):
         return {d.symbol: d.symbol_value(size) for d, size in zip(self.dimensions, sizes, strict=True)}
 
     def broken_constraint(self, symbols: Mapping[str, int]) -> str | None:
-        """Return a constraint that these values do not satisfy, or None."""
+        """Return a constraint that these values violate; None if there is none."""
         return next((c for c in self.constraints if not _holds(c, symbols)), None)
 
 
@@ -164,14 +164,14 @@ def _holds(condition: str, symbols: Mapping[str, int]) -> bool:
 
 
 def smallest_holding(buckets: Collection[tuple[int, ...]], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the smallest of some buckets' sizes that holds these sizes; the largest, where none does."""
+    """Return the smallest bucket that holds these sizes; the largest bucket if none does."""
     return min((bucket for bucket in buckets if all(map(operator.ge, bucket, sizes))), default=max(buckets))
 
 
 def evaluate(expression: str, values: Mapping[str, int]) -> int:
-    """Return the value of a size, or the truth of a condition, such as `2*s0 + 1` or `Eq(Mod(s0, 8), 0)`.
+    """Evaluate a size or a condition, such as `2*s0 + 1` or `Eq(Mod(s0, 8), 0)`.
 
-    Nothing but arithmetic of 64-bit numbers is evaluated. Raises UnknownExpression.
+    Only arithmetic on 64-bit integers is supported. Raises UnknownExpression.
     """
     value: int = _value(_parsed(expression), values)
     return value
@@ -249,7 +249,7 @@ def _value(node: ast.expr, values: Mapping[str, int]) -> Any:
 
 
 def _bounded(value: int) -> int:
-    """Refuse a number that powers of powers have made long: to compute with it would take for ever."""
+    """Refuse numbers beyond 64 bits: nested powers would otherwise take forever. Raises UnknownExpression."""
     if abs(value) >= _LARGEST:
         raise UnknownExpression(f"a size has {value.bit_length()} bits, the limit is {_LARGEST.bit_length() - 1}")
     return value

@@ -1,4 +1,4 @@
-"""The timeline: when each step ran, simulated or measured."""
+"""Timelines: when each step ran, simulated or measured."""
 
 import msgspec
 
@@ -15,12 +15,12 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All spans of one inference, in step order. The same type for the simulator's and the device's timelines."""
+    """All spans of one inference, in step order; from the simulator or from a device."""
 
     spans: tuple[Span, ...]
     latency_s: float
     """End of the last compute step."""
     period_s: float | None
-    """Time from one inference's start to the next when they run back to back; None where it was not looked at."""
+    """Time from one inference's start to the next when they run back to back; None if not determined."""
     link_bytes: int
     """Bytes copied in either direction, epilogue included."""

@@ -1,4 +1,4 @@
-"""Compiles the planner's inner loops: when a container image is built, and before a search in limited time."""
+"""Compiles the planner's inner loops, when building a container image or before a time-limited search."""
 
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory
@@ -10,7 +10,7 @@ from cohabit.planner.sizing.fitting import split_budget
 
 
 def warm() -> None:
-    """Plan a small chain once in every way, so that numba's cache holds every loop that planning uses."""
+    """Plan a small chain with every searcher, so that numba's cache holds every loop that planning uses."""
     for searcher in ("best", "genetic"):
         warm_up(searcher, counted=False)
     for searcher in COUNTED:
@@ -18,14 +18,14 @@ def warm() -> None:
 
 
 def warm_up(searcher: str, *, counted: bool) -> None:
-    """Plan a small chain, so that the loops of one searcher are compiled, or read from numba's cache."""
+    """Plan a small chain, to compile one searcher's loops or to read them from numba's cache."""
     layers, nbytes = 6, 1 << 20
     tensors = [Tensor(f"weight{i}", nbytes, "parameter", 4096) for i in range(layers)]
     tensors.append(Tensor("input", 4096, "input"))
     tensors += [Tensor(f"hidden{i}", 4096, "activation") for i in range(layers)]
     ops = tuple(Op(f"layer{i}", "linear", (i, layers + i), (layers + i + 1,)) for i in range(layers))
     graph = Graph("warm", 1, "", tuple(tensors), ops, (2 * layers,))
-    link = Link(1e-5, 2e8)  # so slow that every searcher has something to improve
+    link = Link(1e-5, 2e8)  # slow, so that every searcher has something to improve
     profile = Profile(graph.fingerprint, "none", (1e-3,) * layers, link, link)
     memory = Memory(3 * nbytes, counted=True)
     if not counted:

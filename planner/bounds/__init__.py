@@ -1,1 +1,1 @@
-"""Lower bounds of a plan's latency."""
+"""Lower bounds on the latency of plans."""

@@ -1,7 +1,7 @@
-"""A lower bound of the latency of every plan in a given memory, in any order of its ops.
+"""Lower bound on the latency of every plan in a given memory, for any order of the ops.
 
-It is the maximum of three bounds: the time of all ops; the copies of what cannot be in memory at the start, for where
-the solver gives up; and a linear relaxation (`planner.bounds.relaxation`)."""
+It is the maximum of three bounds: the time of all ops; the copies of weights that cannot be resident, in case the
+solver gives up; and a linear relaxation (`planner.bounds.relaxation`)."""
 
 from typing import Final
 
@@ -13,11 +13,11 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Profile
 
 ROUNDING: Final = 1e-12
-"""The simulator adds in another order."""
+"""Relative rounding error: the simulator adds in another order."""
 
 
 def latency_bound(graph: Graph, profile: Profile, memory: Memory) -> float:
-    """Seconds below which no plan's latency can be."""
+    """Return the lower bound in seconds."""
     if not graph.ops:
         return 0.0
     resident_limit_bytes = most_resident_bytes(graph, memory)
@@ -31,13 +31,13 @@ def latency_bound(graph: Graph, profile: Profile, memory: Memory) -> float:
 
 
 def _all_fits(graph: Graph, resident_limit_bytes: int, memory_bytes: int) -> bool:
-    """Whether nothing ever has to wait for memory. Parameters have `resident_limit_bytes` at the start."""
+    """Whether no step ever waits for memory. Parameters have `resident_limit_bytes` at the start."""
     total = sum(t.nbytes for t in graph.tensors) + max(op.scratch_bytes for op in graph.ops)
     return graph.weight_bytes <= resident_limit_bytes and total <= memory_bytes
 
 
 def _copying_bound(graph: Graph, profile: Profile, resident_limit_bytes: int) -> float:
-    """Every parameter and state that some op reads is resident, or copied before the op starts."""
+    """Return the least link time: all weights that ops read are resident, or copied before their op starts."""
     read = {t for op in graph.ops for t in op.reads if graph.tensors[t].is_weight}
     nbytes = np.array([graph.tensors[t].nbytes for t in read], dtype=np.float64)
     missing = float(nbytes.sum()) - resident_limit_bytes

@@ -1,9 +1,9 @@
 """A chain of ops that every plan runs in the same order: the time axis of the relaxation.
 
 The ops of a chain depend on one another, so their first runs end in the same order in every plan. These ends are
-*moments*. So are the start of the inference (moment 0), the end of its last op (the last moment), and, before an op of
-the chain that waits for several branches, the end of the last of these branches. Every other op runs first between two
-moments that its dependencies determine; ops that are comparable with all others are in every longest chain."""
+*moments*. Further moments are the start of the inference (moment 0), the end of its last op (the last moment), and
+*joins*: if an op of the chain waits for several branches, the end of the last of these branches. Dependencies bound
+the first run of every other op by two moments. Ops that are comparable with all others are in every longest chain."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from cohabit.planner.order import predecessors
 from cohabit.planner.profile import Profile
 
 STEEPNESS: Final = 4
-"""Exponent of an op's share of the largest need when a chain is chosen: one op that needs much counts more than several
-that need less."""
+"""Exponent of an op's share of the largest need when choosing a chain: one op with a large need outweighs several
+with smaller ones."""
 MOST_EXCLUSIONS: Final = 8
-"""How many sizes are tried as the least of those that cannot be copied while some ops run."""
+"""Maximum number of tensor sizes tried as thresholds in `exclusions`."""
 LEAST_WEIGHT: Final = 1e-6
-"""Of an op that needs no memory, in the choice of a chain."""
+"""Weight of an op without memory needs when choosing a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,54 +31,54 @@ class ChainUse:
     after: int
     by: int
     pinned: bool
-    """Whether it is an op of the chain: it ends at moment `by` and starts no earlier than moment `after`."""
+    """Whether the op is in the chain: it ends at moment `by` and starts no earlier than moment `after`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UseInterval:
-    """A tensor between two uses that follow one another: what of it is not kept is copied in or computed again."""
+    """A tensor between two successive uses: the share that is not kept is copied in or recomputed."""
 
     tensor: int
     nbytes: int
     is_before_first_use: bool
-    """Whether this is a parameter or state before its first use: what is kept is resident."""
+    """Whether this is a parameter or state before its first use: the kept share is resident."""
     kept_from: int
-    """What is kept occupies memory from this moment, in addition to what the chain's ops need, ..."""
+    """First moment at which the kept share occupies memory in addition to the needs of the chain's ops."""
     until: int
-    """... to this one. A copy that has arrived by this moment is still in memory then."""
+    """Last such moment. A copy that has arrived by this moment is still in memory then."""
     arrives_from: int
-    """The first moment at which some of a copy can have arrived."""
+    """First moment at which part of a copy can have arrived."""
     due: int
-    """The copy has arrived before the chain's op that ends at this moment starts."""
+    """The copy arrives before the start of the chain's op that ends at this moment."""
     copy_s: float
     recompute_s: float | None
-    """Least time of computing it again; None where that is impossible."""
+    """Least time to recompute it; None if that is impossible."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpChain:
-    """Lists go by moment; entry 0 is the start of the inference."""
+    """A graph along a chain. Lists are indexed by moment; entry 0 is the start of the inference."""
 
     op_s: Sequence[float]
-    """Time of all ops that certainly run first between the moment before and this one."""
+    """Time of all ops whose first run is certainly between the previous moment and this one."""
     chain_op_s: Sequence[float]
-    """Time of the op that ends at the moment."""
+    """Time of the chain's op that ends at this moment."""
     needed_bytes: Sequence[int]
     """Memory that this op needs."""
     unordered: Sequence[tuple[int, int, float]]
-    """Ops that may run first in several of the windows: moment after which, moment by which, time."""
+    """Ops whose first run may be in several of these windows: moment after which, moment by which, time."""
     intervals: Sequence[UseInterval]
 
     @property
     def moments(self) -> int:
-        """The last moment."""
+        """Index of the last moment."""
         return len(self.op_s) - 1
 
 
 def longest_chain(graph: Graph, profile: Profile, most_ops: int, latest: bool = True) -> OpChain:
-    """See a graph along one of its longest chains, thinned out to `most_ops`.
+    """Return a graph along one of its longest chains, thinned out to `most_ops`.
 
-    Of branches that need as much memory, the chain takes the one whose op stands latest (or earliest) in the graph.
+    Among branches with equal memory needs, the chain takes the one whose op is latest (or earliest) in the graph.
     """
     before = predecessors(graph)
     longest = _longest(graph, before, 1 if latest else -1)
@@ -103,9 +103,9 @@ def longest_chain(graph: Graph, profile: Profile, most_ops: int, latest: bool = 
 
 
 def exclusions(graph: Graph, profile: Profile, memory_bytes: int) -> Iterator[tuple[float, set[int]]]:
-    """Times of ops, and stored tensors none of which can be copied in for its first use while any of the ops runs.
+    """Yield the total time of some ops, and weights whose first copies cannot overlap any of these ops.
 
-    A copy reserves all of its bytes from its start, and an op that reads it runs after it.
+    A copy reserves all of its bytes from its start, and ops that read it run after it.
     """
     needed = [_needed_bytes(graph, k) for k in range(len(graph.ops))]
     read = {t for op in graph.ops for t in op.reads if graph.tensors[t].is_weight}
@@ -123,7 +123,7 @@ def exclusions(graph: Graph, profile: Profile, memory_bytes: int) -> Iterator[tu
 def _moments(
     before: Sequence[set[int]], chain: Sequence[int], with_joins: bool
 ) -> tuple[dict[int, int], dict[int, set[int]]]:
-    """The moment of each op of the chain; and the moments at which the last of several ops ends."""
+    """Return the moment of each op of the chain, and the ops of each join by its moment."""
     moment: dict[int, int] = {}
     joins: dict[int, set[int]] = {}
     members = set(chain)
@@ -144,7 +144,7 @@ def _moments(
 def _add_joins(
     graph: Graph, joins: dict[int, set[int]], intervals: Sequence[UseInterval], needed: list[int]
 ) -> None:
-    """Whichever op is the last, it needs its memory; intervals that go on at that moment count by themselves."""
+    """Set the needs at joins: the least of any op that may end last. Intervals active then are counted separately."""
     active: dict[int, set[int]] = {at: set() for at in joins}
     for s in intervals:
         for at in range(min(s.kept_from, s.arrives_from), s.until + 1):
@@ -160,7 +160,7 @@ def _needed_bytes(graph: Graph, op: int, without: Collection[int] = ()) -> int:
 
 
 def _longest(graph: Graph, before: Sequence[set[int]], later: int) -> list[int]:
-    """A chain that no op can be added to, through the branches that need most memory at once."""
+    """Return a maximal chain through the branches with the largest memory needs."""
     needed = [_needed_bytes(graph, k) for k in range(len(graph.ops))]
     most = max(needed, default=0) or 1
     length: list[float] = []
@@ -178,7 +178,7 @@ def _longest(graph: Graph, before: Sequence[set[int]], later: int) -> list[int]:
 
 
 def _thin(chain: list[int], graph: Graph, most_ops: int) -> list[int]:
-    """Keep one op of several in a row: the one that needs the most memory."""
+    """Keep one of several consecutive ops: the one that needs the most memory."""
     share = -(-len(chain) // most_ops)
     return [
         max(chain[i : i + share], key=lambda k: _needed_bytes(graph, k)) for i in range(0, len(chain), share or 1)
@@ -188,7 +188,7 @@ def _thin(chain: list[int], graph: Graph, most_ops: int) -> list[int]:
 def _spans(
     before: Sequence[set[int]], moment: dict[int, int], joins: dict[int, set[int]], last: int
 ) -> list[ChainUse]:
-    """The moments between which each op runs for the first time."""
+    """Return the moments between which each op runs for the first time."""
     count = len(before)
     after, by = [0] * count, [last] * count
     for at, ops in joins.items():
@@ -241,7 +241,7 @@ def _intervals(graph: Graph, profile: Profile, spans: Sequence[ChainUse], last: 
 
 
 def _one_after_another(uses: Sequence[ChainUse]) -> Iterator[ChainUse]:
-    """As many uses as are certain not to be in the same window, all of the chain among them."""
+    """Yield the most uses that are certainly in different windows, including all uses by the chain."""
     free = 0
     for use in sorted(uses, key=lambda u: (u.by, -u.after, not u.pinned)):
         if use.after >= free:
@@ -252,7 +252,7 @@ def _one_after_another(uses: Sequence[ChainUse]) -> Iterator[ChainUse]:
 def _recompute_s(
     graph: Graph, profile: Profile, writer: int | None, changed_by: int | None, previous: ChainUse
 ) -> float | None:
-    """An op that is run again brings all its results, so that each costs a share of it."""
+    """Return the time to recompute one result: a rerun op produces all of its results, so each costs a share."""
     if writer is None or graph.ops[writer].mutates or (changed_by is not None and changed_by <= previous.op):
         return None
     return profile.op_seconds[writer] / len(graph.ops[writer].writes)

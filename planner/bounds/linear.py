@@ -1,4 +1,4 @@
-"""A linear program built row by row, and a bound of its value that holds whatever the solver's accuracy."""
+"""Linear programs built row by row, with a bound on the value that holds at any accuracy of the solver."""
 
 from typing import Final
 
@@ -7,15 +7,15 @@ import numpy as np
 from cohabit.planner.arrays import Bools, Floats, Ints
 
 SAFETY: Final = 1e-9
-"""Relative error of adding up the bound in floating point, with room to spare."""
+"""Relative error of adding up the bound in floating point, with a margin."""
 
 
 class LinearProgram:
-    """A linear program that is put together by rows; all variables are bounded."""
+    """A linear program built row by row; all variables are bounded."""
 
     def __init__(self, most: float) -> None:
         self.most = most
-        """Least value of the objective that need not be told from larger ones."""
+        """Values of the objective from this on need not be distinguished."""
         self.fixed_cost = 0.0
         self._low: list[Floats] = []
         self._high: list[Floats] = []
@@ -48,12 +48,12 @@ class LinearProgram:
         self._constants.append((rows, value))
 
     def solve(self) -> tuple[float, Floats] | None:
-        """A value that no solution is below, and the best solution; None if the solver finds none.
+        """Return a lower bound on the value of all solutions, and the best solution; None if the solver finds none.
 
-        The value comes from the dual solution and holds however inaccurate that is: any factors (not negative where
-        rows are inequalities) prove a bound, if every variable has limits (Neumaier and Shcherbina 2004).
+        The bound comes from the dual solution and holds even if that is inaccurate: any factors (nonnegative for
+        inequalities) prove a bound if every variable is bounded (Neumaier and Shcherbina 2004).
         """
-        from scipy.optimize import linprog  # takes longer to import than everything else that serving needs
+        from scipy.optimize import linprog  # slower to import than everything else that serving needs
         from scipy.sparse import csr_array
 
         low, high, cost = (np.concatenate(parts) for parts in (self._low, self._high, self._cost))
@@ -62,7 +62,7 @@ class LinearProgram:
             np.subtract.at(right, rows, value)
         row, column, factor = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
         matrix = csr_array((factor, (row, column)), shape=(self._rows, self._columns))
-        scale = len(cost) / self.most if self.most else 1.0  # the solver takes costs below 1e-7 for none
+        scale = len(cost) / self.most if self.most else 1.0  # the solver treats costs below 1e-7 as zero
         result = linprog(
             cost * scale,
             A_ub=matrix[~equal],

@@ -1,13 +1,13 @@
-"""A linear relaxation of all plans: every tensor may be kept, copied and recomputed in parts.
+"""Linear relaxation of all plans: every tensor may be kept, copied and recomputed in parts.
 
-Time is cut at the moments of a chain (`planner.bounds.chain`). Per interval between two uses of a tensor, the program
-chooses which share of the tensor is kept, recomputed, or copied in. For copies ahead of need only the link time is a
-variable; the bytes that they occupy are bounded below by lines through the tensors' densities (bytes per link second).
-So the program grows with the number of ops, not with ops times tensors.
+Time is divided at the moments of a chain (`planner.bounds.chain`). Per interval between two uses of a tensor, the
+program chooses the shares that are kept, recomputed and copied in. For copies ahead of need, only the link time is a
+variable; lines through the tensors' densities (bytes per link second) bound the bytes that they occupy from below. The
+program therefore grows with the number of ops, not with ops times tensors.
 
 Every plan yields a solution that takes no longer. A copy for the next use counts between the last op that used the
 tensor and the next one; a plan that starts it earlier, while an op still reads an older copy, could keep that copy
-instead. Addresses, slowdowns, copies out and the memory of recomputation do not count."""
+instead. Addresses, slowdowns, copies out and the memory of recomputation are ignored."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -25,36 +25,36 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Profile
 
 MOST_OPS: Final = 200
-"""Of a longer chain only some ops count; that costs less than a thousandth of the bound."""
+"""Maximum length of a chain. Thinning out longer ones costs less than a thousandth of the bound."""
 MANY_LOOSE: Final = 0.2
-"""Share of the time spent in ops outside the chain above which a second chain is tried."""
+"""Fraction of the compute time in ops outside the chain above which a second chain is tried."""
 DENSITIES: Final = 4
-"""How many lines bound the bytes in memory of what is copied ahead of need."""
+"""Number of lines that bound the bytes in memory of copies ahead of need."""
 TIE_BREAK: Final = 1e-6
-"""Share of a copy's time that a resident is worth, times how late it is used: among equal solutions, late ones stay."""
+"""Value of a resident, as a fraction of its copy time, times how late it is used: ties favour those used late."""
 MOST_BETWEEN: Final = 10
-"""Terms, per interval, that are spent on copies that must lie between two moments."""
+"""Maximum number of terms per interval for copies that are confined between two moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """The best that the relaxation can do."""
+    """Solution of the relaxation."""
 
     latency_s: float
-    """Lower bound of every plan's latency."""
+    """Lower bound on every plan's latency."""
     resident: dict[int, float]
-    """Share of each parameter and state that it keeps in memory from the start to its first use."""
+    """Fraction of each parameter and state that stays in memory from the start to its first use."""
 
 
 def most_resident_bytes(graph: Graph, memory: Memory) -> int:
-    """Return the most bytes of residents: they lie in the partition, if there is one, and next to the inputs."""
+    """Return the maximum bytes of residents: they are in the partition, if there is one, and next to the inputs."""
     beside_inputs = memory.nbytes - sum(t.nbytes for t in graph.tensors if t.kind == "input")
     return beside_inputs if memory.counted else min(memory.partition_bytes, beside_inputs)
 
 
-@lru_cache(maxsize=4)  # a search asks twice: for its bound and for where to begin
+@lru_cache(maxsize=4)  # a search calls it twice: for its bound and for initial residents
 def relax(graph: Graph, profile: Profile, memory: Memory, most_ops: int = MOST_OPS) -> Relaxed | None:
-    """Solve the relaxation; None where it has no solution (then no plan has) or the solver finds none."""
+    """Solve the relaxation. None if it has no solution (then no plan exists) or the solver finds none."""
     resident_bytes = most_resident_bytes(graph, memory)
     chains = [longest_chain(graph, profile, most_ops)]
     if sum(op_s for _, _, op_s in chains[0].unordered) > MANY_LOOSE * profile.compute_s:
@@ -83,7 +83,7 @@ def _relax(
 
 
 class _Relaxation:
-    """Variables in seconds, and in shares of the memory."""
+    """The linear program of a chain. Variables are in seconds, and in shares of the memory."""
 
     def __init__(self, chain: OpChain, free_bytes: Sequence[int], resident_bytes: int, memory_bytes: int) -> None:
         self._chain = chain
@@ -93,6 +93,7 @@ class _Relaxation:
         self._share = _column(intervals, "nbytes") / max(memory_bytes, 1)
         self._until = _column(intervals, "until").astype(np.int64)
         self._kept_from = np.maximum(_column(intervals, "kept_from").astype(np.int64), 1)
+        # A tensor that is absent at some moment cannot be kept, and arrives after the last of these moments.
         last_absences = [last_absence(s, free_bytes) for s in intervals]
         cannot_stay = [at is not None and at >= s.kept_from for s, at in zip(intervals, last_absences, strict=True)]
         self._arrives_from = np.array(
@@ -109,9 +110,9 @@ class _Relaxation:
         late = _column(intervals, "is_before_first_use") * self._until / (last + 1)
         self._kept = p.variables(
             len(intervals), 0, 1 - np.array(cannot_stay, dtype=np.float64), cost=-TIE_BREAK * late * self._copy_s
-        )  # the first, so that they are found again
+        )  # the first variables: `_relax` reads them by index
         self._again = self._shares_again()
-        self._wait_s = p.variables(last, 0, self._most_s, cost=1)  # of window i, beyond its ops
+        self._wait_s = p.variables(last, 0, self._most_s, cost=1)  # waits in window i, beyond its ops
         self._ahead_s = self._spent_ahead()
         p.fixed_cost = sum(chain.op_s)
         self._residents(resident_bytes / max(memory_bytes, 1))
@@ -121,7 +122,7 @@ class _Relaxation:
         self._loose_ops(self._compute_again())
 
     def _shares_again(self) -> Ints:
-        """Shares that are computed again; those that cannot be have a variable that is zero."""
+        """Add variables for recomputed shares, which are zero where recomputing is impossible."""
         most = np.array([0.0 if s.recompute_s is None else 1.0 for s in self._chain.intervals])
         again = self.program.variables(len(most), 0, most)
         some = np.flatnonzero(most)
@@ -131,17 +132,18 @@ class _Relaxation:
         return again
 
     def _spent_ahead(self) -> Ints:
-        """Link time spent by each moment, less what uses that may have passed by then can have taken."""
+        """Add variables for the link time spent ahead by each moment, less that of uses that may have passed by
+        then."""
         total = float(self._copy_s.sum())
         most = np.full(self._chain.moments + 1, total)
         least = np.zeros(self._chain.moments + 1)
         most[[0, -1]] = 0.0
         for s in self._chain.intervals:
-            least[s.until + 1 : s.due] -= s.copy_s  # may be still to come
+            least[s.until + 1 : s.due] -= s.copy_s  # the use may still come
         return self.program.variables(len(most), least, most)
 
     def _put_copied(self, rows: Ints, intervals: Ints, factor: Floats) -> None:
-        """Add `factor` times the shares of these intervals that are copied."""
+        """Add `factor` times the copied shares of these intervals."""
         self.program.put(rows, self._kept[intervals], -factor)
         self.program.put(rows, self._again[intervals], -factor)
         self.program.add_constant(rows, factor)
@@ -152,19 +154,23 @@ class _Relaxation:
         self.program.put(row, self._kept[first], self._share[first])
 
     def _link(self) -> None:
-        """Copies take no more time than passes, are there when their use comes, and not before the last use."""
+        """Constraints: copies take at most the time that passes, arrive before their use, and not before the last
+        use."""
         p, every = self.program, np.arange(len(self._copy_s))
         op_s, last_s = np.array(self._chain.op_s[1:]), np.array(self._chain.chain_op_s[1:])
         before, now = self._ahead_s[:-1], self._ahead_s[1:]
+        # Link time per window is at most the window's duration.
         busy = p.at_most(op_s)
         p.put(busy, now, 1)
         p.put(busy, before, -1)
         p.put(busy, self._wait_s, -1)
         self._put_copied(busy[self._until], every, self._copy_s)
+        # Link time spent ahead shrinks only by copies for uses that pass.
         onward = p.at_most(np.zeros(len(op_s)))
         p.put(onward, before, 1)
         p.put(onward, now, -1)
         self._put_copied(onward[self._until], every, -self._copy_s)
+        # Copies for the op that ends a window arrive before it starts.
         in_time = p.at_most(op_s - last_s)
         p.put(in_time, before, -1)
         p.put(in_time, self._wait_s, -1)
@@ -193,11 +199,11 @@ class _Relaxation:
         p.put(rows, self._sum_over(self._arrives_from, self._copy_s, self._put_copied), -1)
 
     def _put_kept(self, rows: Ints, intervals: Ints, factor: Floats) -> None:
-        """Add `factor` times the shares of these intervals that are kept."""
+        """Add `factor` times the kept shares of these intervals."""
         self.program.put(rows, self._kept[intervals], factor)
 
     def _sum_over(self, since: Ints, weight: Floats, put: Callable[[Ints, Ints, Floats], None]) -> Ints:
-        """Per moment from 1 on, a variable: weight times share of all intervals from `since` to `until`."""
+        """Add a variable per moment from 1 on: the sum of weight times share over intervals from `since` to `until`."""
         p, last = self.program, self._chain.moments
         inside = np.flatnonzero((since <= self._until) & (weight != 0))
         sums = p.variables(last, 0, float(weight[inside].sum()))
@@ -210,7 +216,7 @@ class _Relaxation:
         return sums
 
     def _between(self) -> None:
-        """What can neither be copied or computed again before some moment nor after another fits between the two."""
+        """Constraints: copies and recomputation confined between two moments fit between them."""
         p, chain, since = self.program, self._chain, self._arrives_from - 1
         pairs = {(a, d) for a, d in zip(since.tolist(), self._due.tolist(), strict=True) if a > 0}
         if not pairs:
@@ -233,13 +239,13 @@ class _Relaxation:
             again = inside[self._recompute_s[inside] > 0]
             row = self._wait_between(waited, a, d, 0.0)
             p.put(np.repeat(row, len(again)), self._again[again], self._recompute_s[again])
-            for i in again[(since[again] == a) & (self._due[again] == d)].tolist():  # one of both, not half of each
+            for i in again[(since[again] == a) & (self._due[again] == d)].tolist():  # either, not half of each
                 row = self._wait_between(waited, a, d, 0.0)
                 self._put_copied(row, np.array([i]), np.maximum(self._copy_s[[i]] - ops_s, 0.0))
                 p.put(row, self._again[[i]], self._recompute_s[i])
 
     def keep_apart(self, ops_s: float, tensors: Collection[int]) -> None:
-        """First copies of these tensors cannot overlap these ops, nor one another."""
+        """Constraint: first copies of these tensors overlap neither these ops nor one another."""
         copied = np.array(
             [i for i, s in enumerate(self._chain.intervals) if s.is_before_first_use and s.tensor in tensors],
             dtype=np.int64,
@@ -249,21 +255,22 @@ class _Relaxation:
         self._put_copied(np.repeat(row, len(copied)), copied, self._copy_s[copied])
 
     def _wait_between(self, waited: Ints, after: int, by: int, ops_s: float) -> Ints:
-        """A row: what is put into it takes no more than the waits between two moments and these ops."""
+        """Constraint: copies between two moments take at most the waits between them and `ops_s`. Returns the row."""
         row = self.program.at_most(np.array([ops_s]))
         self.program.put(row, waited[[by]], -1)
         self.program.put(row, waited[[after]], 1)
         return row
 
     def _compute_again(self) -> Ints | None:
-        """What is computed again between two uses takes its time; per window, a variable says how much of it."""
+        """Constraints: recomputation between two uses takes its time. Returns its seconds per window, if there is
+        any."""
         p, chain = self.program, self._chain
         some = np.flatnonzero(self._recompute_s)
         if not len(some):
             return None
         spent = p.variables(chain.moments, 0, self._most_s)
         ahead = p.variables(chain.moments + 1, 0, np.array([0.0, *[self._most_s] * chain.moments]))
-        rows = p.at_most(np.zeros(chain.moments))  # what is done by a moment, less what is due
+        rows = p.at_most(np.zeros(chain.moments))  # recomputation done by a moment, less the part that is due
         p.put(rows, ahead[1:], 1)
         p.put(rows, ahead[:-1], -1)
         p.put(rows, spent, -1)
@@ -274,7 +281,7 @@ class _Relaxation:
         return spent
 
     def _loose_ops(self, again: Ints | None) -> None:
-        """Ops that certainly run before a moment, or after it, do not overlap recomputation."""
+        """Constraints: ops that certainly run before a moment, or after it, do not overlap recomputation."""
         chain, p = self._chain, self.program
         if not chain.unordered:
             return
@@ -300,7 +307,7 @@ def _column(intervals: Sequence[UseInterval], name: str) -> Floats:
 
 
 def _densities(density: Floats, copy_s: Floats) -> Floats:
-    """Some densities, from least to most, between which there is about as much to copy."""
+    """Return ascending densities with about equal copy time between them."""
     if not len(density):
         return density
     order = np.argsort(density)

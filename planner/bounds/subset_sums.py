@@ -1,4 +1,4 @@
-"""The most bytes of whole tensors that fit into given memory next to what an op needs."""
+"""Maximum bytes of whole tensors that fit in memory next to an op's needs."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -7,22 +7,23 @@ from typing import Final
 from cohabit.planner.bounds.chain import OpChain, UseInterval
 
 PAGE_BYTES: Final = 4096
-"""Unit of tensor sizes: most are multiples small enough for their sums to be enumerated."""
+"""Unit of tensor sizes: most sizes are multiples, small enough to enumerate their sums."""
 MOST_SUMS: Final = 1 << 20
 
 
 def last_absence(interval: UseInterval, free_bytes: Sequence[int]) -> int | None:
-    """The last moment of an interval at which its tensor cannot be in memory; a copy reserves its bytes first."""
+    """Return the last moment of an interval at which its tensor does not fit, if any; copies reserve all bytes
+    first."""
     since = max(min(interval.kept_from, interval.arrives_from), 1)
     return next((i for i in range(interval.until, since - 1, -1) if free_bytes[i] < interval.nbytes), None)
 
 
 def most_whole_tensor_bytes(chain: OpChain, memory_bytes: int) -> list[int]:
-    """Return, per moment, the most bytes of whole tensors between two uses that fit next to what is needed."""
+    """Return, per moment, the maximum bytes of whole tensors between two uses that fit next to the needed ones."""
     free_bytes = [memory_bytes - n for n in chain.needed_bytes]
 
     def bisect_moments(first: int, end: int, intervals: Sequence[UseInterval], among: SubsetSums) -> None:
-        """Halve the moments until each tensor is in memory, or can be, in all of them or in none."""
+        """Halve the moments until each tensor can be in memory at all of them or at none."""
         sums, some = copy(among), []
         for s in intervals:
             since = min(s.kept_from, s.arrives_from)
@@ -42,7 +43,7 @@ def most_whole_tensor_bytes(chain: OpChain, memory_bytes: int) -> list[int]:
 
 
 def largest_sum(sizes: Sequence[int], limit: int) -> int:
-    """Return the largest sum of some of the sizes within `limit`, or an upper bound of it."""
+    """Return the largest subset sum within `limit`, or an upper bound on it."""
     sums = SubsetSums(limit)
     for nbytes in sizes:
         sums.add(nbytes)
@@ -50,7 +51,7 @@ def largest_sum(sizes: Sequence[int], limit: int) -> int:
 
 
 class SubsetSums:
-    """All sums of some sizes: bit s of an integer stands for s pages. Odd sizes may fill any gap."""
+    """All subset sums: bit s of an integer stands for s pages. Unaligned sizes may fill any gap."""
 
     def __init__(self, limit: int) -> None:
         self._mask = (1 << (limit // PAGE_BYTES + 1)) - 1 if limit // PAGE_BYTES < MOST_SUMS else 0

@@ -1,1 +1,1 @@
-"""Where bytes lie: lifespans, placements, and the least memory that they need."""
+"""Memory layout: placement of blocks, and the least memory of a graph."""

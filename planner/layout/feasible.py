@@ -1,8 +1,8 @@
-"""The least memory in which a graph can run with its activations in a pool of their own.
+"""Least memory in which a graph can run with its activations in a separate pool.
 
-An op needs all its parameters at once. Each lies in one piece in the partition or in the window: what the pool leaves
-of the workspace. All sizes are in pages. A set of reachable byte counts is an integer whose bit s
-says that some subset of an op's parameters takes s pages."""
+An op needs all its parameters at once. Each is contiguous, in the partition or in the window (the workspace without
+the pool). Sizes are in pages. A set of subset sums is an integer whose bit s is set if some subset of an op's
+parameters takes s pages."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ PAGE_BYTES = 4096
 
 
 def pages(nbytes: int) -> int:
-    """Pages that `nbytes` take, rounded up."""
+    """Return the number of pages for `nbytes`, rounded up."""
     return -(-nbytes // PAGE_BYTES)
 
 
@@ -30,13 +30,13 @@ def page_aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a graph needs of memory, whatever the plan."""
+    """Memory that a graph needs under every plan."""
 
     graph: Graph
     op_activation_bytes: tuple[int, ...]
-    """By op, bytes of activations and scratch that are alive while it runs; in a smaller pool, the op's own."""
+    """Per op, bytes of activations and scratch alive while it runs; only the op's own if activations are offloaded."""
     activation_bytes: int
-    """Size of the pool, in whole pages."""
+    """Size of the pool: whole pages."""
     offloads: bool = False
     """Whether activations are offloaded, so that the pool is smaller than their peak."""
 
@@ -47,13 +47,13 @@ class Footprint:
 
     @staticmethod
     def of_pool(graph: Graph, pool_bytes: int) -> "Footprint":
-        """The footprint of a graph whose activations are offloaded to fit a pool of this size."""
+        """Return the footprint of a graph whose activations are offloaded to fit this pool."""
         own = [op.scratch_bytes + _other_bytes(graph, op.touched) for op in graph.ops] or [0]
         return Footprint(graph, tuple(own), page_aligned(pool_bytes), offloads=True)
 
     @cached_property
     def by_parameters(self) -> "tuple[Footprint, tuple[int, ...]] | None":
-        """The same with ops that read the same parameters together, and that order; None without much to read again."""
+        """Footprint with ops grouped by parameters, and that order of the ops; None if ops reread few weights."""
         if self.offloads or not has_reuse(self.graph):
             return None
         order = by_parameters(self.graph)
@@ -65,9 +65,9 @@ class Footprint:
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """Parameters that each op reads; outputs that are parameters count as read by the last op.
+        """Parameters that each op reads; the last op also counts as a reader of output parameters.
 
-        A graph without ops counts as one op that does nothing.
+        A graph without ops counts as a single no-op.
         """
         kinds = [t.kind for t in self.graph.tensors]
         uses = [[i for i in op.reads if kinds[i] == "parameter"] for op in self.graph.ops] or [[]]
@@ -81,12 +81,12 @@ class Footprint:
 
     @cached_property
     def least_bytes(self) -> int:
-        """Least partition plus workspace over all ways to split them."""
+        """Least sum of partition and workspace over all splits."""
         return self.activation_bytes + max(self.op_pages) * PAGE_BYTES
 
     @cached_property
     def neediest_op(self) -> str:
-        """Name of the op that needs the most memory, and of the one with the most activations if they are kept free."""
+        """Name of the op that needs the most memory, and of the one with the most activations if that is another."""
         return self._described(self.op_pages.index(max(self.op_pages)))
 
     @property
@@ -107,23 +107,23 @@ class Footprint:
         )
 
     def least_workspace_bytes(self, partition_bytes: int) -> int:
-        """Least workspace that suffices with this partition."""
+        """Return the least sufficient workspace with this partition."""
         return self._neediest(partition_bytes)[0] * PAGE_BYTES
 
     def least_partition_bytes(self, workspace_bytes: int) -> int | None:
-        """Least partition that suffices with this workspace; None if the activations alone do not fit."""
+        """Return the least sufficient partition with this workspace; None if the activations alone do not fit."""
         if workspace_bytes < self.activation_bytes:
             return None
         least = 0
         for k, needed in enumerate(self.op_pages):
             window = workspace_bytes // PAGE_BYTES - self.pool_pages
             if needed > window:
-                sums = self._sums(k) >> (needed - window)  # bit 0 is now the least that must be in the partition
+                sums = self._sums(k) >> (needed - window)  # bit 0: the least pages that must be in the partition
                 least = max(least, needed - window + (sums & -sums).bit_length() - 1)
         return least * PAGE_BYTES
 
     def require(self, partition_bytes: int, workspace_bytes: int) -> None:
-        """Raise InfeasibleBudget, naming the least workspace for this partition, unless a plan exists."""
+        """Raise InfeasibleBudget, with the least workspace for this partition, if no plan exists."""
         least_pages, op = self._neediest(partition_bytes)
         least = least_pages * PAGE_BYTES
         if workspace_bytes < least:
@@ -132,7 +132,7 @@ class Footprint:
             )
 
     def split(self, op: int, partition_pages: int) -> frozenset[int]:
-        """Choose the op's parameters that go to the partition so that the window has to hold the fewest pages."""
+        """Choose parameters of the op for the partition that leave the fewest pages to the window."""
         parameters, counts = self.uses[op], self._page_counts(op)
         prefixes = [1]
         for count in counts:
@@ -148,7 +148,7 @@ class Footprint:
         return frozenset(chosen)
 
     def _neediest(self, partition_bytes: int) -> tuple[int, int]:
-        """The most workspace pages that any op needs next to this partition, and that op.
+        """Return the most workspace pages that any op needs with this partition, and that op.
 
         If the partition holds all parameters of every op, that is the op with the most activations.
         """
@@ -171,10 +171,10 @@ class Footprint:
 
 
 def _other_bytes(graph: Graph, tensors: Iterable[int]) -> int:
-    """Bytes of those that are no parameters."""
+    """Return the bytes of the tensors that are not parameters."""
     return sum(graph.tensors[i].nbytes for i in tensors if graph.tensors[i].kind != "parameter")
 
 
 def _largest_sum(sums: int, limit: int) -> int:
-    """The largest reachable sum that is at most `limit`."""
+    """Return the largest reachable sum up to `limit`."""
     return (sums & ((1 << (limit + 1)) - 1)).bit_length() - 1

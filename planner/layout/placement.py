@@ -1,7 +1,7 @@
-"""Byte offsets for blocks with known lifespans, so that blocks alive together do not overlap.
+"""Byte offsets for blocks with known lifespans: blocks that are alive at the same time do not overlap.
 
 This is dynamic storage allocation, which is NP-hard. Greedy orders with best fit come within a few per cent of the
-most bytes alive at once, which no placement can beat."""
+peak of live bytes, the lower bound of every placement."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ UNLIMITED: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes that are needed as one piece during `span`."""
+    """Contiguous bytes needed during `span`."""
 
     nbytes: int
     alignment: int
@@ -31,14 +31,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`offsets[i]` belongs to block i; nothing reaches beyond `peak_bytes`."""
+    """`offsets[i]` belongs to block i; all blocks end at or below `peak_bytes`."""
 
     offsets: tuple[int, ...]
     peak_bytes: int
 
 
 def place(blocks: Sequence[Block], enough_bytes: int = 0) -> Layout:
-    """Place all blocks by greedy rules. Stop at the first layout that needs at most `enough_bytes`."""
+    """Return the smallest of the greedy layouts, or the first that needs at most `enough_bytes`."""
     best: Layout | None = None
     floor = max(most_live_bytes(blocks), enough_bytes)
     for layout in layouts(blocks):
@@ -51,7 +51,7 @@ def place(blocks: Sequence[Block], enough_bytes: int = 0) -> Layout:
 
 
 def layouts(blocks: Sequence[Block], most_bytes: int = UNLIMITED) -> Iterator[Layout]:
-    """Layouts by greedy rules, at least one; with `most_bytes` those that need no more."""
+    """Yield at least one layout by greedy rules; with `most_bytes`, only layouts within it."""
     if not blocks:
         yield Layout((), 0)
         return
@@ -64,16 +64,16 @@ def layouts(blocks: Sequence[Block], most_bytes: int = UNLIMITED) -> Iterator[La
 
 
 def most_live_bytes(blocks: Sequence[Block]) -> int:
-    """Most bytes alive at once: a lower bound of every layout's peak."""
+    """Return the peak of live bytes: a lower bound on every layout's peak."""
     pairs = [(span, b.nbytes) for b in blocks for span in (b.span, b.again) if span is not None]
     return max(live_bytes(pairs, max((span.end for span, _ in pairs), default=0)), default=0)
 
 
 def activation_tops(graph: Graph) -> tuple[int, ...]:
-    """Give inputs, activations and scratch fixed offsets, ops in the graph's order; return each op's highest end.
+    """Place inputs, activations and scratch for the graph's order of ops. Returns the highest end of each op's blocks.
 
-    An allocator that places them one after the other may need more than the most bytes alive at once; this much is
-    certain to suffice. All are rounded up to their alignment, as plans count them.
+    An allocator that places them one after the other may need more than the peak of live bytes; these sizes certainly
+    suffice. All blocks are rounded up to their alignment, as plans count them.
     """
     tensors = [
         Block(t.aligned_bytes, t.alignment, span)
@@ -95,7 +95,7 @@ def activation_tops(graph: Graph) -> tuple[int, ...]:
 
 
 def arrays_of(blocks: Sequence[Block]) -> Ints:
-    """Bytes, alignment, and both spans' first and end, [6, blocks]; the second span is empty for most."""
+    """Return bytes, alignment, and first and end of both spans; shape [6, blocks]. Most second spans are empty."""
     rows = [(b.nbytes, b.alignment, b.span.first, b.span.end, *_again(b)) for b in blocks]
     return np.array(rows, dtype=np.int64).T.copy()
 
@@ -108,7 +108,7 @@ def _again(block: Block) -> tuple[int, int]:
 def _meet(
     first: int, end: int, first_again: int, end_again: int, first_2: int, end_2: int, again_2: int, end_again_2: int
 ) -> bool:
-    """Whether two blocks are ever needed at the same time. An empty span meets nothing."""
+    """Whether two blocks are ever needed at the same time. Empty spans never meet."""
     if first < end_2 and first_2 < end:
         return True
     if first_again < end_again and (
@@ -120,7 +120,7 @@ def _meet(
 
 
 def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]:
-    """Orders worth trying: largest first, largest area first, longest first, earliest first, coarsest first."""
+    """Return the orders to try: largest first, largest area first, longest first, earliest first, coarsest first."""
     return [
         np.lexsort((first, -nbytes)),
         np.lexsort((first, -nbytes * (end - first))),
@@ -132,18 +132,19 @@ def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]
 
 @compiled
 def _fit(order: Ints, blocks: Ints, best_fit: bool, most_bytes: int) -> Ints:
-    """Place blocks one by one in the tightest (or the lowest) gap between those already there.
+    """Place blocks one by one in the tightest (or the lowest) gap between placed blocks.
 
-    `blocks` is of `arrays_of`. Returns no offsets once a block would end above `most_bytes`.
+    `blocks` is from `arrays_of`. Returns no offsets if a block would end above `most_bytes`.
     """
     offsets = np.zeros(len(order), dtype=np.int64)
     nbytes, alignment = blocks[0], blocks[1]
-    # Offset, top and times of those there, lowest first, side by side.
+    # Placed blocks, lowest first; rows are offset, end and the times of both spans.
     placed = np.empty((6, len(order)), dtype=np.int64)
     count = 0
     for i in order:
         first, end, first_again, end_again = blocks[2, i], blocks[3, i], blocks[4, i], blocks[5, i]
         at, slack, found, top = 0, 0, False, 0
+        # The gaps between blocks alive at the same time, from the lowest up.
         for j in range(count):
             if not _meet(
                 first, end, first_again, end_again, placed[2, j], placed[3, j], placed[4, j], placed[5, j]
@@ -163,6 +164,7 @@ def _fit(order: Ints, blocks: Ints, best_fit: bool, most_bytes: int) -> Ints:
             continue
         if at + nbytes[i] > most_bytes:
             return offsets[:0]
+        # Insert the block by its offset.
         hole = count
         while hole > 0 and placed[0, hole - 1] > at:
             for row in range(6):

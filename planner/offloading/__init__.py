@@ -1,1 +1,1 @@
-"""Planning with offloaded activations: some leave the workspace while no op uses them, and return."""
+"""Planning with offloaded activations: some leave the workspace between two uses and return."""

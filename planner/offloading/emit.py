@@ -1,6 +1,6 @@
-"""The schedule in which parameters stream and activations are offloaded within their pool.
+"""Makes schedules in which parameters stream and activations are offloaded within their pool.
 
-Both share the swap-in lane. Of the copies that may start, the one that is needed first is issued first."""
+Both share the swap-in lane. Among the copies that may start, the one needed first is issued first."""
 
 from collections import deque
 from itertools import accumulate
@@ -19,7 +19,7 @@ class OffloadingEmitter:
     def __init__(
         self, work: Workload, pool: ActivationPool, pool_bytes: int, resident_at: Ints, swaps: Swaps, strictly: bool
     ) -> None:
-        """`pool_bytes` are those that the pool has, `pool` what is done with activations in them."""
+        """`pool_bytes` is the size of the pool, `pool` has the actions on activations in it."""
         self._work, self._pool, self._pool_bytes, self._strictly = work, pool, pool_bytes, strictly
         self._graph = work.footprint.graph
         self._copies = ParameterRows(work, resident_at, swaps)
@@ -29,7 +29,6 @@ class OffloadingEmitter:
         self._returns_due = deque(self._find_returns_due())
 
     def schedule(self) -> Schedule:
-        """Make the schedule."""
         last = -1
         self._rows += self._copies.drops_after(-1)
         self._issue(-1)
@@ -47,7 +46,7 @@ class OffloadingEmitter:
         return scheduled(self._work.numbering.graph, self._rows, self._copies.resident_at, self._pool_bytes)
 
     def _issue(self, k: int) -> None:
-        """Issue, after op k, every copy that may start by now, in order of need."""
+        """Issue every copy that may start after op k, in order of need."""
         while (parameter := self._copies.may_start(k)) or self._returning:
             first = self._is_activation_first(parameter, bool(self._returning))
             if first is None:
@@ -59,7 +58,7 @@ class OffloadingEmitter:
                 self._rows.append(self._copies.swap_in())
 
     def _is_activation_first(self, parameter: bool, activation: bool) -> bool | None:
-        """Whether an activation is next rather than a parameter; None if the next copy cannot start yet."""
+        """Whether the next copy is an activation's, not a parameter's; None if it cannot start yet."""
         ops = len(self._graph.ops)
         never = ops + 1
         needed_by = self._copies.needed_by
@@ -73,7 +72,7 @@ class OffloadingEmitter:
         return activation if activation != parameter else activation_due <= parameter_due
 
     def _find_returns_due(self) -> list[int]:
-        """For each return of an activation, in order: the first op that uses it or any later return."""
+        """Return, for each swap-in of an activation, in order: the first op that uses it or any later one."""
         due: list[int] = []
         upcoming = {t: len(self._graph.ops) - 1 for t in self._graph.outputs}
         for verb, what in reversed(self._pool.actions):

@@ -1,7 +1,7 @@
-"""A pool for activations in fewer bytes than their peak: some are offloaded between two of their uses.
+"""Pools for activations in fewer bytes than their peak: some are offloaded between two of their uses.
 
-Parameters have bytes of their own and play no part here. What is offloaded is decided per gap between two uses; the
-result is a sequence over the graph without its parameters."""
+Parameters have their own bytes and are left out here. Offloading is decided per gap between two uses; the result is a
+sequence of actions over the graph without its parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,23 +30,23 @@ from cohabit.planner.schedule.table import (
 
 @dataclass(frozen=True)
 class ActivationPool:
-    """The actions on activations, in order, and the most bytes that they take at once."""
+    """Actions on activations, in order, and the peak bytes of activations."""
 
     actions: tuple[Action, ...]
     nbytes: int
 
 
 Rank = Callable[["_OffloadCost"], tuple[float, ...]]
-"""Of the gaps that would help, the one of least rank is offloaded first."""
+"""Sort key of gaps: among those that would help, the lowest is offloaded first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OffloadCost:
-    """What it costs to offload an activation during a gap."""
+    """Cost of offloading an activation during a gap."""
 
     nbytes: int
     slack_s: float
-    """Time between its two uses beyond that of both copies."""
+    """Time between the two uses minus that of both copies."""
     copies_s: float
 
 
@@ -55,11 +55,11 @@ RANKS: Final[tuple[Rank, ...]] = (
     lambda t: (-t.slack_s,),
     lambda t: (t.copies_s / max(t.nbytes, 1), -t.slack_s),
 )
-"""Prefer large activations whose copies are hidden; the longest idle; the least link time per byte."""
+"""Prefer large activations with hidden copies; the longest idle; the least link time per byte."""
 
 
 def without_parameters(graph: Graph) -> Graph:
-    """Return the graph with parameters that take no bytes and are never read."""
+    """Return the graph with parameters of zero bytes that are never read."""
     tensors = tuple(replace(t, nbytes=0) if t.kind == "parameter" else t for t in graph.tensors)
     held = frozenset(i for i, t in enumerate(tensors) if t.kind != "parameter")
     ops = tuple(replace(op, reads=tuple(i for i in op.reads if i in held)) for op in graph.ops)
@@ -67,7 +67,7 @@ def without_parameters(graph: Graph) -> Graph:
 
 
 class ActivationPools:
-    """Pools for one graph, with its ops in its own order."""
+    """Pools for one graph, with ops in the graph's order."""
 
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self.graph = without_parameters(graph)
@@ -75,19 +75,19 @@ class ActivationPools:
         self._arrays = GraphArrays.of(self.graph, profile)
         self._gaps = Gaps(self.graph)
         self.movable = [i for i, gap in enumerate(self._gaps.all) if gap.is_offloadable(self.graph)]
-        """Gaps, by number, during which an activation could be offloaded."""
+        """Indices of gaps during which an activation can be offloaded."""
 
     def leanest(self) -> ActivationPool:
         """Return the smallest pool: every activation is offloaded in every gap."""
         return self._pool(self._choices(self.movable), 0)
 
     def within(self, pool_bytes: int, rank: Rank) -> ActivationPool | None:
-        """Return a pool of at most `nbytes` with few offloads; None if even the smallest is larger."""
+        """Return a pool of at most `pool_bytes` with few offloads; None if even the smallest is larger."""
         choices = self._choices_within(pool_bytes, rank)
         return None if choices is None else self._pool(choices, pool_bytes)
 
     def _pool(self, choices: Sequence[Choice], ahead_bytes: int) -> ActivationPool:
-        """The pool of these choices. Swap-ins are issued early and drops late as far as `ahead_bytes` allow."""
+        """Make the pool of these choices. Swap-ins are early and drops late as far as `ahead_bytes` allow."""
         if not self.graph.ops:
             return ActivationPool((), sum(self.graph.tensors[i].aligned_bytes for i in self.graph.inputs))
         found = no_wait(self._gaps, UNLIMITED, choices, ahead_bytes)
@@ -104,7 +104,7 @@ class ActivationPools:
         return choices
 
     def _choices_within(self, nbytes: int, rank: Rank) -> list[Choice] | None:
-        """Offload gaps over the fullest moment until every moment fits."""
+        """Offload gaps over the fullest moment until every moment fits; None if that is impossible."""
         moved: list[int] = []
         gaps = self._gaps.all
         left = sorted(self.movable, key=lambda i: rank(self._offload_cost(gaps[i])))
@@ -129,6 +129,6 @@ class ActivationPools:
 
 
 def _position(made: AlapSequence, action: int) -> int:
-    """The op that an action belongs to: a copy in is for the next op, any other action follows the last one."""
+    """Return the op of an action: a swap-in belongs to the next op, any other action to the last one."""
     computes = int(np.count_nonzero(made.verb[: action + 1] == COMPUTE))
     return computes if made.verb[action] == SWAP_IN else computes - 1

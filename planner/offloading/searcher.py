@@ -1,8 +1,8 @@
-"""The searcher `offloading`: activations are offloaded where they do not fit, or leave parameters too little room.
+"""The searcher `offloading`: offloads activations that do not fit, or that leave parameters too little room.
 
 The workspace is divided again between activations and parameters in flight. For each size of the activations' pool,
-`planner.offloading.pool` chooses which of them are offloaded, and parameters stream past the pool as in
-`planner.streaming.searcher`, as if they had the link to themselves. Whole plans are then simulated."""
+`planner.offloading.pool` chooses the activations to offload. Parameters stream past the pool as in
+`planner.streaming.searcher`, as if they had the link to themselves. Complete plans are then simulated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from cohabit.planner.streaming.searcher import Streaming
 SIZES: Final = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 """Pool sizes to try, between the smallest pool (0) and the largest that fits (1)."""
 BEST: Final = 4
-"""Ways to stream past a pool that are simulated together with its activations."""
+"""Number of ways to stream past a pool that are simulated together with its activations."""
 LOOKED_AT: Final = 3
-"""ActivationPools that are worth that."""
+"""Number of pools for which that is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class OffloadingCandidate:
 
 
 def first_latency_s(problem: Problem) -> float:
-    """Latency of the better of two quick plans, with the smallest and the largest pool. Raises InfeasibleBudget."""
+    """Return the latency of the better of two quick plans, of the smallest and the largest pool. Raises
+    InfeasibleBudget."""
     searcher = Offloading(problem, 0)
     return min(searcher.evaluate(guess, 0.0).latency_s for guess in searcher.extremes())
 
@@ -50,7 +51,7 @@ class Offloading(Searcher[OffloadingCandidate]):
     evaluations = 1 + 2 * len(SIZES) * len(RANKS) + 2 * LOOKED_AT * BEST
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        """Raises InfeasibleBudget with the least budget for this partition."""
+        """Raise UnsupportedProblem, or InfeasibleBudget with the least budget for this partition."""
         graph = problem.graph
         if problem.memory.counted or any(t.kind == "state" for t in graph.tensors):
             raise UnsupportedProblem(
@@ -62,7 +63,7 @@ class Offloading(Searcher[OffloadingCandidate]):
         self._sizes = self._pool_sizes()
         self._pool = cache(lambda size, rank: self._pools.within(self._sizes[size], RANKS[rank]))
         self._past = cache(lambda size: Streaming(problem, seed, OpOrders(problem, self._sizes[size])))
-        """The streaming search past a pool of some size."""
+        """Streaming search past a pool of the given size."""
         self._variants = cache(self._find_variants)
         self._evaluated: list[tuple[float, OffloadingCandidate]] = []
         self._steps = self._search()
@@ -101,14 +102,14 @@ class Offloading(Searcher[OffloadingCandidate]):
         ]
 
     def extremes(self) -> list[OffloadingCandidate]:
-        """Candidates with the smallest and the largest pool."""
+        """Return candidates with the smallest and the largest pool."""
         return [self._guess(size, 0, strictly=False) for size in {0, len(self._sizes) - 1}]
 
     def _guess(self, size: int, rank: int, *, strictly: bool) -> OffloadingCandidate:
         return OffloadingCandidate(size, rank, self._past(size).first(), strictly)
 
     def _pool_sizes(self) -> list[int]:
-        """Pool sizes in bytes, from the smallest to what the least window leaves, or what activations need."""
+        """Return pool sizes in bytes, up to the activations' peak or the space beside the least window."""
         problem, graph = self.problem, self.problem.graph
         leanest = page_aligned(self._pools.leanest().nbytes)
         alone, memory = Footprint.of_pool(graph, leanest), problem.memory
@@ -120,7 +121,7 @@ class Offloading(Searcher[OffloadingCandidate]):
         )
 
     def _find_variants(self, size: int) -> list[streaming.StreamingCandidate]:
-        """The best variants that stream past a pool if parameters had the link to themselves."""
+        """Return the best ways to stream past a pool, assuming that parameters have the link to themselves."""
         searcher, spent = self._past(size), 0
         evaluated: list[tuple[float, streaming.StreamingCandidate]] = []
         while spent < searcher.evaluations and (candidates := searcher.ask()):

@@ -1,1 +1,1 @@
-"""Searchers of published methods, for comparison and for training graphs."""
+"""Searchers from published methods, for comparison and for training graphs."""

@@ -1,1 +1,1 @@
-"""What happens when: the schedule, its waits and lanes, the simulator, and evictions that become schedules."""
+"""Schedules and their waits, the simulator, and schedules from one choice per gap between uses."""

@@ -1,8 +1,8 @@
-"""The as-late-as-possible (ALAP) sequence of a choice per gap, compiled.
+"""As-late-as-possible (ALAP) sequences of actions from one choice per gap between uses, in compiled loops.
 
-Tensors leave right after their last use and return right before the next. A recomputation runs right before the use
-that it is for, with all that it depends on (HOME, section 2.2); what it brought in leaves after it. No sequence with
-the same choices needs less memory."""
+Tensors leave right after a use and return right before the next. A recomputation runs right before the use that needs
+it, with its dependencies (HOME, section 2.2); tensors brought in for it leave after it. No sequence with the same
+choices needs less memory."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -18,11 +18,11 @@ from cohabit.planner.schedule.gaps import START, Choice, Gaps
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT
 
 Codes = NDArray[np.int8]
-"""A choice per gap, as a number."""
+"""One choice per gap, as numbers."""
 
 KEEP, SWAP, RECOMPUTE, RESTORE = map(int, Choice)
 GONE: Final = 4
-"""Not needed any more."""
+"""Code of a tensor that is not needed any more."""
 
 _NONE: Final = -1
 _PARAMETER: Final = 0
@@ -30,59 +30,59 @@ _STATE: Final = 1
 _INPUT: Final = 2
 _KINDS: Final = {"parameter": _PARAMETER, "state": _STATE, "input": _INPUT, "activation": 3}
 LONGEST: Final = 4
-"""Sequences this many times longer than without recomputation are given up."""
+"""Maximum length relative to a sequence without recomputation; longer sequences are abandoned."""
 
 
 NEEDED: Final = 0
-"""What must be in memory for an op besides what it writes: its reads, and the outputs for the last op."""
+"""Tensors an op needs in memory besides its writes: its reads; for the last op also the outputs."""
 WRITES: Final = 1
 READS: Final = 2
 CHANGES: Final = 3
 AGAIN: Final = 4
-"""The gaps that end at an op and can be recomputed."""
+"""Gaps that end at an op and allow recomputation."""
 INPUTS: Final = 5
-"""The graph's, at the first op."""
+"""The graph's inputs, at the first op."""
 
 
 class Tables(NamedTuple):
-    """A graph and its gaps as arrays. Ops go by position."""
+    """A graph and its gaps as arrays. Ops are positions."""
 
     start: Ints
-    """List l of the op at position p is `ids[start[l, p]:start[l, p + 1]]`, l one of those above."""
+    """List l (NEEDED to INPUTS) of the op at position p is `ids[start[l, p]:start[l, p + 1]]`."""
     ids: Ints
     gap_after: Ints
-    """For each id that is a use, the gap that begins there, or none."""
+    """Per entry of `ids` that is a use, the gap that begins there, or _NONE."""
     scratch_bytes: Ints
     nbytes: Ints
     kind: Ints
     stays: Bools
-    """Outputs but for parameters: they are in memory at the end."""
+    """Whether a tensor is in memory at the end: outputs other than parameters."""
     last_use: Ints
     producer: Ints
     stored: Ints
-    """Parameters and state that are used, in the order of their first use."""
+    """Used parameters and state, in the order of their first use."""
     wrapping: Ints
-    """The wrapping gap of each of `stored`."""
+    """Gap of each `stored` tensor over the end of the inference."""
     tensor: Ints
-    """Of each gap."""
+    """Per gap."""
     plain: int
-    """At least as many actions as a sequence without recomputation has."""
+    """Upper bound on the number of actions without recomputation."""
     most: int
-    """Actions that a sequence may have."""
+    """Maximum number of actions."""
 
 
 class AlapSequence(NamedTuple):
-    """A sequence, and the bytes in memory during each action; empty if it were too long."""
+    """A sequence, and the bytes in memory during each action; empty if the sequence is too long."""
 
     verb: Ints
     what: Ints
-    """A tensor; for COMPUTE the position of an op."""
+    """A tensor; for COMPUTE, an op's position."""
     held: Ints
 
 
 @lru_cache(maxsize=4)
 def tables(gaps: Gaps) -> Tables:
-    """Arrays for `alap`. Raises UnsupportedProblem for a graph without ops."""
+    """Return arrays for `alap`. Raises UnsupportedProblem for a graph without ops."""
     graph = gaps.graph
     ops = graph.ops
     if not ops:
@@ -90,6 +90,7 @@ def tables(gaps: Gaps) -> Tables:
             f"{graph.name}: it has no ops, only inputs that are its outputs, so there is nothing to choose; ask the"
             " searcher best for its plan"
         )
+    # outputs must be in memory when the last op ends
     needed = [op.reads for op in ops]
     needed[-1] = tuple(t for t in dict.fromkeys((*ops[-1].reads, *graph.outputs)) if t not in ops[-1].writes)
     gap_after = {(g.tensor, g.last_use): i for i, g in enumerate(gaps.all) if not g.wraps}
@@ -101,6 +102,7 @@ def tables(gaps: Gaps) -> Tables:
     stored = sorted(wrapping, key=lambda t: (gaps.uses[t][0], t))
     writes, changes = [op.writes for op in ops], [op.mutates for op in ops]
     first_inputs = [graph.inputs, *(() for _ in ops[1:])]
+    # in the order of the constants NEEDED to INPUTS
     lists: list[Sequence[Sequence[int]]] = [needed, writes, [op.reads for op in ops], changes, again, first_inputs]
     begins = [
         gap_after.get((i, START if kind == INPUTS else p), _NONE) if kind in (NEEDED, WRITES, INPUTS) else _NONE
@@ -110,6 +112,7 @@ def tables(gaps: Gaps) -> Tables:
     ]
     lengths = [[len(some) for some in of_ops] for of_ops in lists]
     end = np.cumsum(lengths).reshape(len(lists), len(ops))
+    # at most a swap-in, a swap-out and a drop per use
     uses = sum(len(need) + len(some) for need, some in zip(needed, writes, strict=True))
     plain = len(ops) + 3 * uses + 2 * len(graph.inputs) + 3 * len(stored)
     return Tables(
@@ -134,19 +137,20 @@ def codes(choices: Iterable[Choice]) -> Codes:
     return np.fromiter(choices, np.int8)
 
 
-# These loops run for every try of a search. References are counted wherever an array is handed on or sliced, which
-# would take most of the time; so all of the plain sequence is in one function.
+# These loops run for every candidate of a search. numba counts references wherever an array is passed or sliced,
+# which would dominate the time; so one function makes all of a sequence without recomputation.
 
 
 @compiled
 def alap(t: Tables, choices: Codes) -> AlapSequence:
-    """The sequence of these choices."""
+    """Return the sequence of these choices."""
     start, ids, gap_after, last_use, stays, kind = t.start, t.ids, t.gap_after, t.last_use, t.stays, t.kind
     here, saved, kept = _at_the_start(t, choices)
-    forgotten = np.zeros(len(here), np.bool_)  # in a gap that a computation ends
+    forgotten = np.zeros(len(here), np.bool_)  # in a gap that a recomputation ends
     verb, what, length = np.empty(t.most + t.plain, np.int64), np.empty(t.most + t.plain, np.int64), 0
     mark, saving = np.full((3, len(here)), -1), np.empty(len(here), np.int64)
     for p in range(START, len(t.scratch_bytes)):
+        # Before the op: recompute, then swap in the rest of its tensors.
         if p != START:
             repeats = False
             for n in range(start[AGAIN, p], start[AGAIN, p + 1]):
@@ -164,6 +168,7 @@ def alap(t: Tables, choices: Codes) -> AlapSequence:
                 here[ids[n]] = True
             for n in range(start[CHANGES, p], start[CHANGES, p + 1]):
                 saved[ids[n]] = False
+        # After the op: drop tensors whose gap or end begins here. Those to save come last, since they wait for a copy.
         saves = 0
         for uses in range(NEEDED if p != START else INPUTS, WRITES + 1 if p != START else INPUTS + 1):
             for n in range(start[uses, max(p, 0)], start[uses, max(p, 0) + 1]):
@@ -178,7 +183,7 @@ def alap(t: Tables, choices: Codes) -> AlapSequence:
                     choice = KEEP
                 if choice == SWAP and not saved[i]:
                     saving[saves], saves = i, saves + 1
-                elif choice != KEEP:  # what need not be saved leaves first, without a transfer to wait for
+                elif choice != KEEP:
                     here[i], forgotten[i] = False, choice == RECOMPUTE
                     verb[length], what[length], length = DROP, i, length + 1
         for n in range(saves):
@@ -188,6 +193,7 @@ def alap(t: Tables, choices: Codes) -> AlapSequence:
             if not stays[i] or p < last_use[i]:
                 here[i] = False
                 verb[length], what[length], length = DROP, i, length + 1
+    # After the last op: restore residents that have left.
     for n in range(len(t.stored)):
         if choices[t.wrapping[n]] == RESTORE and not kept[t.stored[n]]:
             verb[length], what[length], length = SWAP_IN, t.stored[n], length + 1
@@ -196,7 +202,7 @@ def alap(t: Tables, choices: Codes) -> AlapSequence:
 
 @compiled
 def _at_the_start(t: Tables, choices: Codes) -> tuple[Bools, Bools, Bools]:
-    """By tensor: whether it is in memory, and in the host store, and whether it is a resident that stays."""
+    """Return per tensor whether it is in memory at the start, in the host store, and a resident that stays."""
     count = len(t.nbytes)
     here, saved, kept = np.zeros(count, np.bool_), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     for n in range(len(t.stored)):
@@ -211,7 +217,7 @@ def _at_the_start(t: Tables, choices: Codes) -> tuple[Bools, Bools, Bools]:
 
 @compiled
 def _held(t: Tables, choices: Codes, verb: Ints, what: Ints) -> Ints:
-    """Bytes in memory during each action."""
+    """Return the bytes in memory during each action."""
     start, ids, nbytes, scratch_bytes = t.start, t.ids, t.nbytes, t.scratch_bytes
     held, now = np.empty(len(verb), np.int64), 0
     for i, there in enumerate(_at_the_start(t, choices)[0]):
@@ -241,15 +247,16 @@ def _repeat(
     what: Ints,
     length: int,
 ) -> int:
-    """Compute again what the op at p needs, and what that needs; what comes only for that leaves after it.
+    """Recompute tensors for the op at p, with their dependencies; tensors brought in only for that leave after it.
 
-    `mark[:, i]` tells, of tensor i, the last p for which it came, and the last that it is wanted at; and the last op
-    of this repetition that uses it. Returns the length of the sequence so far.
+    `mark[:, i]` has, for tensor i, the last p that it came for, the last p that needs it, and the last op of this
+    recomputation that uses it. Returns the length of the sequence so far.
     """
     start, ids = t.start, t.ids
     came, wanted, last = mark[0], mark[1], mark[2]
     for n in range(start[NEEDED, p], start[NEEDED, p + 1]):
         wanted[ids[n]] = p
+    # last user of each tensor among the ops to repeat: tensors that came for these leave after it
     again = _ops_to_repeat(t, choices, here, saved, forgotten, p)
     for q in again:
         for uses in range(WRITES, READS + 1):
@@ -261,7 +268,7 @@ def _repeat(
                 here[ids[n]], came[ids[n]] = True, p
                 verb[length], what[length], length = SWAP_IN, ids[n], length + 1
         for n in range(start[WRITES, q], start[WRITES, q + 1]):
-            if here[ids[n]]:  # it must not be when the op runs
+            if here[ids[n]]:  # an op's results must not be in memory when it runs
                 verb[length], what[length], length = DROP, ids[n], length + 1
             else:
                 here[ids[n]], came[ids[n]] = True, p
@@ -282,7 +289,7 @@ def _repeat(
 
 @compiled
 def _ops_to_repeat(t: Tables, choices: Codes, here: Bools, saved: Bools, forgotten: Bools, p: int) -> Ints:
-    """Positions, in order, of the ops that must run again for what is computed again for p."""
+    """Return the positions, ascending, of the ops that run again for the recomputations before p."""
     start, ids, producer, tensor = t.start, t.ids, t.producer, t.tensor
     asked, found, length = np.zeros(p, np.bool_), np.empty(p, np.int64), 0
     for n in range(start[AGAIN, p], start[AGAIN, p + 1]):

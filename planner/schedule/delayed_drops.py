@@ -1,8 +1,8 @@
-"""Delays drops until their swap-outs have ended, and swap-ins of what was swapped out until then.
+"""Delays drops until their swap-outs have ended, and swap-ins of swapped-out tensors until then.
 
-A drop right after its swap-out lets the placement reuse the bytes at once; the next writer then waits for the copy.
-No-wait (Beaumont et al., Proposition 1) means to wait only for lack of memory, and in an ordered schedule nothing
-returns that takes the memory of what is still being copied out (Lemma 3)."""
+A drop right after its swap-out would let the placement reuse the bytes at once, and the next writer would wait for the
+copy. No-wait (Beaumont et al., Proposition 1) means waiting only for lack of memory. In an ordered schedule, no
+returning tensor takes the memory of one that is still being copied out (Lemma 3)."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -17,8 +17,8 @@ def delay_drops(
 ) -> list[Action]:
     """Return the sequence with each drop after the op during which its swap-out ends, as far as memory allows.
 
-    No swapped-out tensor returns before all pending swap-outs have ended, and no swap-in makes an op wait for a
-    swap-out, unless the op that needs it is next. Times are those of lanes without slowdowns.
+    Unless the next op needs it, a swapped-out tensor returns only after all pending swap-outs, and no swap-in makes an
+    op wait for a swap-out. Times are those of lanes without slowdowns.
     """
     return _DelayedDrops(graph, profile, residents, memory_bytes).replayed(actions)
 
@@ -75,7 +75,7 @@ class _DelayedDrops:
         self._bring()
 
     def _bring(self) -> None:
-        """Issue the swap-ins that make no step wait."""
+        """Issue swap-ins while they make no step wait."""
         self._let_go(self._now_s)
         while self._coming:
             t = self._coming[0]
@@ -84,7 +84,7 @@ class _DelayedDrops:
             self._swap_in(self._coming.popleft())
 
     def _fetch_until(self, needed: Collection[int]) -> None:
-        """Issue swap-ins, in order, until all that is needed has been issued."""
+        """Issue swap-ins, in order, until all needed ones are issued."""
         while not set(needed).isdisjoint(self._coming):
             self._swap_in(self._coming.popleft())
 
@@ -100,7 +100,7 @@ class _DelayedDrops:
             self._drop(self._leaving.popleft())
 
     def _make_room(self, nbytes: int, brought: Collection[int]) -> float:
-        """Drop tensors whose swap-outs are pending, in order, until there is room; return when that is."""
+        """Drop tensors with pending swap-outs, in order, until `nbytes` fit. Returns when the bytes are free."""
         ready_s = 0.0
         while self._leaving and (
             self._held_bytes + nbytes > self._memory_bytes or not set(brought).isdisjoint(self._leaving)

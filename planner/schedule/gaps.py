@@ -1,13 +1,13 @@
-"""Gaps between a tensor's uses, and what to do with it in each: keep, swap, recompute or restore it.
+"""Gaps between a tensor's uses, and the choice for each: keep, swap, recompute or restore.
 
-A searcher gives every gap a choice; `planner.schedule.no_wait` makes a sequence and a schedule of them:
+A searcher makes a choice for every gap; `planner.schedule.no_wait` turns choices into a sequence and a schedule:
 
     Gaps(graph)                                   .all: tuple[Gap, ...], .uses
-    no_wait(gaps, memory_bytes, choices)          -> ActionSequence | None where they need more memory
-    schedule_of_choices(problem, gaps, choices)   -> Schedule | None where they need more memory
+    no_wait(gaps, memory_bytes, choices)          -> ActionSequence | None if they need more memory
+    schedule_of_choices(problem, gaps, choices)   -> Schedule | None if they need more memory
 
-`choices[i]` is for `gaps.all[i]` and one of its `.choices`. Ops run in the graph's order, and positions are op ids. An
-output is used by the last op: it must be in memory when that op ends."""
+`choices[i]` is for `gaps.all[i]` and one of its `.choices`. Ops run in the graph's order, and positions are op ids.
+Outputs count as used by the last op: they must be in memory when it ends."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,21 +25,21 @@ class Choice(IntEnum):
     """What happens to a tensor in a gap."""
 
     KEEP = 0
-    """It stays in memory. Over the end of the inference: it is a resident."""
+    """It stays in memory. Over the end of the inference, it is a resident."""
     SWAP = 1
-    """It leaves after the last use, swapped out if the host store has no copy, and is swapped in for the next."""
+    """It leaves after the last use, with a swap-out if the host store has no copy, and is swapped in for the next."""
     RECOMPUTE = 2
-    """It is dropped, and its op runs again right before the next use."""
+    """It is dropped; its op runs again right before the next use."""
     RESTORE = 3
-    """Over the end of the inference: a resident that leaves after the last use and returns after the last op."""
+    """Over the end of the inference only: a resident leaves after its last use and returns after the last op."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Positions in which a tensor is not used though it is needed later; there is at least one between the uses.
+    """Positions between two successive uses of a tensor; at least one.
 
-    `wraps`: a parameter's or state's way from its last use over the end of the inference to its first use of the
-    next one, which is `next_use`; it may hold no position. Only gaps of inputs start at START.
+    A gap that `wraps` leads from the last use of a parameter or state, over the end of the inference, to its first use
+    in the next one (`next_use`); it may be empty. Only gaps of inputs start at START.
     """
 
     tensor: int
@@ -47,21 +47,21 @@ class Gap:
     next_use: int
     wraps: bool
     choices: tuple[Choice, ...]
-    """Those that are possible. A wrapping gap cannot be recomputed, and only a wrapping gap can be restored."""
+    """Possible choices. Wrapping gaps never allow RECOMPUTE; only they allow RESTORE."""
 
     def is_offloadable(self, graph: Graph) -> bool:
-        """Whether an activation that takes memory could leave it during this gap."""
+        """Whether the tensor is an activation that takes memory."""
         tensor = graph.tensors[self.tensor]
         return tensor.kind == "activation" and tensor.nbytes > 0
 
 
 class Gaps:
-    """All gaps of a graph, by tensor and time."""
+    """All gaps of a graph, ordered by tensor and time."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.uses: tuple[tuple[int, ...], ...] = self._find_uses()
-        """Positions of each tensor's uses, its writing included; an input's delivery is none."""
+        """Positions of each tensor's uses, including its write; the delivery of an input does not count."""
 
     @cached_property
     def all(self) -> tuple[Gap, ...]:
@@ -74,9 +74,9 @@ class Gaps:
 
     @cached_property
     def repeatable_until(self) -> tuple[int, ...]:
-        """Position of an op up to which each op may run again, before it: the first to change what the op touched.
+        """Per op, the last position before which it may run again: that of the first op to change its tensors in place.
 
-        START for an op that changes something itself.
+        START for an op that changes tensors in place itself.
         """
         ops = self.graph.ops
         changed_at = dict.fromkeys((t for op in ops for t in op.mutates), len(ops))
@@ -115,7 +115,7 @@ class Gaps:
         return (Choice.KEEP, Choice.SWAP)
 
     def _can_repeat(self, t: int, position: int) -> bool:
-        """Whether an activation can be computed again: from what is needed anyway, or can be computed again too."""
+        """Whether an activation can be recomputed from weights, tensors still in use, and other recomputable ones."""
         found, stack = {t}, [t]
         while stack:
             k = self.producer[stack.pop()]

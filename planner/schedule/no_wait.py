@@ -1,8 +1,8 @@
-"""From a choice per gap to a schedule.
+"""Schedules from one choice per gap between uses.
 
-Beaumont et al. (2020), Proposition 1: once it is decided what to offload, and in which order, it is best to do
-everything as early as memory allows. Here transfers are in the order of the uses that they are for: starting from the
-as-late-as-possible sequence (`planner.schedule.alap`), swap-ins move ahead into the memory that it leaves free."""
+Beaumont et al. (2020), Proposition 1: for given offloads in a given order, it is optimal to do everything as early as
+memory allows. Here transfers are in the order of the uses that need them. Starting from the as-late-as-possible
+sequence (`planner.schedule.alap`), swap-ins move ahead into the memory that it leaves free."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Sch
 
 
 class ActionSequence(NamedTuple):
-    """Rows in order, and the residents that an inference starts and ends with. Everything is counted."""
+    """Actions in order, and the residents at the start and end of an inference. Everything is counted."""
 
     verb: Ints
     what: Ints
@@ -30,10 +30,10 @@ class ActionSequence(NamedTuple):
 def no_wait(
     gaps: Gaps, memory_bytes: int, choices: Sequence[Choice], ahead_bytes: int | None = None
 ) -> ActionSequence | None:
-    """The best sequence with these choices; None if they need more than `memory_bytes`.
+    """Return the best sequence with these choices; None if they need more than `memory_bytes`.
 
-    Swap-ins go ahead as long as there are at most `ahead_bytes` in memory, by default all of it. None also where
-    recomputation triggers so much recomputation that no plan would be worth it (`planner.schedule.alap`).
+    Swap-ins move ahead while at most `ahead_bytes` are in memory, by default `memory_bytes`. Also None if recomputation
+    triggers too much further recomputation for any plan to pay (`planner.schedule.alap`).
     """
     if not gaps.graph.ops:
         fits = least_bytes(gaps.graph) <= memory_bytes
@@ -51,9 +51,9 @@ def no_wait(
 def schedule_of_choices(
     problem: Problem, gaps: Gaps, choices: Sequence[Choice], *, delayed: bool = False
 ) -> Schedule | None:
-    """The schedule of these choices; None if they need more than the memory.
+    """Return the schedule of these choices; None if they need more than the memory.
 
-    With `delayed`, what is swapped out keeps its bytes until it has left or they are needed
+    With `delayed`, a swapped-out tensor keeps its bytes until its copy has ended or they are needed
     (`planner.schedule.delayed_drops`).
     """
     memory_bytes = problem.memory.nbytes
@@ -69,9 +69,9 @@ def schedule_of_choices(
 
 @compiled
 def with_earliest_swap_ins(made: AlapSequence, nbytes: Ints, memory_bytes: int) -> Ints:
-    """Indices of the actions in a new order: swap-ins stand as early as memory allows, in the same order.
+    """Return the indices of the actions in a new order: swap-ins as early as memory allows, in the same order.
 
-    They stand after the tensor's last drop, and after the last op if they were there.
+    Each stays after the tensor's last drop, and after the last op if it was there.
     """
     count = len(made.verb)
     held = made.held.copy()

@@ -1,6 +1,6 @@
-"""The serial schedule: everything leaves memory after each op and returns before the next op that needs it.
+"""The serial schedule: all tensors leave memory after each op and return before the next op that needs them.
 
-It needs the least memory of all schedules in which everything is counted, and is the slowest. Searchers fall back on
+Of all schedules in which everything is counted, it needs the least memory and is the slowest. Searchers fall back on
 it.
 """
 
@@ -13,12 +13,12 @@ from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Act
 
 
 def least_bytes(graph: Graph) -> int:
-    """Least memory in which any plan fits where everything is counted."""
+    """Return the least memory in which any plan fits if everything is counted."""
     return max(_needs(graph), default=0)
 
 
 def require_counted(problem: Problem, searcher: str) -> None:
-    """Raise UnsupportedProblem unless everything is counted, InfeasibleBudget unless the memory is enough."""
+    """Raise UnsupportedProblem unless everything is counted, InfeasibleBudget if the memory is too small."""
     if not problem.memory.counted or problem.residents is not None:
         raise UnsupportedProblem(
             f"{searcher} plans one budget in which everything is counted, without a partition or given residents"
@@ -44,7 +44,7 @@ def serial(graph: Graph) -> list[Action]:
     last_use |= {t: len(graph.ops) for t in graph.outputs}
     here = list(graph.inputs)
     actions: list[Action] = []
-    unsaved = set(here)  # differs from its host copy, or has none
+    unsaved = set(here)  # without an up-to-date host copy
 
     def leave(keep: set[int], k: int) -> None:
         for t in here:
@@ -69,7 +69,7 @@ def serial(graph: Graph) -> list[Action]:
 
 
 def _needs(graph: Graph) -> list[int]:
-    """Bytes that each op needs at once; last, those of all inputs, which arrive together."""
+    """Return the bytes that each op needs at once; last, the bytes of all inputs, which arrive together."""
     needs = [_packed(graph, graph.needed[k]) + op.aligned_scratch_bytes for k, op in enumerate(graph.ops)]
     return [*needs, _packed(graph, graph.inputs)]
 

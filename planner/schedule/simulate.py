@@ -1,6 +1,6 @@
-"""The planner's model of time: when each step of a schedule runs. It is the only cost function.
+"""Simulates when each step of a schedule runs. This is the planner's only cost function.
 
-Three lanes (compute, swap-in, swap-out) work through their steps in order; a step starts when its lane is free and
+Three lanes (compute, swap-in, swap-out) run their steps in order; a step starts when its lane is free and
 every step that it waits for has ended. While an op and a transfer overlap, both slow down by the profile's factors. The
 simulation advances from one completion to the next and rescales the remaining work."""
 
@@ -21,28 +21,28 @@ LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 _VERBS: Final = {Compute: COMPUTE, SwapIn: SWAP_IN, SwapOut: SWAP_OUT, Drop: DROP}
 
 MOST_INFERENCES: Final = 8
-"""Inferences after which the search for a stable period ends."""
+"""Maximum number of inferences simulated to find a stable period."""
 
 
 class LaneArrays(NamedTuple):
     """A schedule by lanes. `n` is the length of the longest lane.
 
-    Lanes are in order, so of all the steps of one lane that a step waits for only the last one matters.
+    Lanes run in order, so a step waits only for the last step that it needs of each lane.
     """
 
     length: Ints
-    """Steps per lane, [3]."""
+    """Steps per lane; shape [3]."""
     work_s: Floats
-    """Duration of a lane's i-th step with nothing else running, [3, n]."""
+    """Duration of a lane's i-th step while nothing else runs; shape [3, n]."""
     wait: Ints
-    """`wait[lane, i, other]`: position on the other lane that must have ended, or NOTHING, [3, n, 3]."""
+    """`wait[lane, i, other]`: position on the other lane that must have ended, or NOTHING; shape [3, n, 3]."""
     carried: Ints
-    """Per compute step, the previous inference's swap-in that restored a resident it reads, or NOTHING, [n]."""
+    """Per compute step, the previous inference's last swap-in that restores one of its reads, or NOTHING; shape [n]."""
 
 
 @compiled
 def lanes_of(g: GraphArrays, schedule: Schedule) -> LaneArrays:
-    """Sort a schedule's rows by lane: what `run` reads."""
+    """Sort a schedule's rows by lane, for `run`."""
     length = np.zeros(3, np.int64)
     for verb in schedule.verb:
         if verb != DROP:
@@ -66,6 +66,7 @@ def lanes_of(g: GraphArrays, schedule: Schedule) -> LaneArrays:
         for other in range(3):
             wait[lane, position, other] = schedule.wait[i, other]
         done[lane] += 1
+    # ops of the next inference wait for residents that this one restores
     back = np.full(len(g.nbytes), NOTHING)
     for t in schedule.residents:
         back[t] = restored[t]
@@ -80,7 +81,7 @@ def lanes_of(g: GraphArrays, schedule: Schedule) -> LaneArrays:
 
 
 def evaluate(problem: Problem, schedule: Schedule, good_s: float) -> Cost:
-    """Simulate a schedule; its period only if the latency is at most `good_s`."""
+    """Simulate a schedule. The period is infinite if the latency exceeds `good_s`."""
     return Cost(*_evaluate(problem.arrays, schedule, good_s))
 
 
@@ -99,9 +100,9 @@ def _evaluate(g: GraphArrays, schedule: Schedule, good_s: float) -> tuple[float,
 def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     """Predict one inference on an idle device, and the period of inferences run back to back.
 
-    Back to back, the next inference's ops follow the last op of this one, its transfers follow this one's
-    epilogue and never start before this one's last op has ended. Nothing of it starts before this one's last
-    swap-out has ended: bytes and host copies are free by then.
+    Run back to back, the next inference's ops follow this one's last op. Its transfers follow this one's epilogue,
+    and start only after this one's last op. All its steps start after this one's last swap-out: bytes and host copies
+    are free by then.
     """
     arrays = GraphArrays.of(graph, profile)
     lanes = lanes_of(arrays, schedule_of(plan))
@@ -125,7 +126,7 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return a plan's steps as a schedule with the plan's own waits. Addresses are left out."""
+    """Return a plan's steps as a schedule with the plan's own waits, without addresses."""
     where: list[tuple[int, int]] = []  # lane and position of every step
     done = [0, 0, 0]
     wait = np.full((len(plan.steps), 3), NOTHING)
@@ -156,7 +157,7 @@ def schedule_of(plan: Plan) -> Schedule:
 def latency_and_period(
     lanes: LaneArrays, compute_slowdown: float, swap_slowdown: float, good_s: float
 ) -> tuple[float, float]:
-    """Latency, and the period; that is infinite unless the latency is at most `good_s`."""
+    """Return latency and period; the period is infinite if the latency exceeds `good_s`."""
     _, end, _ = run(lanes, compute_slowdown, swap_slowdown, 1)
     latency_s = end[COMPUTE, lanes.length[COMPUTE] - 1]
     if latency_s > good_s:
@@ -168,19 +169,20 @@ def latency_and_period(
 def run(
     lanes: LaneArrays, compute_slowdown: float, swap_slowdown: float, inferences: int
 ) -> tuple[Floats, Floats, float]:
-    """Simulate `inferences` back to back; return starts and ends of the first one, each [3, n], and the settled period.
+    """Simulate inferences back to back. Returns the first one's starts and ends, shape [3, n], and the stable period.
 
-    Stops when two inferences end in the same state, since all others will then. If none do, the period is the
-    mean over the later half.
+    Stops when two successive inferences end in the same state, since all later ones will, too. If none do, the period
+    is the mean over the later half.
     """
     start, end = np.zeros(lanes.work_s.shape), np.zeros(lanes.work_s.shape)
-    finished_s = np.zeros(inferences + 1)  # end of each inference's last op, from [1]
+    finished_s = np.zeros(inferences + 1)  # [k]: end of the k-th inference's last op, from 1
     done = np.zeros(3, np.int64)  # steps ended per lane, over all inferences
     active = np.zeros(3, np.bool_)
-    left_s = np.zeros(3)  # work left of each lane's step
+    left_s = np.zeros(3)  # remaining work of each lane's step
     state, state_before = np.zeros(4), np.full(4, np.inf)
     now = 0.0
     while True:
+        # Start all steps that are ready.
         for lane in range(3):
             if not active[lane] and _ready(lanes, done, lane, inferences):
                 inference, i = divmod(done[lane], lanes.length[lane])
@@ -190,6 +192,7 @@ def run(
                     start[lane, i] = now
         if not (active[COMPUTE] or active[SWAP_IN] or active[SWAP_OUT]):
             break
+        # Advance to the next completion; ops and transfers that overlap slow each other.
         contended = active[COMPUTE] and (active[SWAP_IN] or active[SWAP_OUT])
         passed_s, first = np.inf, COMPUTE
         for lane in range(3):
@@ -198,6 +201,7 @@ def run(
             if active[lane] and lane_s < passed_s:
                 passed_s, first = lane_s, lane
         now += passed_s
+        # Subtract the work done meanwhile, and end steps without any left.
         answered = 0
         for lane in range(3):
             slowdown = compute_slowdown if lane == COMPUTE else swap_slowdown
@@ -212,6 +216,7 @@ def run(
             if lane == COMPUTE and i == lanes.length[COMPUTE] - 1:
                 answered = inference + 1
         if answered > 0:
+            # Lanes in the same state as one inference before: the period is stable.
             finished_s[answered] = now
             for j, lane in enumerate((SWAP_IN, SWAP_OUT)):
                 state[j] = done[lane] - answered * lanes.length[lane]
@@ -225,7 +230,7 @@ def run(
 
 @compiled
 def _ready(lanes: LaneArrays, done: Ints, lane: int, inferences: int) -> bool:
-    """Whether a lane's next step exists and everything that it waits for has ended."""
+    """Whether a lane has a next step and all steps that it waits for have ended."""
     if done[lane] >= lanes.length[lane] * inferences:
         return False
     inference, i = divmod(done[lane], lanes.length[lane])
@@ -235,6 +240,7 @@ def _ready(lanes: LaneArrays, done: Ints, lane: int, inferences: int) -> bool:
             return False
     if inference == 0:
         return True
+    # Waits across inferences: see `simulate`.
     if done[SWAP_OUT] < inference * lanes.length[SWAP_OUT]:
         return False
     if lane != COMPUTE:

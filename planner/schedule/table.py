@@ -1,7 +1,7 @@
-"""The schedule: the one form of what happens when, made by every searcher, as a table that compiled loops read.
+"""Schedules: the output of every searcher, as a table that compiled loops read.
 
-Its rows stand in one total order: ops, copies and drops. A searcher chooses rows; `with_waits` finds out what each has
-to wait for. `lanes_of` turns a schedule into what the simulator reads, `write` into a plan."""
+Rows (ops, copies and drops) are in one total order. A searcher chooses rows; `with_waits` computes the waits of each.
+`lanes_of` converts a schedule for the simulator, `write` into a plan."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -14,46 +14,46 @@ from cohabit.planner.compiled import compiled
 COMPUTE: Final = 0
 SWAP_IN: Final = 1
 SWAP_OUT: Final = 2
-"""Verbs, and the lanes that they run on."""
+"""Verbs, also the indices of the lanes that they run on."""
 DROP: Final = 3
 
 NOTHING: Final = -1
-"""No step to wait for; no address, because the tensor is counted; no use."""
+"""No step to wait for, no address (the tensor is counted), or no use."""
 
 WORKSPACE: Final = 1 << 48
-"""Offsets below this lie in the partition; from here on they count from the workspace's start."""
+"""Offsets below this are in the partition; from here on, they count from the workspace's start."""
 
 UNLIMITED: Final = 1 << 62
-"""A pool in which nothing has to wait for bytes."""
+"""Size of a pool in which no row waits for bytes."""
 
 
 class Schedule(NamedTuple):
-    """One inference, `n` rows in total order."""
+    """One inference: `n` rows in total order."""
 
     verb: Ints
     what: Ints
-    """An op, or the tensor that is copied or dropped, [n]. An op may be computed again."""
+    """The op, or the copied or dropped tensor; shape [n]. An op may occur again."""
     offset: Ints
-    """Where a swap-in goes, in the partition or from WORKSPACE on; NOTHING where the tensor is counted, [n]."""
+    """Destination of a swap-in, in the partition or from WORKSPACE on; NOTHING if the tensor is counted; shape [n]."""
     wait: Ints
-    """`wait[i, lane]`: the number, counted on that lane from 0, of the last step that row i waits for, or NOTHING,
-    [n, 3]."""
+    """`wait[i, lane]`: position on that lane, from 0, of the last step that row i waits for, or NOTHING;
+    shape [n, 3]."""
     residents: Ints
-    """Weights that are in memory at the start and at the end."""
+    """Weights in memory both at the start and at the end."""
     resident_at: Ints
-    """The offset of each resident, or NOTHING."""
+    """Offset of each resident, or NOTHING."""
 
 
 Row = tuple[int, int, int, int]
-"""Verb, what, offset, and `after`: see `with_waits`."""
+"""Verb, what, offset and `after`; see `with_waits`."""
 Action = tuple[int, int]
-"""Verb and what, of a row that is counted."""
+"""Verb and what of a counted row."""
 
 
 def scheduled(
     arrays: GraphArrays, rows: Iterable[Row], resident_at: Mapping[int, int], pool_bytes: int = UNLIMITED
 ) -> Schedule:
-    """Make a schedule of rows and of the residents with their offsets. See `with_waits`."""
+    """Make a schedule from rows and the residents' offsets; see `with_waits`."""
     table = np.array([*rows], np.int64).reshape(-1, 4)
     verb, what, offset, after = (np.ascontiguousarray(column) for column in table.T)
     return with_waits(arrays, verb, what, offset, after, ints(resident_at), ints(resident_at.values()), pool_bytes)
@@ -62,7 +62,7 @@ def scheduled(
 def counted(
     arrays: GraphArrays, verb: Ints, what: Ints, residents: Collection[int], memory_bytes: int
 ) -> Schedule | None:
-    """Make a schedule in which everything is counted; None if it needs more than the memory."""
+    """Make a schedule in which everything is counted; None if it needs more than `memory_bytes`."""
     if peak_bytes(arrays, verb, what, residents) > memory_bytes:
         return None
     nothing, resident_at = np.full(len(verb), NOTHING), np.full(len(residents), NOTHING)
@@ -70,7 +70,7 @@ def counted(
 
 
 def columns(actions: Sequence[Action]) -> tuple[Ints, Ints]:
-    """Return the verbs and what they are about as arrays."""
+    """Return the verbs, and their ops or tensors, as arrays."""
     table = np.array(actions, np.int64).reshape(-1, 2)
     return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
 
@@ -86,18 +86,18 @@ def with_waits(
     resident_at: Ints,
     pool_bytes: int,
 ) -> Schedule:
-    """Find out what every row waits for.
+    """Compute the waits of every row.
 
-    An op waits for the arrival of what it reads, and for swap-outs of what it changes in place. The last op waits for
-    the outputs, and for all swap-ins of non-residents: the next inference counts their bytes as free. A copy
-    waits for what made its source, and for `after`, a number of a compute step: the last user of the bytes that a
-    swap-in with an address takes. A counted swap-in waits for the tensor's former users. A row that takes counted
-    bytes waits until enough released bytes are certain to be free for all to fit in the pool, in release order (FIFO).
+    An op waits for its reads to arrive, and for swap-outs of tensors that it changes in place. The last op waits for
+    the outputs, and for all swap-ins of non-residents: the next inference counts their bytes as free. A copy waits for
+    the steps that made its source, and for the compute step `after`: for a swap-in with an address, the last user of
+    the bytes that it takes. A counted swap-in also waits for the tensor's former users. A row that takes counted bytes
+    waits until enough released bytes, in release order (FIFO), are certainly free for all to fit in the pool.
     """
     n, tensors = len(verb), len(g.nbytes)
     wait = np.full((n, 3), NOTHING)
-    # Clocks: how many steps of each lane have ended. Arrival, last use and swap-out of each tensor; what each lane's
-    # next step knows to have ended; what is known once a step has ended.
+    # Clocks, in steps ended per lane: arrival, last use and swap-out of each tensor; `known` to each lane's next step;
+    # known once a step has `ended`.
     arrived, used, saved = (
         np.zeros((tensors, 3), np.int64),
         np.zeros((tensors, 3), np.int64),
@@ -111,6 +111,7 @@ def with_waits(
     for i in range(len(residents)):
         counted[residents[i]], passes[residents[i]] = resident_at[i] < 0, False
         held += g.nbytes[residents[i]] if resident_at[i] < 0 else 0
+    # Only the last op waits for outputs and for swap-ins of non-residents.
     last = n - 1
     while last >= 0 and verb[last] != COMPUTE:
         last -= 1
@@ -122,6 +123,7 @@ def with_waits(
                 held -= g.nbytes[x]
                 given_bytes[tail], given_clock[tail], tail = g.nbytes[x], used[x], tail + 1
             continue
+        # Data dependencies, and the counted bytes that the row takes.
         need[:] = 0
         more = scratch = 0
         if lane == COMPUTE:
@@ -142,11 +144,12 @@ def with_waits(
             need[COMPUTE], need[SWAP_OUT] = after[i] + 1, saved[x]
             counted[x] = offset[i] < 0
             more = g.nbytes[x] if counted[x] else 0
-            if counted[x]:  # it returns to the storage that it left
+            if counted[x]:  # it returns to its former storage
                 _merge(need, used[x])
         else:
             _merge(need, arrived[x])
             need[COMPUTE] = max(need[COMPUTE], after[i] + 1)
+        # A wait implies all that was known at its step's end. Waits for memory come on top.
         now = known[lane]
         _learn(now, need, ended)
         if more + scratch > 0:
@@ -157,6 +160,7 @@ def with_waits(
         for other in range(3):
             if other != lane and need[other] > 0:
                 wait[i, other] = need[other] - 1
+        # The row ends: advance its lane's clock, and those of the tensors that it touched.
         done[lane] += 1
         now[lane] = done[lane]
         ended[lane, done[lane]] = now
@@ -187,7 +191,7 @@ def _merge(clock: Ints, other: Ints) -> None:
 
 @compiled
 def _learn(now: Ints, need: Ints, ended: Ints) -> None:
-    """Add to what a step knows what it waits for, and what is known once that has ended."""
+    """Merge into `now` the clocks at the ends of the steps in `need`."""
     for other in range(3):
         if need[other] > now[other]:
             _merge(now, ended[other, need[other]])
@@ -206,7 +210,7 @@ def _wait_for_bytes(
     wanted_bytes: int,
     pool_bytes: int,
 ) -> None:
-    """Wait for bytes that were given up, first those that were given up first, until all that is held fits."""
+    """Add waits for released bytes, in release order, until `wanted_bytes` fit in the pool."""
     unfinished = 0
     for r in range(head[lane], tail):
         if _is_past(given_clock[r], now):
@@ -232,7 +236,7 @@ def _is_past(clock: Ints, now: Ints) -> bool:
 
 
 def peak_bytes(arrays: GraphArrays, verb: Ints, what: Ints, residents: Collection[int] = ()) -> int:
-    """The most bytes in memory at once where everything is counted: the least pool that these rows can have."""
+    """Return the peak bytes in memory if everything is counted: the smallest pool for these rows."""
     return int(_peak_bytes(arrays, verb, what, ints(residents)))
 
 

@@ -1,4 +1,4 @@
-"""Writes every searcher's schedule as a plan. Waits that lane order or another wait implies are left out."""
+"""Converts schedules to plans. Waits implied by lane order or by another wait are left out."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -8,14 +8,14 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.table import COMPUTE, NOTHING, SWAP_IN, SWAP_OUT, WORKSPACE, Schedule
 
 _Clock = tuple[int, int, int]
-"""Steps of each lane that have ended."""
+"""Number of ended steps per lane."""
 _NEVER: Final[_Clock] = (0, 0, 0)
 
 
 def write(problem: Problem, schedule: Schedule, pool_bytes: int) -> Plan:
-    """Return the plan of a schedule whose counted bytes lie in a pool of this size at the workspace's start.
+    """Return a schedule's plan, with counted bytes in a pool of this size at the workspace's start.
 
-    The caller answers for the rows and offsets; the checker finds mistakes.
+    Rows and offsets are not validated here; the checker does that.
     """
     residents = zip(schedule.residents.tolist(), schedule.resident_at.tolist(), strict=True)
     return Plan(
@@ -29,14 +29,14 @@ def write(problem: Problem, schedule: Schedule, pool_bytes: int) -> Plan:
 
 
 def address_of(offset: int) -> Address | None:
-    """Where a schedule's offset lies; None where the tensor is counted."""
+    """Convert an offset of a schedule to an address; None if the tensor is counted."""
     if offset == NOTHING:
         return None
     return Address("partition", offset) if offset < WORKSPACE else Address("workspace", offset - WORKSPACE)
 
 
 def offset_of(address: Address | None) -> int:
-    """The inverse of `address_of`."""
+    """Inverse of `address_of`."""
     if address is None:
         return NOTHING
     return address.offset + (WORKSPACE if address.region == "workspace" else 0)
@@ -56,10 +56,10 @@ def _steps(schedule: Schedule) -> Iterator[Step]:
 
 
 def _reduced(schedule: Schedule) -> Iterator[tuple[int, ...]]:
-    """For each row, the rows that it must name so that everything it waits for has ended."""
+    """Yield, for each row, the rows that it must name; their ends imply all its waits."""
     issued: tuple[list[int], list[int], list[int]] = ([], [], [])  # per lane, its rows
-    latest: list[_Clock] = [_NEVER, _NEVER, _NEVER]  # per lane, what its next step knows to have ended
-    ended: dict[int, _Clock] = {}  # per row, what has ended once it has
+    latest: list[_Clock] = [_NEVER, _NEVER, _NEVER]  # per lane, the steps that its next step knows to have ended
+    ended: dict[int, _Clock] = {}  # per row, the steps that have ended once it has
     for index, (lane, waits) in enumerate(zip(schedule.verb.tolist(), schedule.wait.tolist(), strict=True)):
         if lane > SWAP_OUT:
             yield ()

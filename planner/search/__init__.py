@@ -1,1 +1,1 @@
-"""The search driver, the base class of every searcher, and the portfolio that combines them."""
+"""The search driver, the base class of searchers, and the portfolio that combines them."""

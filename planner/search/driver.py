@@ -1,4 +1,4 @@
-"""Runs a search: takes a problem, returns the best plan found, checked."""
+"""Runs a searcher on a problem and returns the best plan found, checked."""
 
 import math
 import time
@@ -18,8 +18,8 @@ from cohabit.planner.search.portfolio import Best
 from cohabit.planner.search.registry import make
 
 Progress = Callable[[int, float, float], None]
-"""Called with the evaluations so far, the best latency or period, and its lower bound (resident latency after the first
-plan)."""
+"""Called with the evaluations so far, the best latency or period, and its lower bound (in the first call, the
+resident latency)."""
 
 
 def search(
@@ -32,12 +32,12 @@ def search(
     on_progress: Progress | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Find the plan of least latency; among equals (within TIE) of least period, then of least link bytes.
+    """Find the plan with the least latency; ties (within TIE) go to the least period, then to the fewest link bytes.
 
-    Where the period is the problem's objective, it comes before the latency.
+    If the period is the problem's objective, it comes before the latency.
 
-    `workers` threads evaluate candidates where that is compiled code. Without a limit in seconds, the
-    same problem, searcher and seed give the same plan with any number of them.
+    `workers` threads evaluate candidates if evaluation is compiled. Without a limit in seconds, the same problem,
+    searcher and seed give the same plan with any number of workers.
     Once `is_stopped` returns true, the best plan so far is returned.
     Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.
     """
@@ -57,7 +57,7 @@ def search(
     with ThreadPoolExecutor(workers) as threads:
 
         def evaluate(candidates: Sequence[Any]) -> list[Cost]:
-            """Return the candidates' costs in order, cut short once the search is over."""
+            """Return the candidates' costs in order; stops early once the search is over."""
             in_turn: Callable[..., Iterable[Cost]] = map
             each = threads.map if workers > 1 and state.is_compiled else in_turn
             costs = []
@@ -68,6 +68,7 @@ def search(
                     break
             return costs
 
+        # Ask, evaluate and tell, until the searcher has no candidates or a limit is reached.
         while candidates := state.ask():
             most = limit.evaluations if limited else state.evaluations
             left = len(candidates) if most is None else most - shortlist.evaluations
@@ -76,7 +77,7 @@ def search(
             candidates = candidates[:left]
             costs = evaluate(candidates)
             if limit.strict and is_over() and shortlist.evaluations + len(costs) > 1:
-                costs = costs[:-1]
+                costs = costs[:-1]  # it ended after the limit
             candidates = candidates[: len(costs)]
             state.tell(candidates, costs)
             shortlist.add(candidates, costs)
@@ -85,6 +86,7 @@ def search(
                 on_progress(shortlist.evaluations, shortlist.least_s, bound_s)
             if is_over():
                 break
+    # Write the best as a plan. Its times come from the simulator for all searchers.
     best = shortlist.best()
     plan = state.write(best)
     timeline = simulate(graph, plan, profile)
@@ -108,7 +110,7 @@ def search(
 
 
 class Shortlist:
-    """The candidates that tie with the best so far, by the problem's objective."""
+    """Candidates that tie with the best so far in the objective."""
 
     def __init__(self, problem: Problem) -> None:
         self._seconds, self._other_s = problem.seconds, problem.other_seconds
@@ -118,7 +120,7 @@ class Shortlist:
         self._kept: list[tuple[Any, Cost]] = []
 
     def add(self, candidates: Sequence[Any], costs: Sequence[Cost]) -> None:
-        """Count evaluated candidates and keep those that tie."""
+        """Count evaluated candidates, and keep those that tie."""
         if not self.evaluations and costs:
             self.first_s = self._seconds(costs[0])
         self.evaluations += len(costs)
@@ -130,7 +132,7 @@ class Shortlist:
             self._kept = self._fast()
 
     def best(self) -> Any:
-        """Return the best candidate; among ties the best by the other time, then that of least link bytes."""
+        """Return the best candidate; ties go to the best other time, then to the fewest link bytes."""
         fast = self._fast()
         least_s = min(self._other_s(cost) for _, cost in fast)
         ties = [(candidate, cost) for candidate, cost in fast if self._other_s(cost) <= least_s * TIE]

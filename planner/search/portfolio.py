@@ -1,16 +1,15 @@
-"""The default searcher: several searchers, one after the other, until the lower bound is reached.
+"""The default searcher: runs several searchers in turn until one reaches the lower bound.
 
-For a partition with a workspace, `streaming` plans. `offloading` does where activations do not fit, or where they leave
-parameters little room and `streaming` is far from the bound. With time left, `streaming` goes on.
+For a partition with a workspace, `streaming` plans. `offloading` plans if activations do not fit, or if they leave
+parameters little room and `streaming` is far from the bound. `streaming` uses the remaining time.
 
 For one budget in which everything is counted, each member first gets a small share of its own effort, and the one with
 the best plan continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm
-Identification and Hyperparameter Optimization", AISTATS 2016). Once it has spent its own effort, each of the others
-gets the rest of its own, in order of the best latency so far, so that the portfolio is never worse than a member at
-that effort. The best one that has more to try then goes on. Where ops share weights, as the time steps of a recurrent
-network do, they can also run in an order in which such ops come together; `on_demand`, the quickest member, plans both
-orders, and all others take its better one. Graphs that change state, as a training step does, are planned as
-chains, too, which takes a few candidates.
+Identification and Hyperparameter Optimization", AISTATS 2016). After its effort, each of the others gets the rest of
+its own, in order of the best latency so far, so that the portfolio is never worse than a member at that effort. The
+best member with candidates left then continues. Ops that share weights, such as the time steps of a recurrent network,
+can also run grouped by weights: `on_demand`, the quickest member, plans both orders, and all others take its better
+one. Graphs that change state, such as training steps, are also planned as chains, which takes a few candidates.
 """
 
 import math
@@ -30,19 +29,19 @@ from cohabit.planner.search.searcher import Searcher
 
 QUICKEST: Final = "on_demand"
 SAMPLED: Final = ("interval", "particle_swarm")
-"""Quick ones first."""
+"""Members that are sampled before they are ranked, quick ones first."""
 OF_CHAINS: Final = ("dynprog", "chain_checkpointing")
-"""Offload, or compute again, the layers of a chain, of a few candidates each."""
+"""Members that offload or recompute layers of a chain, with a few candidates each."""
 SAMPLE: Final = 1 / 16
-"""Share of its effort that each of these gets before they are ranked."""
+"""Fraction of its effort that each of SAMPLED gets before ranking."""
 BY_WEIGHTS: Final = " in the order of weights"
-"""Names members whose ops run in the order of `planner.order.by_parameters`: the time steps of a layer together."""
+"""Name suffix of members whose ops run in the order of `planner.order.by_parameters`, grouped by weights."""
 AT_BOUND: Final = 1e-4
-"""A relative gap this small counts as none."""
+"""Relative gap to the bound that counts as zero."""
 WORTH_OFFLOADING: Final = 0.05
-"""Relative gap to the bound from which offloading is tried although activations fit."""
+"""Relative gap to the bound above which offloading is tried even if activations fit."""
 NARROW: Final = 2
-"""In units of the largest op's parameters: in a wider window, copies overlap with ops without offloading."""
+"""Window in units of the largest op's parameters; in a wider one, copies overlap with ops without offloading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Best(Searcher[MemberCandidate]):
         self._least_s = [math.inf] * len(self._names)
         self._count = 0
         self.evaluations = 10**12
-        """Only known once every member has had its turn; a very large number before."""
+        """Known once every member has had its turn; a very large number before."""
         self._steps = self._ask_counted() if problem.memory.counted else self._ask_served()
 
     def tell(self, candidates: Sequence[MemberCandidate], costs: Sequence[Cost]) -> None:
@@ -96,7 +95,8 @@ class Best(Searcher[MemberCandidate]):
         return in_original_order(plan, self._order, self.problem.graph, self.problem.profile)
 
     def _choose_serving_members(self) -> None:
-        """Use offloading alone where streaming refuses. Raises the refusal that names the smaller budget."""
+        """Use offloading alone if streaming does not fit. If neither does, raises the InfeasibleBudget that needs
+        less."""
         self._names = ["streaming"]
         try:
             self._member(0)
@@ -110,7 +110,7 @@ class Best(Searcher[MemberCandidate]):
             self._names += ["offloading"] if _is_narrow(self.problem) else []
 
     def found_by(self, candidate: MemberCandidate) -> str:
-        """Name the member that found a candidate."""
+        """Return the name of the member that found a candidate."""
         return self._names[candidate.member]
 
     def _ask_served(self) -> Iterator[Sequence[MemberCandidate]]:
@@ -122,7 +122,7 @@ class Best(Searcher[MemberCandidate]):
             yield from self._turn(0, math.inf)
 
     def _weights_order(self) -> tuple[int, ...] | None:
-        """Return an order in which ops of the same weights come together, if there is another one that fits."""
+        """Return an order that groups ops by weights; None if it does not fit or is the graph's own."""
         graph, profile = self.problem.graph, self.problem.profile
         if not has_reuse(graph):
             return None
@@ -131,6 +131,7 @@ class Best(Searcher[MemberCandidate]):
         return order if fits and list(order) != sorted(order) else None
 
     def _ask_counted(self) -> Iterator[Sequence[MemberCandidate]]:
+        # The quickest member and those of chains run in full.
         quickest = [i for i, name in enumerate(self._names) if name.startswith(QUICKEST)]
         chains = [i for i, name in enumerate(self._names) if name in OF_CHAINS]
         left: dict[int, float] = {}
@@ -139,6 +140,7 @@ class Best(Searcher[MemberCandidate]):
                 return
             left[i] = 0
             yield from self._turn(i)
+        # Sample the others in the better order of the ops; then all spend the rest of their effort, the best first.
         start = min(quickest, key=self._rank) + 1
         for i in range(start, start + len(SAMPLED)):
             if self._is_at_bound():
@@ -151,7 +153,7 @@ class Best(Searcher[MemberCandidate]):
             if left[i] > 0:
                 yield from self._turn(i, left[i])
         self.evaluations = self._count
-        for i in sorted(left, key=self._rank):  # a member with nothing left to try hands over to the next
+        for i in sorted(left, key=self._rank):  # a member without further candidates hands over to the next
             if self._is_at_bound():
                 return
             yield from self._turn(i, math.inf)
@@ -163,9 +165,9 @@ class Best(Searcher[MemberCandidate]):
         return min(self._least_s) <= self.problem.bound_s * (1 + AT_BOUND)
 
     def _turn(self, i: int, most: float | None = None) -> Generator[Sequence[MemberCandidate], None, int]:
-        """Ask a member until it has spent `most` evaluations or stops; return how many it spent.
+        """Ask a member until it has spent `most` evaluations or stops. Returns the number spent.
 
-        Without `most`, its own effort, which is read after its first candidates: it takes time.
+        `most` is the member's own effort by default, read after its first candidates because computing it takes time.
         """
         member, spent = self._member(i), 0
         while inner := member.ask():
@@ -188,7 +190,7 @@ class Best(Searcher[MemberCandidate]):
 
 
 def _is_narrow(problem: Problem) -> bool:
-    """Whether parameters stream through little room, and some activation could be offloaded to widen it."""
+    """Whether parameters stream through a narrow window that offloading some activation could widen."""
     graph = problem.graph
     footprint = Footprint.of(graph)
     memory = problem.memory

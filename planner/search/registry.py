@@ -1,11 +1,11 @@
-"""The searchers by name. A searcher's module is imported when its name is first asked for."""
+"""Searchers by name. The module of a searcher is imported on its first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from cohabit.planner.errors import UnknownSearcher, UnsupportedProblem
 
-if TYPE_CHECKING:  # commands list the searchers' names in their help
+if TYPE_CHECKING:  # commands import this module to list searchers in their help
     from cohabit.planner.problem import Problem
     from cohabit.planner.search.searcher import AnySearcher
 
@@ -18,7 +18,7 @@ _COUNTED: Final = {
     "interval": "papers.tensile.searcher:Tensile",
     "on_demand": "papers.swapadvisor.on_demand:OnDemand",
 }
-"""Module below planner, and class, of those that plan one budget in which everything is counted."""
+"""Searchers for one budget in which everything is counted: module below planner, and class."""
 
 _SERVING: Final = {
     "best": "search.portfolio:Best",
@@ -26,7 +26,7 @@ _SERVING: Final = {
     "offloading": "offloading.searcher:Offloading",
     "genetic": "papers.swapadvisor.serving:ServingGenetic",
 }
-"""Of those that plan a partition and a workspace."""
+"""Searchers for a partition and a workspace."""
 
 _BASELINES: Final = {
     "vdnn_all": "papers.baselines.layers:VdnnAll",
@@ -38,18 +38,18 @@ _BASELINES: Final = {
     "sqrt_checkpointing": "papers.baselines.checkpointing:SqrtCheckpointing",
     "chain_checkpointing": "papers.baselines.checkpointing:ChainCheckpointing",
 }
-"""Of earlier systems to compare with, which plan one budget, too."""
+"""Earlier systems for comparison, also for one budget."""
 
 COUNTED: Final = tuple(_COUNTED)
 SERVING: Final = tuple(_SERVING)
 SEARCHERS: Final = tuple(dict.fromkeys((*SERVING, *COUNTED)))
-"""Names of searchers: of one budget, of a partition and a workspace, and all."""
+"""Names of searchers: for one budget, for a partition and a workspace, and all."""
 BASELINES: Final = tuple(_BASELINES)
 """Names of the baselines, which are not among the searchers."""
 
 
 def make(searcher: str, problem: "Problem", seed: int) -> "AnySearcher":
-    """Return a new search for a problem. Raises UnknownSearcher, and what the searcher raises."""
+    """Return a new search for a problem. Raises UnknownSearcher, UnsupportedProblem, and errors of the searcher."""
     if searcher not in (*SEARCHERS, *BASELINES):
         raise UnknownSearcher(searcher, (*SEARCHERS, *BASELINES))
     counted = problem.memory.counted

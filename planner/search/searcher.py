@@ -1,4 +1,4 @@
-"""The base class of every searcher: ask for candidates, evaluate them, tell their costs."""
+"""Base class of searchers: ask for candidates, evaluate them, tell their costs."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +15,17 @@ C = TypeVar("C")
 
 
 class Searcher(Generic[C]):
-    """One search for one problem, seeded when it is made.
+    """One search for one problem, seeded at creation.
 
-    Subclasses set `problem`, and `_steps`, the candidates to ask for. They have `_schedule`, which returns a
-    candidate's schedule, or None if it does not fit in memory. Those that can tell a candidate's cost without making
-    its schedule override `evaluate`; those whose pool is not all of the workspace override `pool_bytes`.
-    `evaluate` and `write` depend only on the problem and the candidate: other threads may call them.
+    Subclasses set `problem`, and `_steps`, an iterator of candidates to ask for. They define `_schedule`, which returns
+    a candidate's schedule, or None if it does not fit in memory. They override `evaluate` if costs need no schedule,
+    and `pool_bytes` if the pool is smaller than the workspace. `evaluate` and `write` depend only on the problem and
+    the candidate: other threads may call them.
     """
 
     problem: Problem
     is_compiled = False
-    """Whether evaluating the latest candidates is compiled code, which runs without the GIL."""
+    """Whether the latest candidates are evaluated by compiled code, which runs without the GIL."""
     _schedule: Callable[[C], Schedule | None]
     _steps: Iterator[Sequence[C]]
 
@@ -35,23 +35,24 @@ class Searcher(Generic[C]):
         raise NotImplementedError
 
     def ask(self) -> Sequence[C]:
-        """Return the next candidates to evaluate, independent of one another; none when the search is over."""
+        """Return the next independent candidates to evaluate; empty when the search is over."""
         return next(self._steps, ())
 
     def tell(self, candidates: Sequence[C], costs: Sequence[Cost]) -> None:
-        """Take the costs of the latest candidates; there are fewer costs if a limit cut the evaluation short.
+        """Receive the costs of the latest candidates; fewer if a limit cut the evaluation short.
 
-        For searchers whose candidates build on one another.
+        Searchers whose candidates build on one another override this.
         """
 
     def evaluate(self, candidate: C, good_s: float) -> Cost:
-        """Simulate a candidate. Where the latency is the objective, the period only if that is at most `good_s`."""
+        """Simulate a candidate. If latency is the objective, the period is simulated only for latencies up to
+        `good_s`."""
         schedule = self._schedule(candidate)
         good_s = math.inf if self.problem.objective == "period" else good_s
         return UNFIT if schedule is None else evaluate(self.problem, schedule, good_s)
 
     def pool_bytes(self, candidate: C) -> int:
-        """Size of the pool in which a candidate's counted bytes lie."""
+        """Return the size of the pool for a candidate's counted bytes."""
         return self.problem.memory.workspace_bytes
 
     def write(self, candidate: C) -> Plan:

@@ -1,1 +1,1 @@
-"""What sizing and fitting ask: models' demands, curves of quick plans, and the final plans of all buckets."""
+"""Sizes of models' memory: their demands, latency curves of quick plans, and the final plans of all buckets."""

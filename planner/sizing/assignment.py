@@ -1,4 +1,4 @@
-"""Assigns models to engines, from the sizes of their weights and their request rates."""
+"""Assigns models to engines by the sizes of their weights and their request rates."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class ModelTraffic:
-    """A model's weights and the request rate that one engine is to serve."""
+    """Size of a model's weights, and its request rate in one engine."""
 
     name: str
     weight_bytes: int
@@ -15,14 +15,14 @@ class ModelTraffic:
 
 
 Assignment = tuple[tuple[ModelTraffic, ...], ...]
-"""The models of each engine; a model with several copies has an equal part of its rate in each."""
+"""Models of each engine. A model with several copies has an equal part of its rate in each."""
 
 
 def load_bytes_per_s(models: Sequence[ModelTraffic], memory_bytes: int) -> float:
-    """Bytes that an engine reads and copies per second, which stand in for time before models are measured.
+    """Return the bytes that an engine reads and copies per second: a proxy for time before models are measured.
 
-    An inference reads all weights once, and copies those that are not resident. The highest rates are resident first,
-    which minimises the copies.
+    An inference reads all weights once, and copies those that are not resident. Models with the highest rates become
+    resident first, which minimises the copies.
     """
     load = 0.0
     left = memory_bytes
@@ -36,8 +36,8 @@ def load_bytes_per_s(models: Sequence[ModelTraffic], memory_bytes: int) -> float
 def assign(models: Sequence[ModelTraffic], engines: int, memory_bytes: int, copies: int = 1) -> Assignment:
     """Assign every model to at least one engine of `memory_bytes` each, so that the largest load is small.
 
-    A model whose rate is above the mean has at least `copies`. Models with more than an even part of the total load
-    are split further, if that makes the largest load smaller. No engine has two copies of one model.
+    A model with a rate above the mean has at least `copies`. Models with more than an even part of the total load are
+    split further if that lowers the largest load. No engine has two copies of one model.
     """
     assert engines >= 1
     traffic = [model.rate_per_s * model.weight_bytes for model in models]
@@ -50,7 +50,7 @@ def assign(models: Sequence[ModelTraffic], engines: int, memory_bytes: int, copi
 
 
 def _greedy(models: Sequence[ModelTraffic], counts: Sequence[int], engines: int, memory_bytes: int) -> Assignment:
-    """Place `counts` copies of each, largest share of the load first, where the load is then least."""
+    """Place `counts` copies of each model, largest load first, on the engines with the least resulting load."""
     parts = [replace(m, rate_per_s=m.rate_per_s / n) for m, n in zip(models, counts, strict=True)]
     held: list[list[ModelTraffic]] = [[] for _ in range(engines)]
     for i in sorted(range(len(parts)), key=lambda i: -parts[i].rate_per_s * parts[i].weight_bytes):

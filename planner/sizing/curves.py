@@ -1,4 +1,4 @@
-"""Latency as a function of the partition's size, from quick plans, or by a rule of thumb."""
+"""Latency as a function of partition size, from quick plans or a rule of thumb."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,13 +18,13 @@ SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 
 
 Estimate = Callable[[Footprint, Profile, Memory], float]
-"""Returns the latency of a graph in some memory."""
+"""Function that returns the latency of a graph in a given memory."""
 Estimates = dict[tuple[str, bool, str, int, int], float]
-"""Latencies: by graph, whether activations are offloaded, profile, partition and workspace."""
+"""Latencies by graph, whether activations are offloaded, profile, partition and workspace."""
 
 
 def estimate_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> float:
-    """Latency of a quick plan, in the better of two orders of the ops; a search finds at least as good a one.
+    """Return the latency of a quick plan in the better of two op orders; a search finds a plan at least as good.
 
     Raises InfeasibleBudget.
     """
@@ -40,9 +40,9 @@ def estimate_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -
 
 
 def rough_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> float:
-    """Latency by a rule of thumb, without a plan: what does not fit is copied while ops compute.
+    """Estimate the latency by a rule of thumb, without a plan: non-resident parameters are copied while ops compute.
 
-    The less room there is for two ops' parameters at a time, the less of that overlaps.
+    The less memory there is for the parameters of two ops at a time, the smaller the overlap.
     """
     tensors = footprint.graph.tensors
     parameters = [tensors[i] for i in footprint.graph.parameters]
@@ -59,7 +59,7 @@ def rough_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> f
 
 
 def partition_sizes(least: int, most: int) -> list[int]:
-    """Return the sizes of partitions that are tried, in whole pages more than the least."""
+    """Return the partition sizes to try: the least, plus whole pages."""
     return [least + int(max(most - least, 0) * share) // PAGE_BYTES * PAGE_BYTES for share in SHARES]
 
 
@@ -72,9 +72,9 @@ def latency_curve(
     known: Estimates,
     estimate: Estimate = estimate_latency_s,
 ) -> Curve:
-    """Points from `least` to `most` bytes of partition, until more memory no longer helps.
+    """Return points from `least` to `most` bytes of partition, until more memory no longer helps.
 
-    Models with the same graph and profile share what is `known`.
+    `known` caches estimates, which models with the same graph and profile share.
     """
     points: list[Point] = []
     for size in partition_sizes(least, most):

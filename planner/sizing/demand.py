@@ -1,4 +1,4 @@
-"""The memory that models demand: their request rates, and the least memory that they need."""
+"""Memory demands of models, and sizes of workspaces to try."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.deployment import ModelDemand
 
 WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
-"""Sizes of the window to try, in units of the largest op's parameters."""
+"""Window sizes to try, in units of the largest op's parameters."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Demand:
         return Demand(model, {bucket: Footprint.of(g) for bucket, g in model.graphs.items()})
 
     def with_offloading(self) -> "Demand":
-        """The same with offloaded activations: less memory, more time."""
+        """Return the demand with offloaded activations: less memory, more time."""
         smallest = {
             bucket: _in_smallest_pool(footprint, self.model.profiles[bucket])
             for bucket, footprint in self.footprints.items()
@@ -38,7 +38,7 @@ class Demand:
 
     @property
     def parameter_bytes(self) -> int:
-        """Partition that holds every parameter."""
+        """Size of a partition that holds every parameter."""
         graph = self.model.graphs[self.smallest]
         return sum(page_aligned(graph.tensors[i].nbytes) for i in graph.parameters)
 
@@ -55,7 +55,7 @@ class Demand:
         return max(self.footprints.values(), key=lambda f: f.least_bytes)
 
     def least_partition_bytes(self, workspace: int) -> int | None:
-        """Least partition with which all buckets are feasible; None if the workspace is too small."""
+        """Return the least partition with which all buckets are feasible; None if the workspace is too small."""
         least = [f.least_partition_bytes(workspace) for f in self.footprints.values()]
         return max((b for b in least if b is not None), default=0) if None not in least else None
 
@@ -66,9 +66,9 @@ def _in_smallest_pool(footprint: Footprint, profile: Profile) -> Footprint:
 
 
 def workspaces(demands: Sequence[Demand], memory: int) -> list[int]:
-    """Workspace sizes worth trying: from the activations alone to the least that needs no partition, and larger.
+    """Return workspace sizes to try: from the activations alone to the least that needs no partition, and larger.
 
-    Ops that share parameters may need them once if they run together, which takes more activations.
+    Ops that share parameters may need them only once if they run together, which takes more activations.
     """
     own = [f for d in demands for f in d.footprints.values()]
     cached = max((p.window_bytes for d in demands for p in d.model.profiles.values()), default=0)

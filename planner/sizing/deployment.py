@@ -1,7 +1,8 @@
-"""How much memory each model gets, and its plans: what the planner decides and the engine carries out.
+"""Deployments: each model's memory and plans, which the planner chooses and the engine carries out.
 
-A deployment's arena begins with the workspaces, one per compute lane and all of one size. The partitions end where the
-arena ends, the first model's last, so that workspaces and partitions can grow into the bytes between them.
+A deployment's arena begins with the workspaces, one per compute lane and all of one size. Partitions are placed from
+the arena's end downwards, in the order of the models, so that workspaces and partitions can grow into the bytes
+between them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,9 @@ from cohabit.planner.shapes import Bucket
 
 LayoutName = Literal["partitioned", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")
-"""Layouts with one region, in which a model is there as a whole while it runs."""
+"""Layouts with one region that hold a whole model while it runs."""
 ONE_REGION: tuple[LayoutName, ...] = (*WHOLE_MODELS, "pipelined", "on_demand")
-"""In the last two, each op's parameters must be there, and the model may be larger."""
+"""Layouts with one region. The last two hold only each op's parameters, so models may be larger."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ModelDemand:
     profiles: Mapping[Bucket, Profile]
     rate_per_s: float = 1.0
     splits_batches: bool = False
-    """Whether a batch that is not planned may run as several smaller ones."""
+    """Whether an unplanned batch may run as several smaller ones."""
 
     @property
     def batches(self) -> list[int]:
@@ -44,14 +45,14 @@ class ModelDemand:
 
 
 class Division(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How memory is divided: the size of each lane's workspace, and of the partition that each model is planned for."""
+    """A division of memory: sizes of each lane's workspace and of the partition that each model is planned for."""
 
     memory_bytes: int
-    """In whole pages."""
+    """A multiple of the page size."""
     workspace_bytes: int
     partition_bytes: tuple[int, ...]
     most_batches: tuple[int, ...] = ()
-    """The largest batch that each model is planned for, and larger ones run as several of; empty if all are planned."""
+    """Largest planned batch of each model; larger ones run in parts. Empty if all are planned."""
 
 
 class DeploymentEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,13 +73,13 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: LayoutName
     memory_bytes: int
     workspace_bytes: int
-    """Of each lane; the arena begins with them."""
+    """Size of each lane's workspace; the arena begins with these."""
     entries: tuple[DeploymentEntry, ...]
     lanes: int = 1
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of workspaces and partitions."""
+        """Bytes of all workspaces and partitions."""
         lowest = min((entry.partition_offset for entry in self.entries), default=self.memory_bytes)
         return self.lanes * self.workspace_bytes + self.memory_bytes - lowest
 
@@ -90,7 +91,7 @@ def laid_out(
     plans: Sequence[Mapping[Bucket, Plan]],
     lanes: int = 1,
 ) -> Deployment:
-    """Place partitions from the top of memory down. Models of a layout with one region all get that region."""
+    """Place partitions from the top of memory down. In a layout with one region, every model gets that region."""
     memory, workspace = division.memory_bytes, division.workspace_bytes
     top = memory
     entries = []

@@ -30,11 +30,11 @@ from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.sizing.shares import Curve, latency_weights, share_out, weighted_latency_s
 
 LEAST_GAIN = 0.1
-"""Share of the weighted latency that leaving out batches must save."""
+"""Fraction of the weighted latency that leaving out batches must save."""
 ALIKE = 0.05
-"""Share by which costs may differ from the best; then more batches count."""
+"""Fraction by which a cost may exceed the best and count as equal; among equal costs, more batches win."""
 LEAST_STEP = 0.05
-"""Share of the memory."""
+"""Fraction of the memory that a step of leaving out batches must save."""
 
 
 def deploy(
@@ -45,7 +45,7 @@ def deploy(
     *,
     lanes: int = 1,
 ) -> Deployment:
-    """Size every model and plan every bucket. Raises InfeasibleBudget with the least memory that would do."""
+    """Size every model and plan every bucket. Raises InfeasibleBudget with the least sufficient memory."""
     division = divide(models, memory_bytes, layout, lanes=lanes)
     sizes = [Memory(division.workspace_bytes, partition) for partition in division.partition_bytes]
     models = [model.up_to(most) for model, most in zip(models, division.most_batches, strict=True)]
@@ -62,13 +62,13 @@ def divide(
     lanes: int = 1,
     rough: bool = False,
 ) -> Division:
-    """Choose the workspace and every partition. Raises InfeasibleBudget with the least memory that would do.
+    """Choose the workspace and every partition. Raises InfeasibleBudget with the least sufficient memory.
 
-    Plans that stay as they are may need `least_workspace_bytes`. A layout with one region has one lane. With `rough`,
+    Plans that stay unchanged may need `least_workspace_bytes`. A layout with one region has one lane. With `rough`,
     latencies are estimated by a rule of thumb, which takes no time.
 
-    Largest batches are left out of models that may split them where their activations cost more, as memory that
-    parameters lack, than batching gains.
+    Models that may split batches lose their largest ones if these cost more than batching gains: their activations
+    take memory from parameters.
     """
     assert lanes == 1 or layout not in ONE_REGION
     demands = [Demand.of(model) for model in models]
@@ -96,7 +96,7 @@ class _Room:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """How memory is shared out, and what it costs: the sum of weight times latency."""
+    """A division of memory, and its cost: the sum of weight times latency."""
 
     demands: Sequence[Demand]
     workspace_bytes: int
@@ -107,7 +107,7 @@ class _Shares:
 def _partition(demands: Sequence[Demand], room: _Room) -> _Shares:
     """Choose batches, the lanes' workspace and the partitions that minimise the sum of rate times latency.
 
-    Where activations do not fit, largest batches are left out, and where that is not enough, activations are offloaded.
+    If activations do not fit, the largest batches are left out. If that is not enough, activations are offloaded.
     """
     found: list[tuple[float, _Shares]] = []
     for fewer in _with_fewer_batches(demands, room.memory_bytes):
@@ -115,7 +115,7 @@ def _partition(demands: Sequence[Demand], room: _Room) -> _Shares:
             shares = _partition_for(fewer, room)
             found.append((shares.cost + _batching_loss_s(demands, fewer), shares))
             if found[0][1] is shares and _resident_cost_s(demands) >= (1 - LEAST_GAIN) * shares.cost:
-                break  # it does not matter how much more memory parameters get
+                break  # more memory for parameters would hardly help
     if not found:
         *_, fewest = _with_fewer_batches(demands, 0)
         for tried in (demands, fewest)[: 1 + (fewest is not demands)]:
@@ -132,10 +132,10 @@ def _partition(demands: Sequence[Demand], room: _Room) -> _Shares:
 
 
 def _with_fewer_batches(demands: Sequence[Demand], memory_bytes: int) -> Iterator[Sequence[Demand]]:
-    """Yield the demands, then without the batches that take most activations, until those of one model must stay.
+    """Yield the demands, then without the batches with the most activations, until those of one model must stay.
 
-    Steps that save less than a share of the memory are not worth to be tried one by one. A model by itself keeps its
-    batches: no other model pays for them.
+    Steps that save less than LEAST_STEP of the memory are combined. A single model keeps its batches: no other model
+    pays for them.
     """
     if len(demands) == 1:
         yield demands
@@ -158,10 +158,10 @@ def _with_fewer_batches(demands: Sequence[Demand], memory_bytes: int) -> Iterato
 
 
 def _batching_loss_s(demands: Sequence[Demand], fewer: Sequence[Demand]) -> float:
-    """Return what batches that are left out would have saved, weighted as latencies are.
+    """Return the time that omitted batches would have saved, weighted like latencies.
 
-    At half of the load that the weights are for, the requests that wait in an M/M/1 queue are geometrically
-    distributed; so are those of one model, with the odds of its share of the requests.
+    At half load, which the weights assume, the number of requests in an M/M/1 queue is geometrically distributed; so
+    is that of one model's requests, with the odds of its share of the rate.
     """
     weights, rates = _weights(demands), [demand.model.rate_per_s for demand in demands]
     loss_s = 0.0
@@ -185,7 +185,7 @@ def _weights(demands: Sequence[Demand]) -> list[float]:
 
 
 def _resident_cost_s(demands: Sequence[Demand]) -> float:
-    """Return the cost with every parameter resident."""
+    """Return the cost if every parameter is resident."""
     compute_s = [d.model.profiles[d.smallest].compute_s for d in demands]
     return sum(weight * seconds for weight, seconds in zip(_weights(demands), compute_s, strict=True))
 
@@ -216,7 +216,7 @@ def _partition_for(demands: Sequence[Demand], room: _Room) -> _Shares:
         shares = _share_out(demands, least, workspace, room, known)
         if best is None or shares.cost < best.cost * (1 - 1e-6):
             best = shares
-    if best is None:  # partitions of nothing next to one largest workspace are feasible, unless it must be larger
+    if best is None:  # empty partitions with one largest workspace fit, unless it must be larger
         raise _refusal(largest_demand, memory, min(needed), len(demands))
     return best
 
@@ -230,7 +230,7 @@ def _refusal(demand: Demand, memory_bytes: int, least_bytes: int, models: int) -
 def _share_out(
     demands: Sequence[Demand], least: list[int], workspace: int, room: _Room, known: Estimates
 ) -> _Shares:
-    """Give memory where it saves most time per byte, then the rest to models that still lack some."""
+    """Give memory where it saves the most time per byte, then the rest to models that still lack some."""
     lines: list[Curve] = [
         latency_curve(d.footprints[b], d.model.profiles[b], low, d.parameter_bytes, workspace, known, room.estimate)
         for d, low in zip(demands, least, strict=True)
@@ -244,7 +244,7 @@ def _share_out(
 
 
 def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> list[int]:
-    """Fill up partitions, evenly, smallest lack first, until every parameter fits or nothing is left."""
+    """Fill up partitions evenly, smallest lack first, until every parameter fits or no memory is left."""
     lack = [max(d.parameter_bytes - p, 0) for d, p in zip(demands, partitions, strict=True)]
     given = list(partitions)
     order = sorted(range(len(demands)), key=lambda i: lack[i])
@@ -257,7 +257,7 @@ def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> l
 
 
 def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> _Shares:
-    """Every parameter of every model is resident."""
+    """Divide memory so that every parameter of every model is resident."""
     workspace = max((d.activation_bytes for d in demands), default=0)
     partitions = [d.parameter_bytes for d in demands]
     least = sum(partitions) + lanes * workspace
@@ -267,7 +267,7 @@ def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> _Shares
 
 
 def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> _Shares:
-    """One region for all models. Plans keep every parameter: residency is decided at run time."""
+    """Make one region for all models. Plans keep every parameter: residency is decided at run time."""
     workspace = max((d.activation_bytes for d in demands), default=0)
     for least, op, name in sorted(((*_least(d, layout), d.model.name) for d in demands), key=lambda d: d[0])[-1:]:
         if least + workspace > memory:
@@ -276,7 +276,7 @@ def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> _
 
 
 def _least(demand: Demand, layout: LayoutName) -> tuple[int, str | None]:
-    """What a model needs of a shared region, and the op that needs it (None for the whole model)."""
+    """Return the bytes that a model needs of a shared region, and the op that needs them (None for the whole model)."""
     if layout in WHOLE_MODELS:
         return demand.parameter_bytes, None
     footprint = demand.largest_demand

@@ -20,7 +20,7 @@ from cohabit.planner.sizing.deployment import ModelDemand
 def split_budget(graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profile], budget_bytes: int) -> Memory:
     """Split one model's memory into partition and workspace for the least latency in the smallest bucket.
 
-    Every bucket is feasible with the result. Raises InfeasibleBudget.
+    All buckets are feasible with the result. Raises InfeasibleBudget.
     """
     budget = budget_bytes // PAGE_BYTES * PAGE_BYTES
     demand = Demand.of(ModelDemand(next(iter(graphs.values())).name, graphs, profiles))
@@ -49,7 +49,7 @@ def split_budget(graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profi
 
 
 def fit(model: ModelDemand, choices: Sequence[Memory]) -> Memory | None:
-    """Choose the memory of least latency for one more model, or a part of its partition; None if it fits in none."""
+    """Choose the free memory with the least latency for one more model, trimming the partition; None if none fits."""
     demand = Demand.of(model)
     chosen = _fit(demand, choices)
     return chosen if chosen is not None else _fit(demand.with_offloading(), choices)
@@ -73,7 +73,7 @@ def _fit(demand: Demand, choices: Sequence[Memory]) -> Memory | None:
 
 
 def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
-    """Sizes of the workspace that are worth trying for a model."""
+    """Return workspace sizes to try for a model."""
     demand = Demand.of(model)
     return sorted({*workspaces([demand], memory_bytes), *workspaces([demand.with_offloading()], memory_bytes)})
 
@@ -88,7 +88,7 @@ def plan_model(
 ) -> dict[Bucket, Plan]:
     """Plan every bucket; the smallest chooses the residents of all. Raises InfeasibleBudget.
 
-    Plans are read from the library, or stored there; `quick` takes the first that works, and stores none.
+    Plans are read from the library, or stored there. With `quick`, each is the first feasible plan and is not stored.
     """
     plans: dict[Bucket, Plan] = {}
     residents: tuple[Placement, ...] | None = None
@@ -104,9 +104,9 @@ def plan_model(
 
 
 def plans_by_size(model: ModelDemand, workspace_bytes: int, searcher: str = "best") -> list[dict[Bucket, Plan]]:
-    """Return quick plans of every bucket for partitions of several sizes, the least first, until none is faster.
+    """Return quick plans of every bucket for ascending partition sizes, up to one as fast as with all resident.
 
-    Empty if no partition is enough next to this workspace.
+    Empty if no partition suffices with this workspace.
     """
     demand = Demand.of(model)
     least = demand.least_partition_bytes(workspace_bytes)

@@ -1,4 +1,4 @@
-"""Shares memory out among models, from their curves of latency over the partition's size. No planning, and quick."""
+"""Divides memory among models by their curves of latency over partition size. Quick: it does no planning."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ class Point:
 
 
 Curve = tuple[Point, ...]
-"""Rising in bytes."""
+"""Points, ascending in bytes."""
 
 
 def latency_weights(rates_per_s: Sequence[float], compute_s: Sequence[float]) -> list[float]:
-    """Return what a second of each model's latency costs: its own requests, and those that wait for them.
+    """Return the cost of a second of each model's latency, to its own requests and to those that wait for them.
 
     This is the derivative of an M/G/1 queue's mean response time (Pollaczek and Khinchine) by the model's service time,
-    at half of the load that all-resident models can bear: only the proportions of the rates count.
+    at half of the load that all-resident models can bear. Only the proportions of the rates count.
     """
     rates = [max(rate, 1e-9) for rate in rates_per_s]
     seconds = [max(s, 1e-9) for s in compute_s]
@@ -29,15 +29,15 @@ def latency_weights(rates_per_s: Sequence[float], compute_s: Sequence[float]) ->
 
 
 def share_out(curves: Sequence[Curve], weights: Sequence[float], memory_bytes: int) -> list[Point]:
-    """Choose a point of each curve: memory goes where it saves most weighted time per byte.
+    """Choose a point of each curve: memory goes where it saves the most weighted time per byte.
 
-    Every model gets its smallest size at least; these must fit.
+    Every model gets at least its smallest size; these must fit.
     """
     at = [0] * len(curves)
     left = memory_bytes - sum(curve[0].partition_bytes for curve in curves)
 
     def best_step(i: int) -> tuple[float, int]:
-        """Return the largest saving per byte of a model's steps that fit, and where it leads; 0 if none saves."""
+        """Return the largest saving per byte among a model's steps that fit, and its point; 0 if none saves."""
         now, best = curves[i][at[i]], (0.0, at[i])
         for j in range(at[i] + 1, len(curves[i])):
             more = curves[i][j].partition_bytes - now.partition_bytes
@@ -56,7 +56,7 @@ def share_out(curves: Sequence[Curve], weights: Sequence[float], memory_bytes: i
         if more <= left:
             left -= more
             at[i] = j
-        steps[i] = best_step(i)  # of another point, or in less memory than when it was found
+        steps[i] = best_step(i)  # from the new point, or with less memory left
     return [curve[k] for curve, k in zip(curves, at, strict=True)]
 
 

@@ -1,1 +1,1 @@
-"""The searcher `streaming`: initial choices of residents, the linear relaxation, simulated annealing."""
+"""The searcher `streaming`: initial choices of residents, a linear relaxation, and simulated annealing."""

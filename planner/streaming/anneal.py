@@ -1,4 +1,4 @@
-"""Simulated annealing over what streams, what stays and what comes back in the epilogue."""
+"""Simulated annealing over the choice of parameters to stream, to keep, or to release and restore."""
 
 from typing import Final, NamedTuple
 
@@ -21,45 +21,45 @@ from cohabit.planner.streaming.stream import (
 from cohabit.planner.streaming.workload import Arrays, Numbering
 
 LINK_WEIGHT: Final = 0.002
-"""Weight of a second of link time relative to a second of latency: it breaks ties."""
+"""Cost of a second of link time relative to a second of latency; breaks ties."""
 
 GUIDED: Final = 0.5
-"""Share of the changes that begin with a parameter whose copy is waited for."""
+"""Fraction of changes that begin with a critical copy (see `critical`)."""
 REFITTED: Final = 0.08
-"""Share of the changes that choose another rule for holes, ..."""
+"""Fraction of changes that choose another rule for holes."""
 SOME: Final = 0.75
-"""... of these the share that does so for some uses in a row; ..."""
+"""Fraction of these that do so only for some consecutive uses."""
 EARLY: Final = 0.3
-"""... that let a copy go ahead, or no longer; ..."""
+"""Fraction of changes that let a copy go ahead, or stop doing so."""
 HELD: Final = 0.13
-"""... and that hold a parameter until its next use, or no longer, if it has one."""
+"""Fraction of changes that hold a parameter until its next use (if any), or stop doing so."""
 RESTORED: Final = 0.1
-"""Share of the other changes of a resident that only decide whether it stays or is restored in the end."""
+"""Fraction of the other changes of a resident that only decide whether it stays or is restored in the end."""
 ALONE: Final = 0.3
-"""Share of the changes that move one parameter alone."""
+"""Fraction of exchanges that move one parameter alone."""
 FAR: Final = 0.3
-"""Share of the others that look for a partner anywhere; the rest look within `NEAR` parameters:"""
+"""Fraction of the others that look for partners anywhere; the rest look within `NEAR` parameters."""
 NEAR: Final = 8
 RUN: Final = 64
-"""Parameters that are looked at for partners."""
+"""Number of parameters examined as partners."""
 SIMILAR: Final = 8
-"""The greatest ratio of the sizes of partners."""
+"""Maximum ratio of the sizes of partners."""
 SPARE: Final = 32
-"""An exchange may take a 32nd of the parameter's size more than it frees: four quarters are larger than a whole with
-biases of their own."""
+"""An exchange may take 1/32 of the parameter's size more than it frees: four quarters of a layer, each with a bias,
+are larger than the whole."""
 
 FITS: Final = 3
-"""How many rules there are for choosing a hole."""
+"""Number of rules for choosing a hole."""
 
 
 class Critical(NamedTuple):
-    """Copies that matter, in arrays of the same length."""
+    """Critical copies (see `critical`), as arrays of the same length."""
 
     parameter: Ints
     op: Ints
-    """The op that reads it first."""
+    """First op that reads the copy."""
     pause: Ints
-    """The op whose end the link waited for before these copies, or NOTHING."""
+    """Op whose end the link waited for before these copies, or NOTHING."""
 
 
 @compiled
@@ -73,10 +73,10 @@ def anneal(
     heat: float,
     seed: int,
 ) -> Decisions:
-    """Walk from some decisions to better ones; return the best seen.
+    """Walk from the given decisions to better ones, and return the best seen.
 
-    A step that costs more by a share d of the cost is taken with probability exp(-d / heat); the heat falls to
-    nothing at the last step. With `fixed` residents, only whether they are kept is open.
+    A step that raises the cost by a fraction d is taken with probability exp(-d / heat); the heat falls to zero
+    by the last step. With `fixed` residents, their set stays; only whether each is kept may change.
     """
     np.random.seed(seed)
     now = best = start
@@ -97,7 +97,7 @@ def anneal(
 def _judged(
     work: Arrays, numbering: Numbering, decisions: Decisions, resident_at: Ints, fixed: bool
 ) -> tuple[float, Critical]:
-    """The cost of decisions, and the copies that matter."""
+    """Return the cost of decisions, and the critical copies."""
     at = resident_at if fixed else place_residents(work, decisions.choice)
     swaps, latency_s = play(work, at, decisions)
     latency_s, _, link_pages = timed(work, numbering, at, swaps, latency_s, 0.0)
@@ -106,7 +106,7 @@ def _judged(
 
 @compiled
 def changed(work: Arrays, decisions: Decisions, fixed: bool, urgent: Critical) -> Decisions:
-    """Change one decision, or exchange some; often one of what is waited for."""
+    """Return decisions with one change or exchange, often of a critical copy."""
     choice, hold = decisions.choice.copy(), decisions.hold.copy()
     fit, lead = decisions.fit.copy(), decisions.lead.copy()
     count, ops = len(choice), len(work.op_s)
@@ -141,15 +141,15 @@ def changed(work: Arrays, decisions: Decisions, fixed: bool, urgent: Critical) -
 
 @compiled
 def _exchange(work: Arrays, choice: Ints, p: int) -> None:
-    """Turn a resident into a streamed parameter or the other way round, mostly with others that make up for its size.
+    """Turn a resident into a streamed parameter or vice versa, mostly with partners that balance its size.
 
-    These follow one another in the order of use, from near the first or from anywhere. Residents leave until there is
-    room, and streamed parameters take what is left of it.
+    Partners are consecutive in the order of use, from near the first or from anywhere. Residents leave until the rest
+    fit, and streamed parameters take the remaining pages.
     """
     count = len(choice)
     comes = choice[p] == STREAMED
     choice[p] = np.random.randint(RELEASED, KEPT + 1) if comes else STREAMED
-    more = work.size[p] if comes else -work.size[p]  # pages of residents, compared with before
+    more = work.size[p] if comes else -work.size[p]  # change of the residents' pages
     spare = work.size[p] // SPARE
     if np.random.random() >= ALONE:
         reach = count if np.random.random() < FAR else NEAR
@@ -164,6 +164,7 @@ def _exchange(work: Arrays, choice: Ints, p: int) -> None:
             elif choice[r] == STREAMED and more + work.size[r] <= spare:
                 choice[r] = np.random.randint(RELEASED, KEPT + 1)
                 more += work.size[r]
+    # Without enough partners, evict random residents until the rest fit.
     pages = work.size[choice != STREAMED].sum()
     while pages > work.partition_pages:
         q = np.random.randint(count)
@@ -177,7 +178,7 @@ def _exchange(work: Arrays, choice: Ints, p: int) -> None:
 
 @compiled
 def holds_up_to(work: Arrays, seconds: float) -> Bools:
-    """Per use, whether the next use of the same parameter comes within `seconds` of compute time."""
+    """Return, per use, whether the parameter's next use comes within `seconds` of compute time."""
     hold = np.zeros(len(work.use_parameter), np.bool_)
     for k in range(len(work.op_s)):
         for j in range(work.use_start[k], work.use_start[k + 1]):
@@ -188,9 +189,9 @@ def holds_up_to(work: Arrays, seconds: float) -> Bools:
 
 @compiled
 def critical(work: Arrays, swaps: Swaps) -> Critical:
-    """Copies that stand, without a pause of the link between, before one that an op waits for.
+    """Return the copies that lead, without a pause of the link, up to one that an op waits for.
 
-    Without some of these copies, or with some of them in the pause before, the op would wait less.
+    The op would wait less if some of them were left out, or moved into the pause before them.
     """
     start_s, end_s, late = _lateness(work, swaps)
     most = swaps.length[0]
@@ -209,7 +210,7 @@ def critical(work: Arrays, swaps: Swaps) -> Critical:
 
 @compiled
 def _lateness(work: Arrays, swaps: Swaps) -> tuple[Floats, Floats, Bools]:
-    """Start and end of each copy on an undisturbed link, and whether an op that was ready otherwise waits for it."""
+    """Return start and end of each copy without slowdowns, and whether an otherwise ready op waits for it."""
     count, ops = swaps.length[0], len(work.op_s)
     start_s, end_s, late = np.full(count, np.inf), np.full(count, np.inf), np.zeros(count, np.bool_)
     newest = np.full(len(work.size), NOTHING)  # each parameter's latest copy

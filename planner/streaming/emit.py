@@ -1,4 +1,4 @@
-"""The schedule of a choice of residents and swap-ins. Rows come as early in the total order as lanes allow."""
+"""Converts residents and swap-ins to a schedule. Rows come as early in the total order as lanes allow."""
 
 from collections import defaultdict, deque
 
@@ -13,7 +13,7 @@ from cohabit.planner.streaming.workload import Workload
 
 
 class ParameterRows:
-    """The rows of parameters' copies and drops, to be taken in order; positions count the ops as they run."""
+    """Rows of parameters' copies and drops, taken in order. Op positions are those of execution."""
 
     def __init__(self, work: Workload, resident_at: Ints, swaps: Swaps) -> None:
         count = int(swaps.length[0])
@@ -31,7 +31,7 @@ class ParameterRows:
 
     @property
     def needed_by(self) -> int | None:
-        """The op that the next copy is for; the number of ops for the epilogue, None if no copy is left."""
+        """Op that needs the next copy; the number of ops for the epilogue, None if no copy is left."""
         return self._left[0][3] if self._left else None
 
     def may_start(self, k: int) -> bool:
@@ -39,17 +39,17 @@ class ParameterRows:
         return bool(self._left) and self._left[0][2] <= k
 
     def swap_in(self) -> Row:
-        """Take the next copy."""
+        """Remove and return the row of the next copy."""
         tensor, page, after_op, _ = self._left.popleft()
         return SWAP_IN, tensor, self._work.offset(page), after_op
 
     def drops_after(self, k: int) -> list[Row]:
-        """The drops of parameters that are not needed after op k (-1: from the start)."""
+        """Return the drops of parameters that are not needed after op k (-1: from the start)."""
         return [(DROP, t, NOTHING, NOTHING) for t in self._drops.get(k, ())]
 
 
 def emit(work: Workload, resident_at: Ints, swaps: Swaps) -> Schedule:
-    """Make the schedule in which the ops run in the order of `work`."""
+    """Make a schedule that runs the ops in the order of `work`."""
     copies, drops = ParameterRows(work, resident_at, swaps), _activation_drops(work.footprint.graph)
     rows: list[Row] = []
     for k in range(-1, len(work.numbering.op)):
@@ -63,7 +63,7 @@ def emit(work: Workload, resident_at: Ints, swaps: Swaps) -> Schedule:
 
 
 def _activation_drops(graph: Graph) -> dict[int, list[int]]:
-    """Inputs and activations to drop after each op: those that it is the last to touch."""
+    """Return the inputs and activations to drop after each op, their last user."""
     last_touch = dict.fromkeys(graph.inputs, 0)
     for k, op in enumerate(graph.ops):
         last_touch |= dict.fromkeys((*op.reads, *op.writes), k)
@@ -77,7 +77,7 @@ def _activation_drops(graph: Graph) -> dict[int, list[int]]:
 def _parameter_drops(
     work: Workload, residents: frozenset[int], tensor: list[int], needed_by: list[int]
 ) -> dict[int, list[int]]:
-    """Parameters to drop after each op. `tensor[i]` is swapped in for op `needed_by[i]`."""
+    """Return the parameters to drop after each op. `tensor[i]` is swapped in for op `needed_by[i]`."""
     ops = len(work.footprint.uses)
     drops: dict[int, list[int]] = defaultdict(list)
     reads: dict[int, list[int]] = {t: [] for t in residents}

@@ -1,4 +1,4 @@
-"""Orders of a problem's ops that are worth planning, in addition to the graph's own."""
+"""Execution orders of a problem's ops to plan: the graph's own, and one grouped by parameters."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,19 +13,20 @@ from cohabit.planner.streaming.workload import Workload
 
 @dataclass(frozen=True)
 class OpOrder:
-    """The problem with its ops in some order; `order[k]` is the graph's op that runs as the k-th."""
+    """A problem with its ops in some order; `order[k]` is the graph's op that runs k-th."""
 
     order: tuple[int, ...]
     work: Workload
 
 
 class OpOrders:
-    """The orders that are worth planning. All but the first are made when they are asked for."""
+    """Orders to plan. All but the first are made on demand."""
 
     def __init__(self, problem: Problem, pool_bytes: int | None = None) -> None:
-        """Raises UnsupportedProblem for a training graph, InfeasibleBudget with the least budget if no order fits.
+        """Raise UnsupportedProblem for counted memory or state, InfeasibleBudget with the least budget if no order
+        fits.
 
-        With `pool_bytes` activations make do with those, which is known for the graph's own order alone.
+        With `pool_bytes`, activations are offloaded to fit this pool; only the graph's own order is planned.
         """
         if problem.memory.counted or any(t.kind == "state" for t in problem.graph.tensors):
             raise UnsupportedProblem(
@@ -54,13 +55,13 @@ def _in_pool(problem: Problem, pool_bytes: int) -> Iterator[OpOrder]:
 
 
 def in_order(problem: Problem, order: tuple[int, ...]) -> OpOrder:
-    """The problem with its ops in this order. Raises InfeasibleBudget."""
+    """Return the problem with its ops in this order. Raises InfeasibleBudget."""
     changed, profile = reordered(problem.graph, problem.profile, order)
     return OpOrder(order, _workload(Footprint.of(changed), profile, problem, order))
 
 
 def _feasible_views(problem: Problem) -> Iterator[OpOrder]:
-    """The graph's own order, and the one in which ops of the same parameters come together, if much is read again."""
+    """Yield the graph's own order and, if ops reread many weights, the one that groups ops by parameters."""
     graph = problem.graph
     own = tuple(range(len(graph.ops)))
     orders = [own, by_parameters(graph)] if has_reuse(graph) else [own]

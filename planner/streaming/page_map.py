@@ -1,7 +1,7 @@
-"""The memory that parameters share while a search plays an inference: items on a line of pages, in page order.
+"""Page map of the memory that parameters share while a search plays an inference: items in page order.
 
-First comes the partition, then one page that no parameter may use (so that none spans the border), then the window:
-what the pool of counted bytes leaves of the workspace. An item is a parameter, a free range or the border. All
+The partition comes first, then one border page that no parameter may use (so that none spans the border), then the
+window: the workspace without the pool of counted bytes. An item is a parameter, a free range or the border. All
 functions run inside compiled loops and change the map in place."""
 
 from typing import Final, NamedTuple
@@ -14,7 +14,7 @@ from cohabit.planner.compiled import compiled
 NOWHERE: Final = -1
 """Page of a parameter that is not in memory."""
 NO_MORE: Final = 1 << 40
-"""Next use of a parameter that this inference does not need again."""
+"""Next use of a parameter without further use in this inference."""
 UNUSED: Final = -1
 """Last user of bytes that no op has used in this inference."""
 
@@ -27,27 +27,27 @@ class PageMap(NamedTuple):
 
     begin: Ints
     what: Ints
-    """Parameter of each item, or one of the two above."""
+    """Parameter of each item, or _FREE or _BORDER."""
     last: Ints
     """Last op that used each item's bytes, or UNUSED."""
     items: Ints
-    """Number of items, [1]."""
+    """Number of items; shape [1]."""
     where: Ints
     """Page of each parameter, or NOWHERE."""
 
 
 class Hole(NamedTuple):
-    """What the search for a hole goes by."""
+    """Criteria of a search for a hole."""
 
     op: int
     op_end_s: Floats
-    """End of op k in [k + 1], as far as it is known."""
+    """Op k ends at `op_end_s[k + 1]`, as far as known."""
     link_s: float
-    """When the link can begin another transfer."""
+    """Time at which the link can begin another transfer."""
     fit: int
-    """Among holes that are free in time: 0 prefers the one that is idle longest, 1 the tightest, 2 the next one."""
+    """Rule among holes that are free in time: 0 prefers the longest idle, 1 the tightest, 2 the next after `cursor`."""
     cursor: int
-    """End of the latest transfer's bytes, for fit 2."""
+    """End of the latest transfer's bytes, for rule 2."""
 
 
 @compiled
@@ -63,7 +63,7 @@ def empty_page_map(partition_pages: int, window_pages: int, parameters: int, mos
 
 @compiled
 def item_at(memory: PageMap, page: int) -> int:
-    """The item that covers a page."""
+    """Return the item that covers a page."""
     begin = memory.begin
     low, high = 0, memory.items[0]
     while high - low > 1:
@@ -88,7 +88,7 @@ def remove(memory: PageMap, parameter: int) -> None:
 
 @compiled
 def put(memory: PageMap, parameter: int, page: int, pages: int) -> int:
-    """Write a parameter over whatever is there; return the last op that used these bytes, or UNUSED."""
+    """Overwrite pages with a parameter. Returns the last op that used these bytes, or UNUSED."""
     at, latest = _overwrite(memory, parameter, page, pages)
     memory.last[at] = latest
     memory.where[parameter] = page
@@ -97,9 +97,9 @@ def put(memory: PageMap, parameter: int, page: int, pages: int) -> int:
 
 @compiled
 def _overwrite(memory: PageMap, item: int, page: int, pages: int) -> tuple[int, int]:
-    """Put an item over whatever is there; return its number and the last op that used its bytes before.
+    """Overwrite pages with an item. Returns its index and the last op that used its bytes before.
 
-    What is displaced is gone as a whole; those parts of it that stick out are free.
+    Overlapping items are removed as a whole; their parts outside the pages become free.
     """
     begin, what, last, items = memory.begin, memory.what, memory.last, memory.items[0]
     first = item_at(memory, page)
@@ -130,7 +130,7 @@ def _overwrite(memory: PageMap, item: int, page: int, pages: int) -> tuple[int, 
 
 @compiled
 def tidy(memory: PageMap, upcoming: Ints, op_end_s: Floats, link_s: float) -> None:
-    """Join ranges that nothing needs any more and that are free by the time the link can begin."""
+    """Merge adjacent ranges that are not needed any more and are free when the link is."""
     begin, what, last = memory.begin, memory.what, memory.last
     kept, was_dead = 0, False
     for i in range(memory.items[0]):
@@ -159,14 +159,15 @@ def _copy_item(begin: Ints, what: Ints, last: Ints, source: int, target: int) ->
 
 @compiled
 def find_hole(memory: PageMap, pages: int, locked: Ints, hole: Hole) -> int:
-    """First page of a range that holds nothing locked through this op, or NOWHERE.
+    """Return the first page of a range without locked contents, or NOWHERE.
 
-    Best is what is free when the link is; else what is free first. Ranges begin or end where an item does.
+    Ranges that are free when the link is come first, then those that are free earliest. Ranges begin or end at
+    boundaries of items.
     """
     begin, what, last, items = memory.begin, memory.what, memory.last, memory.items[0]
     op, op_end_s, link_s, fit, cursor = hole.op, hole.op_end_s, hole.link_s, hole.fit, hole.cursor
     best, best_late_s, best_rank = NOWHERE, np.inf, np.inf
-    run_first = run_stop = 0  # the items of the current open range
+    run_first = run_stop = 0  # the current run of items that are not locked
     while run_stop < items:
         run_first = run_stop
         if not _is_open(what[run_first], last[run_first], locked, op):
@@ -204,7 +205,7 @@ def _is_open(parameter: int, last: int, locked: Ints, op: int) -> bool:
 
 @compiled
 def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> int:
-    """The last op that used any byte of a range that begins near an item."""
+    """Return the last op that used any byte of a range that begins near an item."""
     while begin[item] > page:
         item -= 1
     latest = UNUSED
@@ -216,10 +217,10 @@ def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> in
 
 @compiled
 def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints, early: Ints) -> int:
-    """First page of the range whose contents are needed last, then whose bytes are idle longest; or NOWHERE.
+    """Return the first page of the range to evict: needed last, then idle longest. NOWHERE if there is none.
 
-    Ranges begin or end where an item does. Those that hold what this op reads are out of the question, and those
-    with a copy that went first (`early`) and that no op has read yet.
+    Ranges begin or end at boundaries of items. Excluded are ranges with parameters that this op reads, or with
+    copies issued ahead (`early`) that no op has read yet.
     """
     begin, items = memory.begin, memory.items[0]
     best, best_next, best_last = NOWHERE, op, op
@@ -237,7 +238,7 @@ def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints, early: Ints)
 def _contents(
     memory: PageMap, item: int, page: int, pages: int, op: int, upcoming: Ints, early: Ints
 ) -> tuple[int, int]:
-    """The soonest next use and the last use of a range; the former is -1 if the range cannot be had."""
+    """Return the soonest next use and the last use of a range; the former is -1 if the range is excluded."""
     begin, what, last = memory.begin, memory.what, memory.last
     while begin[item] > page:
         item -= 1

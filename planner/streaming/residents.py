@@ -1,6 +1,6 @@
-"""Initial choices of the parameters that stay in memory between inferences, to be simulated.
+"""Initial choices of residents, the parameters that stay in memory between inferences.
 
-All functions number parameters in the order of first use."""
+Parameters are numbered in the order of first use."""
 
 from collections.abc import Iterator
 
@@ -14,24 +14,24 @@ Choice = tuple[int, ...]
 
 
 def initial_residents(work: Workload) -> Iterator[Choice]:
-    """Some sets of residents that fill the partition, without repeats."""
+    """Yield sets of residents that fill the partition, without repeats."""
     pages = work.arrays.partition_pages
     yield from dict.fromkeys(choose(work, pages) for choose in (paced, fill, spread, largest_first, costly_first))
 
 
 def largest_first(work: Workload, pages: int) -> Choice:
-    """The largest, so that few copies are left."""
+    """Keep the largest parameters, so that few copies are left."""
     return _take(work, (), np.argsort(-work.arrays.size, kind="stable"), pages)
 
 
 def costly_first(work: Workload, pages: int) -> Choice:
-    """Those whose copies take longest for their size: the smallest."""
+    """Keep the parameters with the longest copy time for their size: the smallest."""
     size = work.arrays.size
     return _take(work, (), np.argsort(-work.arrays.swap_s / np.maximum(size, 1), kind="stable"), pages)
 
 
 def spread(work: Workload, pages: int) -> Choice:
-    """A constant share of the bytes, so that the link keeps pace with the ops all along."""
+    """Keep a constant share of the bytes, so that the link keeps pace with the ops throughout."""
     size = work.arrays.size
     share = pages / max(int(size.sum()), 1)
     kept: list[int] = []
@@ -45,9 +45,9 @@ def spread(work: Workload, pages: int) -> Choice:
 
 
 def paced(work: Workload, pages: int) -> Choice:
-    """Those that would arrive late, were all ops slower by the least factor at which these fit.
+    """Keep the parameters that arrive late if all ops are slowed by the least factor at which these fit.
 
-    With factor 1 nothing ever waits. Where the link is the bottleneck, the factor spreads the waiting evenly.
+    With factor 1, no op ever waits. If the link is the bottleneck, the factor spreads the waits evenly.
     """
     arrays = work.arrays
     start_s = arrays.op_start_s[arrays.first_use]
@@ -69,12 +69,12 @@ def paced(work: Workload, pages: int) -> Choice:
 
 
 def by_share(work: Workload, shares: Floats, pages: int) -> Choice:
-    """Those of which a relaxation keeps the largest shares."""
+    """Keep the parameters with the largest resident shares in a relaxation."""
     return _take(work, (), np.argsort(-shares, kind="stable"), pages)
 
 
 def fill(work: Workload, pages: int, residents: Choice = ()) -> Choice:
-    """Those used first, in addition to `residents`, so that copies of the others get ahead of the ops."""
+    """Keep `residents` and the parameters used first, so that copies of the others get ahead of the ops."""
     return _take(work, residents, np.arange(len(work.arrays.size)), pages)
 
 
@@ -91,7 +91,7 @@ def _take(work: Workload, residents: Choice, order: Ints, pages: int) -> Choice:
 
 @compiled
 def _late(deadline_s: Floats, swap_s: Floats, size: Ints) -> Ints:
-    """Parameters whose copy would end after their op should start, if these were not copied at all."""
+    """Return the parameters whose copies would end after their deadlines; these copies are skipped."""
     late = np.empty(len(size), dtype=np.int64)
     count, link_s = 0, 0.0
     for p in range(len(size)):

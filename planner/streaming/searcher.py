@@ -1,7 +1,7 @@
-"""The searcher `streaming`: parameters stream past residents; simulated annealing chooses what streams and what stays.
+"""The searcher `streaming`: simulated annealing chooses the residents; other parameters stream through memory.
 
-Ops run in the graph's order, or in one in which ops that read the same parameters are adjacent: an unrolled recurrent
-network then needs each layer's weights once."""
+Ops run in the graph's order, or grouped by the parameters they read: an unrolled recurrent network then needs each
+layer's weights once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,25 +38,25 @@ from cohabit.planner.streaming.stream import (
 from cohabit.planner.streaming.workload import Workload
 
 WIDENED = 4
-"""Quick choices that are tried in every variant."""
+"""Number of quick choices tried in every variant."""
 SMALL = (0.5, 0.8)
-"""Shares of the parameters that count as small."""
+"""Fractions of the parameters that count as small."""
 LEADS = (0.03, 0.1)
-"""Shares of the ops by which their copies may go ahead."""
+"""Fractions of the ops by which copies of small parameters may go ahead."""
 CHAINS = 4
-"""Walks in parallel."""
+"""Number of parallel walks."""
 ROUNDS = 8
-"""How often each walk continues in a search without a limit."""
+"""Number of rounds of each walk in a search without a limit."""
 WORK_PER_ROUND = 25_000
-"""Ops and uses that a walk simulates before walks are compared: about 10 ms."""
+"""Ops and uses that a walk simulates per round, after which walks are compared: about 10 ms."""
 MOST_STEPS = 40
 HEAT = 0.004
-"""Share of the cost by which the first steps may get worse."""
+"""Fraction of the cost by which the first steps may get worse."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamingCandidate:
-    """Decisions as bytes; with `steps`, the best of a walk that starts from them."""
+    """Decisions as bytes; with `steps`, the best decisions of a walk from them."""
 
     order: int
     choice: bytes
@@ -119,24 +119,26 @@ class Streaming(Searcher[StreamingCandidate]):
         return emit(work, resident_at, play(work.arrays, resident_at, decisions)[0])
 
     def played(self, candidate: StreamingCandidate) -> tuple[Workload, Ints, Swaps]:
-        """Return a candidate's resident_at and the swap-ins of one inference, in the order of their ops."""
+        """Return a candidate's `resident_at` and the swap-ins of one inference, in the order of their ops."""
         work, decisions = self.reordered[candidate.order].work, self._decisions(candidate)
         decisions = decisions._replace(lead=np.zeros_like(decisions.lead))
         resident_at = self._home(work, decisions)
         return work, resident_at, play(work.arrays, resident_at, decisions)[0]
 
     def first(self) -> StreamingCandidate:
-        """Return a candidate quickly, without other orders of the ops unless much is read again."""
+        """Return a quick candidate. Other orders of the ops are tried only if ops reread many weights."""
         orders = len(self.reordered) if has_reuse(self.problem.graph) else 1
         candidates = [next(self._initial(i)) for i in range(orders)]
         return min(candidates, key=lambda c: self.evaluate(c, 0.0).latency_s) if orders > 1 else candidates[0]
 
     def _ask(self) -> Iterator[Sequence[StreamingCandidate]]:
+        # quick choices, then the relaxation's, then all variants of the best
         first = self.first()
         yield [first]
         yield [c for c in self._starts if c != first]
         yield list(self._relaxed())
         yield [variant for c in self._best(WIDENED) for variant in self._variants(c.order, c.residents())]
+        # annealing walks from the best, cooler in each round; the last walk restarts from the best
         chains = self._best(CHAINS)
         chains += [chains[0]] * (CHAINS - len(chains))
         heats = [HEAT * (1 - i / ROUNDS) for i in range(ROUNDS)]
@@ -154,7 +156,7 @@ class Streaming(Searcher[StreamingCandidate]):
         return list(dict.fromkeys(c for i in range(len(self.reordered)) for c in self._initial(i)))
 
     def _relaxed(self) -> Iterator[StreamingCandidate]:
-        """Residents as the linear relaxation would have them, rounded."""
+        """Yield candidates with the linear relaxation's residents, rounded."""
         problem = self.problem
         relaxed = relax(problem.graph, problem.profile, problem.memory)
         if relaxed is None or problem.residents is not None:
@@ -164,7 +166,7 @@ class Streaming(Searcher[StreamingCandidate]):
             yield next(self._variants(i, by_share(view.work, shares, view.work.arrays.partition_pages)))
 
     def _initial(self, order: int) -> Iterator[StreamingCandidate]:
-        """Initial solutions, each in its first variant."""
+        """Yield initial solutions, each in its first variant."""
         work = self.reordered[order].work
         if self.problem.residents is not None:
             resident_at = work.pages_of(self.problem.residents)
@@ -175,7 +177,7 @@ class Streaming(Searcher[StreamingCandidate]):
             yield next(self._variants(order, residents))
 
     def _variants(self, order: int, residents: Sequence[int]) -> Iterator[StreamingCandidate]:
-        """Candidates with these residents. Not all choices make a difference: for `keeps`, and without reuse."""
+        """Yield candidates with these residents, without variants that are equal (with `keeps`, or without reuse)."""
         work = self.reordered[order].work
         longest_s = float(work.arrays.swap_s.max(initial=0.0))
         spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
@@ -189,7 +191,7 @@ class Streaming(Searcher[StreamingCandidate]):
                     yield StreamingCandidate(order, choice.tobytes(), hold, lead, bytes([fit]) * len(hold))
 
     def _small_ones_early(self, candidate: StreamingCandidate) -> Iterator[StreamingCandidate]:
-        """The candidate, but copies of small parameters may go ahead of others by a share of the ops."""
+        """Yield variants in which copies of small parameters may go ahead of others by a share of the ops."""
         arrays = self.reordered[candidate.order].work.arrays
         size, still = arrays.size[arrays.use_parameter], self._walk(candidate, steps=0)
         for small in SMALL:
@@ -198,7 +200,7 @@ class Streaming(Searcher[StreamingCandidate]):
                 yield replace(still, lead=lead.astype(np.int32).tobytes())
 
     def _walk(self, start: StreamingCandidate, heat: float = 0.0, steps: int | None = None) -> StreamingCandidate:
-        """The candidate that is the best of a walk from this one's decisions."""
+        """Return a candidate that stands for the best of a walk from this one's decisions."""
         arrays, found = self.reordered[start.order].work.arrays, self._decisions(start)
         if steps is None:
             steps = min(max(WORK_PER_ROUND // (len(arrays.op_s) + len(arrays.use_parameter)), 4), MOST_STEPS)
@@ -222,7 +224,7 @@ class Streaming(Searcher[StreamingCandidate]):
 
 
 def is_optimal(work: Workload, cost: Cost) -> bool:
-    """Whether there is hardly anything to improve on: nothing ever waits, with hardly a needless copy."""
+    """Whether little is left to improve: no op waits, and hardly any copy is avoidable."""
     footprint, arrays = work.footprint, work.arrays
     pages = arrays.partition_pages + arrays.window_pages - max(footprint.op_pages)
     necessary = max(footprint.graph.parameter_bytes - max(pages, 0) * PAGE_BYTES, 0)
@@ -230,7 +232,7 @@ def is_optimal(work: Workload, cost: Cost) -> bool:
 
 
 def first_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -> float:
-    """Seconds that the best of a few initial solutions takes. Raises InfeasibleBudget."""
+    """Return the latency of the best of a few initial solutions. Raises InfeasibleBudget."""
     work = Workload.of(footprint, profile, memory, GraphArrays.of(footprint.graph, profile))
     hold = holds_up_to(work.arrays, float(work.arrays.swap_s.max(initial=0.0)))
     least_s = np.inf

@@ -1,12 +1,12 @@
-"""Simulates one inference in which parameters stream through memory past residents, by given decisions.
+"""Simulates one inference with given decisions: residents stay, other parameters stream through memory.
 
-Ops are scanned in order. A parameter that is not in memory when its op comes goes into a hole that is free by the time
-the link can begin, or else into the hole that is free first. Only if there is no hole does it displace a parameter
-that the decisions would keep: the one needed furthest in the future (Belady; SwapAdvisor, section 4.2). Parameters
-never change: displacing one costs nothing, except that a resident must be restored.
+Ops are scanned in order. A missing parameter goes into a hole that is free when the link is, else into the hole that is
+free first. Only if there is no hole does it displace a parameter that the decisions would keep: the one needed furthest
+in the future (Belady; SwapAdvisor, section 4.2). Parameters never change: displacing one costs nothing, except that a
+resident must be restored.
 
-The copies of an op come after those of the ops before it, unless the decisions let one go first: into a hole that is
-free while the link would wait for another."""
+Copies are issued in op order. Decisions may let a copy go ahead, into a hole that is free while the link would
+otherwise wait."""
 
 from typing import Final, NamedTuple
 
@@ -40,20 +40,20 @@ KEPT: Final = 2
 
 
 class Decisions(NamedTuple):
-    """What a search decides."""
+    """The decision variables of a search."""
 
     choice: Ints
-    """One of the three above per parameter."""
+    """Per parameter: STREAMED, RELEASED or KEPT."""
     hold: Bools
-    """Per use of a streamed parameter, whether it stays until its next use."""
+    """Per use of a streamed parameter: whether it stays until its next use."""
     fit: Ints
-    """Per use, which hole its copy prefers: see `planner.streaming.page_map.find_hole`."""
+    """Per use: the rule by which its copy chooses a hole, see `planner.streaming.page_map.Hole`."""
     lead: Ints
-    """Per use, how many ops earlier than its own its copy may be issued, ahead of other copies."""
+    """Per use: number of ops by which its copy may go ahead of other copies."""
 
 
 def uniform(choice: Ints, hold: Bools, fit: int) -> Decisions:
-    """Decisions with one rule for all holes, in which all copies are in the order of their ops."""
+    """Return decisions with one rule for all holes and all copies in op order."""
     return Decisions(choice, hold, np.full(len(hold), fit), np.zeros(len(hold), np.int64))
 
 
@@ -63,21 +63,21 @@ class Swaps(NamedTuple):
     parameter: Ints
     page: Ints
     after_op: Ints
-    """The last op that used these bytes before, or NOTHING."""
+    """Last op that used these bytes before, or NOTHING."""
     op: Ints
-    """The op that reads it first; the number of ops for the epilogue."""
+    """Op that reads it first; the number of ops for the epilogue."""
     before: Ints
-    """The op before which it is issued at the latest, in ascending order; `op`, unless it went first."""
+    """Latest op before which it is issued, ascending; `op`, unless the copy went ahead."""
     length: Ints
-    """How many elements of the arrays are in use, [1]."""
+    """Number of swap-ins in the arrays; shape [1]."""
 
 
 @compiled
 def place_residents(work: Arrays, choice: Ints) -> Ints:
-    """Lay out residents one after the other: per parameter its first page, or NOWHERE.
+    """Lay out residents contiguously. Returns the first page of each parameter, or NOWHERE.
 
-    The released ones lie together in the order of their use, so that what they leave is in one piece. Empty parameters
-    take no room and are always resident.
+    The released ones lie together in the order of their use, so that they leave one contiguous range. Empty parameters
+    take no memory and are always resident.
     """
     resident_at = np.full(len(choice), NOWHERE)
     page = 0
@@ -92,9 +92,9 @@ def place_residents(work: Arrays, choice: Ints) -> Ints:
 
 @compiled
 def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, float]:
-    """Return the swap-ins, and the latency were there no slow-down of ops by transfers or the other way round.
+    """Return the swap-ins, and the latency if ops and transfers did not slow each other.
 
-    The latency is infinite if a copy that went first is in the way of an op: these decisions have no plan.
+    The latency is infinite if a copy issued ahead blocks an op: no plan exists for these decisions.
     """
     ops, parameters = len(work.op_s), len(work.size)
     most = 2 * len(work.use_parameter) + parameters
@@ -103,15 +103,16 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64),
         np.empty(most, np.int64), np.zeros(1, np.int64),
     )  # fmt: skip
-    locked = np.full(parameters, NOTHING)  # each parameter stays in memory through this op
+    locked = np.full(parameters, NOTHING)  # op through which each parameter stays in memory
     upcoming = work.first_use.copy()
-    touched = np.full(parameters, NOTHING)  # the last op that read each parameter
+    touched = np.full(parameters, NOTHING)  # last op that read each parameter
     arrival_s = np.zeros(parameters)
-    op_end_s = np.zeros(ops + 1)  # of op k in [k + 1]
+    op_end_s = np.zeros(ops + 1)  # op k ends at op_end_s[k + 1]
     link_s, cursor = 0.0, 0
     ahead = np.flatnonzero((decisions.lead > 0) & (resident_at[work.use_parameter] < 0))
     longest_lead = decisions.lead[ahead].max() if len(ahead) else 0
-    early = np.full(parameters, NOTHING)  # of each parameter whose copy went first, the op that it is for
+    early = np.full(parameters, NOTHING)  # op that each parameter's early copy is for
+    # Residents are in memory from the start; released ones are locked until their last use.
     for p in range(parameters):
         if resident_at[p] >= 0:
             memory.where[p] = resident_at[p]
@@ -123,6 +124,7 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
         first, last = work.use_start[k], work.use_start[k + 1]
         if last > first:
             tidy(memory, upcoming, op_end_s, link_s)
+        # Place the op's missing parameters, and time their copies. If some do not fit, lay out all of them again.
         missing = False
         for j in range(first, last):
             p = work.use_parameter[j]
@@ -146,6 +148,7 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
                 link_s = max(link_s, op_end_s[swaps.after_op[i] + 1]) + work.swap_s[p]
                 arrival_s[p] = link_s
                 cursor = swaps.page[i] + work.size[p]
+        # While the link would wait, issue copies of later ops ahead.
         for j in ahead[np.searchsorted(ahead, last) :]:
             op, p = work.use_op[j], work.use_parameter[j]
             if link_s > op_end_s[k] or op > k + longest_lead:  # the link is busy past this op
@@ -163,6 +166,7 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
             cursor = page + work.size[p]
             early[p] = op
             locked[p] = max(locked[p], op)
+        # Run the op once its parameters have arrived; then lock those that stay until their next use.
         ready_s = op_end_s[k]
         for j in range(first, last):
             p = work.use_parameter[j]
@@ -176,6 +180,7 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
             if work.size[p] > 0:
                 use(memory, p, k)
         op_end_s[k + 1] = ready_s + work.op_s[k]
+    # The epilogue restores displaced residents.
     for p in range(parameters):
         if resident_at[p] >= 0 and memory.where[p] != resident_at[p]:
             _move(work, memory, swaps, p, resident_at[p], touched[p], ops)
@@ -186,7 +191,7 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
 def evaluate(
     work: Arrays, numbering: Numbering, resident_at: Ints, decisions: Decisions, good_s: float
 ) -> tuple[float, float, int]:
-    """Play an inference; return its latency, period and the pages copied as `timed` does."""
+    """Play an inference, and return its latency, period and copied pages; see `timed`."""
     swaps, latency_s = play(work, resident_at, decisions)
     return timed(work, numbering, resident_at, swaps, latency_s, good_s)
 
@@ -195,7 +200,7 @@ def evaluate(
 def timed(
     work: Arrays, numbering: Numbering, resident_at: Ints, swaps: Swaps, played_s: float, good_s: float
 ) -> tuple[float, float, int]:
-    """Latency, period (infinite unless the latency is at most `good_s`) and pages copied, as the simulator sees it."""
+    """Return simulated latency, period and copied pages; the period is infinite if the latency exceeds `good_s`."""
     if played_s == np.inf:
         return np.inf, np.inf, 0
     link_pages = work.size[swaps.parameter[: swaps.length[0]]].sum()
@@ -211,7 +216,7 @@ def timed(
 
 @compiled
 def _schedule(work: Arrays, numbering: Numbering, resident_at: Ints, swaps: Swaps) -> Schedule:
-    """The ops and the swap-ins. Drops are left out: they take no time, and the copies know their bytes' last users."""
+    """Make a schedule of ops and swap-ins. Drops are omitted: they take no time, and copies name the last users."""
     ops, count = len(work.op_s), swaps.length[0]
     verb, what = np.empty(ops + count, np.int64), np.empty(ops + count, np.int64)
     page, after = np.zeros(ops + count, np.int64), np.full(ops + count, NOTHING)
@@ -244,7 +249,7 @@ def _bring(
     touched: Ints,
     early: Ints,
 ) -> bool:
-    """Find room for every parameter of an op that is not in memory; False if one of them finds none."""
+    """Place each missing parameter of an op; False if one does not fit."""
     for j in range(work.use_start[op], work.use_start[op + 1]):
         p = work.use_parameter[j]
         if memory.where[p] >= 0:
@@ -267,10 +272,10 @@ def _bring(
 def _free_memory_for(
     work: Arrays, memory: PageMap, swaps: Swaps, resident_at: Ints, op: int, touched: Ints
 ) -> None:
-    """Give an op's parameters places that are certain to fit; those that lie elsewhere are copied again.
+    """Move an op's parameters to pages that fit for certain; those elsewhere are copied again.
 
-    Residents go to their places and the others to the front of the window. If the window is too small for that,
-    all go where an empty memory would take them.
+    Residents go to their own pages and the others to the front of the window. If the window is too small for that,
+    all are laid out as in empty memory.
     """
     uses = slice(work.use_start[op], work.use_start[op + 1])
     needed = work.use_parameter[uses]
@@ -291,7 +296,7 @@ def _free_memory_for(
 
 @compiled
 def _move(work: Arrays, memory: PageMap, swaps: Swaps, parameter: int, page: int, touched: int, op: int) -> None:
-    """Bring a parameter to a page, once its former place (if any) has been read for the last time."""
+    """Copy a parameter to a page, after the last read of its former page (if any)."""
     after_op = touched
     if work.size[parameter] > 0:
         if memory.where[parameter] >= 0:

@@ -1,4 +1,4 @@
-"""A planning problem as arrays: the uses of parameters by ops, their costs, and the memory."""
+"""A planning problem as arrays: uses of parameters by ops, their costs, and the memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from cohabit.planner.streaming.page_map import NO_MORE, NOWHERE
 
 
 class Arrays(NamedTuple):
-    """What compiled loops see. Parameters are numbered in order of first use, time is counted in ops."""
+    """Input of compiled loops. Parameters are numbered in order of first use."""
 
     partition_pages: int
     window_pages: int
-    """What the pool leaves of the workspace."""
+    """The workspace without the pool; less if parameters stream through the processor's cache."""
     size: Ints
     """Pages of each parameter."""
     swap_s: Floats
@@ -32,43 +32,43 @@ class Arrays(NamedTuple):
     """Last op that reads each parameter; -1 if none does."""
     op_s: Floats
     op_start_s: Floats
-    """Start of each op were nothing ever waited for, and the end of the last, [ops + 1]."""
+    """Start of each op if none ever waits, and the end of the last; shape [ops + 1]."""
     use_start: Ints
-    """Op k's uses are `use_start[k]` to `use_start[k + 1]`, [ops + 1]."""
+    """Op k's uses are `use_start[k]` to `use_start[k + 1]`; shape [ops + 1]."""
     use_parameter: Ints
     use_op: Ints
     use_next: Ints
-    """For each use, the next op that reads the same parameter, or NO_MORE."""
+    """Per use, the next op that reads the same parameter, or NO_MORE."""
     use_split: Ints
-    """For each use, a page that leaves room for the op's other parameters, were memory empty."""
+    """Per use, the parameter's page if all of the op's parameters are laid out in empty memory."""
     compute_slowdown: float
     swap_slowdown: float
     reused: Ints
-    """Uses after which the same parameter is used again."""
+    """Uses of parameters that are used again later."""
     page_s: float
-    """Time of a page on the link, latency not counted."""
+    """Time of a page on the link, without latency."""
     keeps: bool
-    """Whether no resident is released, because copies to its bytes would leave the processor's cache."""
+    """Whether residents are never released, because copies to their bytes would leave the processor's cache."""
 
 
 class Numbering(NamedTuple):
-    """What the numbers of parameters and ops in `Arrays` mean in the graph."""
+    """Maps the numbers of parameters and ops in `Arrays` to the graph's."""
 
     graph: GraphArrays
     tensor: Ints
-    """Of each parameter."""
+    """Tensor id of each parameter."""
     op: Ints
-    """At each position; none for a graph without ops."""
+    """Op id at each position; empty for a graph without ops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One graph in one amount of memory."""
+    """A graph to plan in a given memory."""
 
     footprint: Footprint
     profile: Profile
     parameters: tuple[int, ...]
-    """Tensor ids of the parameters that some op reads, in order of first use, then of residents that none reads."""
+    """Tensor ids: parameters that ops read, in order of first use, then residents that no op reads."""
     arrays: Arrays
     numbering: Numbering
 
@@ -81,7 +81,7 @@ class Workload:
         order: Sequence[int] | None = None,
         residents: Sequence[Placement] = (),
     ) -> "Workload":
-        """`footprint` and `profile` are of the ops in an order: `order[k]` is the op of `graph` that runs as the k-th.
+        """`footprint` and `profile` have the ops in execution order; `order[k]` is the op of `graph` that runs k-th.
 
         Raises InfeasibleBudget if some op's parameters do not fit next to the activations.
         """
@@ -90,6 +90,7 @@ class Workload:
         cached = streams_in_cache(footprint, profile)
         if cached:
             window_bytes = min(window_bytes, profile.window_bytes)
+        # Number parameters by first use, and list the uses in op order.
         tensors = footprint.graph.tensors
         read = (i for use in footprint.uses for i in use)
         parameters = tuple(dict.fromkeys((*read, *(r.tensor for r in residents))))
@@ -103,6 +104,7 @@ class Workload:
         partition_pages = memory.partition_bytes // PAGE_BYTES
         window_pages = window_bytes // PAGE_BYTES
         op_s = np.array(profile.op_seconds or [0.0])
+        # A layout for each op that is certain to fit
         split = [_split(footprint, k, partition_pages, window_pages) for k in range(len(uses))]
         arrays = Arrays(
             partition_pages=partition_pages,
@@ -130,14 +132,15 @@ class Workload:
         return Workload(footprint, profile, parameters, arrays, numbering)
 
     def offset(self, page: int) -> int:
-        """Where a page of `planner.streaming.page_map` lies, as schedules have it."""
-        if page <= self.arrays.partition_pages:  # at the border itself there are empty parameters at most
+        """Convert a page of `planner.streaming.page_map` to an offset of a schedule."""
+        if page <= self.arrays.partition_pages:  # only empty parameters are at the border
             return page * PAGE_BYTES
         in_window = (page - self.arrays.partition_pages - 1) * PAGE_BYTES
         return WORKSPACE + self.footprint.activation_bytes + in_window
 
     def pages_of(self, placements: Sequence[Placement]) -> Ints:
-        """First pages of residents with given addresses. Raises InvalidPlan if these are no pages of the partition."""
+        """Return the first pages of residents at given addresses. Raises InvalidPlan for addresses outside its
+        pages."""
         number = {i: n for n, i in enumerate(self.parameters)}
         resident_at = np.full(len(self.parameters), NOWHERE, dtype=np.int64)
         for placement in placements:
@@ -158,7 +161,7 @@ class Workload:
 
 
 def streams_in_cache(footprint: Footprint, profile: Profile) -> bool:
-    """Whether the parameters of two ops fit the processor's cache, so that copies overlap with ops there."""
+    """Whether the parameters of two ops fit in the processor's cache, so that copies overlap with ops there."""
     return 2 * max(footprint.op_pages) * PAGE_BYTES <= profile.window_bytes
 
 
@@ -173,7 +176,7 @@ def _next_uses(uses: list[list[int]], parameters: int) -> Ints:
 
 
 def _split(footprint: Footprint, op: int, partition_pages: int, window_pages: int) -> list[int]:
-    """Pages for all of an op's parameters; the partition takes what it must if the window is too small."""
+    """Return pages for all of an op's parameters; if the window is too small, some go to the partition."""
     too_many = footprint.op_pages[op] > window_pages
     in_partition = footprint.split(op, partition_pages) if too_many else frozenset()
     top = {True: 0, False: partition_pages + 1}

@@ -1,4 +1,4 @@
-"""Tilings of distributed arrays: NumPy programs as graphs, bytes for every tiling, and the tiling with the least.
+"""Tilings of distributed arrays: NumPy programs as graphs, the bytes each tiling moves, and the best tiling.
 
 After Spartan: Chien-Chin Huang's thesis, chapters 2 and 3 and appendix A.
 

@@ -1,6 +1,6 @@
 """Lazy arrays: NumPy calls on them build a graph of high-level operators (Huang's thesis, sections 2.3.1 and 2.3.2).
 
-A program is plain NumPy. Called with `LazyArray`s it returns the graph of its operators, called with `ndarray`s its
+A program is plain NumPy. Called with `LazyArray`s, it returns the graph of its operators; called with `ndarray`s, its
 result. NumPy's own protocols (`__array_ufunc__`, `__array_function__`) capture the calls."""
 
 import math
@@ -15,23 +15,23 @@ from cohabit.planner.errors import CohabitError
 
 Shape = tuple[int, ...]
 Function = str | Callable[..., Any]
-"""A function's name in NumPy, or a function of the user, which must accept NumPy's arrays and torch's tensors."""
+"""Name of a NumPy function, or a user function, which must accept NumPy arrays and torch tensors."""
 
 
 class UnsupportedExpression(CohabitError):
-    """A program calls what lazy arrays have not; the message names the call and the way out."""
+    """A program makes a call that lazy arrays do not support; the message names the call and an alternative."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewArray:
-    """An array from outside. Without data it can be planned, but not run."""
+    """An input array. Without data, it can be planned but not run."""
 
     data: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """A function of tiles at the same place. `arguments` are scalars; None stands for the next input."""
+    """A function of tiles at the same position. `arguments` are scalars; None stands for the next input."""
 
     function: Function
     arguments: tuple[Any, ...]
@@ -39,7 +39,7 @@ class Map:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """An aggregate over axes. Without `partial`, which combines results of tiles, each axis must lie in one tile."""
+    """An aggregate over axes. `partial` combines the results of tiles; without it, these axes must not be split."""
 
     function: str
     axes: tuple[int, ...]
@@ -57,9 +57,9 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """One way to compute a join_update: the axis that each input is split along, None for an input read whole.
+    """One way to compute a join_update: the axis along which each input is split, None if it is read whole.
 
-    `output` is the axis that the result is split along; None if it is whole, "partial" if tiles of it are summed.
+    `output` is the axis along which the result is split; None if it is whole, "partial" if its tiles are summed.
     """
 
     axes: tuple[int | None, ...]
@@ -68,7 +68,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class JoinUpdate:
-    """A function of joined tiles (2.3.1), with all the ways to split its inputs. `is_dot` offers block tiles, too."""
+    """A function of joined tiles (2.3.1), with all ways to split its inputs. `is_dot` also allows block tiles."""
 
     function: Function
     ways: tuple[Join, ...]
@@ -77,7 +77,7 @@ class JoinUpdate:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The axis of the input that each axis comes from, None for a new one of length 1. Copies nothing."""
+    """A view without a copy. `axes` has the input's axis for each axis, None for a new one of length 1."""
 
     axes: tuple[int | None, ...]
 
@@ -94,7 +94,7 @@ Operator = NewArray | Map | Fold | Scan | JoinUpdate | View | Region
 
 @dataclass(eq=False, slots=True)
 class Expression:
-    """One operator with its inputs; immutable but for its name."""
+    """One operator with its inputs; immutable except for its name."""
 
     operator: Operator
     inputs: tuple["Expression", ...]
@@ -108,7 +108,7 @@ class Expression:
 
 
 class LazyArray(NDArrayOperatorsMixin):
-    """An array of at most two axes that is computed later."""
+    """An array with at most two axes that is computed later."""
 
     __hash__ = object.__hash__
 
@@ -155,7 +155,7 @@ class LazyArray(NDArrayOperatorsMixin):
             )
         try:
             return FUNCTIONS[function](*args, **options)
-        except TypeError as error:  # an argument that the function here has not, or one that it needs
+        except TypeError as error:  # an unsupported or a missing argument
             raise UnsupportedExpression(f"np.{function.__name__} of a lazy array: {error}") from error
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
@@ -193,7 +193,7 @@ def newarray(data: np.ndarray | Shape, dtype: Any = None, name: str = "") -> Laz
 
 
 def map_tiles(function: Callable[..., Any], *inputs: Any) -> LazyArray:
-    """Apply NumPy's function, or the user's, to tiles at the same place, with NumPy's broadcasting."""
+    """Apply a NumPy or user function to tiles at the same position, with NumPy's broadcasting."""
     # Constants become arrays, but scalars stay in the call: they need no tile.
     inputs = tuple(newarray(i) if isinstance(i, np.ndarray) and i.ndim else i for i in inputs)
     arrays = [i for i in inputs if isinstance(i, LazyArray)]
@@ -206,7 +206,7 @@ def map_tiles(function: Callable[..., Any], *inputs: Any) -> LazyArray:
 def fold(
     function: str, x: LazyArray, axis: Any, keepdims: bool, partial: Literal["sum", "min", "max"] | None
 ) -> LazyArray:
-    """Aggregate along an axis, or all.
+    """Aggregate along one axis, several or all.
 
     The thesis (2.3.1) says that a fold costs nothing "if S is tiled along the axis dimension". That is a misprint:
     each tile then has a part of every sum. It costs nothing if S is tiled along the other axis.
@@ -249,9 +249,9 @@ def join_update(
     shape: Shape,
     output: int | Literal["partial"] | None = "partial",
 ) -> Any:
-    """Apply a function to tiles joined along `axes` (-1 in the thesis, here None: that input is read whole).
+    """Apply a function to tiles joined along `axes` (None, -1 in the thesis: the input is read whole).
 
-    Its results are the output's tiles along axis `output`, or are summed. NumPy arrays are one tile each.
+    The results are the output's tiles along axis `output`, or are summed. NumPy arrays are one tile each.
     """
     if not any(isinstance(x, LazyArray) for x in arrays):
         return function(*arrays)
@@ -266,7 +266,7 @@ def transpose(x: LazyArray) -> LazyArray:
 
 
 def _whole(function: str, x: LazyArray, *others: LazyArray) -> LazyArray:
-    """A function of small arrays, which every worker reads whole; its last input may be split by columns."""
+    """Make a function of small arrays, which every worker reads whole; its last input may be split by columns."""
     ways = [Join((None,) * (1 + len(others)), None)]
     if others and others[-1].ndim == 2:
         ways.insert(0, Join((*[None] * len(others), 1), 1))
@@ -347,4 +347,4 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.linalg.inv: lambda x: _whole("inv", x),
     np.linalg.solve: lambda a, b: _whole("solve", a, b),
 }
-"""NumPy's functions besides its ufuncs, each by the five operators."""
+"""NumPy functions other than ufuncs, expressed in the five operators."""

@@ -1,9 +1,9 @@
-"""Bytes that it takes to bring an array from one distribution over the workers to another.
+"""Bytes moved to convert an array from one distribution over the workers to another.
 
-The workers are a mesh of one or two axes. A *form* says for each axis of the mesh which axis of the array it splits,
-`None` for copies, or "partial" for summands of the array: DTensor's Shard, Replicate and Partial. A form that is the
-same along all axes of the mesh is one of the mesh as a single axis. Tiles are those of DTensor, too:
-`ceil(n / workers)` long, the last ones shorter."""
+The workers form a mesh of one or two axes. A *form* has, for each axis of the mesh, the array axis that it splits,
+`None` for copies, or "partial" for summands of the array: DTensor's Shard, Replicate and Partial. A form with equal
+entries is a form of the mesh as a single axis. Tiles are also DTensor's: `ceil(n / workers)` long, the last ones
+shorter."""
 
 import itertools
 import math
@@ -23,8 +23,8 @@ Form = tuple[int | Literal["partial"] | None, ...]
 class Moved:
     """Bytes of collectives, summed over the workers.
 
-    `logical` is what workers read or update, their own parts included, as the thesis counts: a retiled array counts
-    once, an array that all read whole p times. `wire` is what crosses between workers: (p - 1) / p of that.
+    `logical` bytes are read or updated by workers, including their own parts, as in the thesis: a retiled array counts
+    once, an array that all read whole p times. `wire` bytes cross between workers: (p - 1) / p of the logical ones.
     """
 
     logical: int = 0
@@ -42,7 +42,7 @@ def mesh_of(workers: int) -> Mesh:
 
 @cache
 def bounds(shape: Shape, form: Form, mesh: Mesh) -> np.ndarray:
-    """Return every worker's tile: first and one past the last index per axis, as [workers, axes, 2]."""
+    """Return every worker's tile: first and one past the last index per axis; shape [workers, axes, 2]."""
     form, mesh = flattened(form, mesh)
     tiles = np.empty((math.prod(mesh), len(shape), 2), np.int64)
     for tile, place in zip(tiles, itertools.product(*map(range, mesh)), strict=True):
@@ -76,7 +76,7 @@ class Exchange:
 
 @cache
 def exchanged(exchange: Exchange) -> Moved:
-    """Count an exchange, in which every worker receives what it lacks; nothing if no worker lacks anything."""
+    """Count the bytes of an exchange, in which every worker receives its missing elements; zero if none are missing."""
     wanted, held = exchange.wanted(), bounds(exchange.shape, exchange.source, exchange.mesh)
     sizes, own = volumes(wanted), volumes(intersection(wanted, held))
     if (sizes == own).all():
@@ -86,9 +86,9 @@ def exchanged(exchange: Exchange) -> Moved:
 
 @cache
 def reduced(shape: Shape, source: Form, target: Form, itemsize: int, mesh: Mesh) -> Moved:
-    """Count the sum of partial tiles: an all-reduce, or a reduce-scatter for each axis of the mesh.
+    """Count the bytes of summing partial tiles: an all-reduce, or a reduce-scatter for each axis of the mesh.
 
-    Of a form with a partial and a split axis, the first is all-reduced, and the rest is an exchange.
+    For a form with a partial and a split axis, the former is all-reduced, and the rest is an exchange.
     """
     if set(source) == {"partial"} and None not in target:
         target, mesh = flattened(target, mesh)
@@ -109,14 +109,14 @@ def reduced(shape: Shape, source: Form, target: Form, itemsize: int, mesh: Mesh)
 
 
 def converted(shape: Shape, source: Form, target: Form, itemsize: int, mesh: Mesh) -> Moved:
-    """Count what it takes to store a result that is computed as `source` as `target`."""
+    """Count the bytes of storing a result, computed as `source`, as `target`."""
     if "partial" in source:
         return reduced(shape, source, target, itemsize, mesh)
     return exchanged(Exchange(shape, source, shape, target, (0,) * len(shape), itemsize, mesh))
 
 
 def flattened(form: Form, mesh: Mesh) -> tuple[Form, Mesh]:
-    """Return a form that is the same along all axes of the mesh as one of the mesh as a single axis."""
+    """Return a form with equal entries as a form of the mesh as a single axis; other forms are unchanged."""
     return (form[:1], (math.prod(mesh),)) if len(set(form)) == 1 else (form, mesh)
 
 
@@ -130,6 +130,6 @@ def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def volumes(tiles: np.ndarray) -> np.ndarray:
-    """Return the elements of tiles [..., axes, 2]; an empty intersection has none."""
+    """Return the number of elements of tiles [..., axes, 2]; zero for an empty intersection."""
     sizes: np.ndarray = np.maximum(tiles[..., 1] - tiles[..., 0], 0).prod(axis=-1)
     return sizes

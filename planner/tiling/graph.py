@@ -1,7 +1,7 @@
-"""The tiling graph (section 2.3.3): a node group per array, a tiling node per choice, edges that cost bytes.
+"""The tiling graph (section 2.3.3): a node group per array, a tiling node per choice, edges with costs in bytes.
 
-A view has no choice of its own: it shares the group of the array that it shows, with the axes renamed. The graph of
-a join_update has a placeholder group (Figure 2.7(b)), whose nodes are the ways to compute it."""
+A view has no choice of its own: it shares the group of its base array, with renamed axes. The graph of a join_update
+has a placeholder group (Figure 2.7(b)), whose nodes are the ways to compute it."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ from cohabit.planner.tiling.costs import Exchange, Form, Mesh, Moved, bounds, co
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How an array is kept: as one form, or as several copies of different forms."""
+    """Storage of an array: in one form, or as several copies in different forms."""
 
     name: str
     forms: tuple[Form, ...]
@@ -57,7 +57,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupEdge:
-    """Bytes from every choice of one group to every choice of the other. Both may be the same group."""
+    """Bytes moved for every pair of choices of two groups, which may be the same group."""
 
     source: int
     target: int
@@ -69,11 +69,11 @@ class GroupEdge:
 
 @dataclass(frozen=True)
 class TilingGraph:
-    """Of some outputs, for `workers` workers.
+    """The tiling graph of some outputs for `workers` workers.
 
     `extra_bytes` limits each worker's memory for copies; None allows a tenth of its share of the inputs. `thesis`
-    takes the thesis' model: rows, columns and duplicates only, Figure 2.5's rule for dot, logical bytes. With
-    `frees_results`, only copies of inputs count against the limit, not those of results, which live for a short time.
+    selects the thesis' model: rows, columns and duplicates only, Figure 2.5's rule for dot, logical bytes. With
+    `frees_results`, only copies of inputs count against the limit; copies of results are short-lived.
     """
 
     outputs: tuple[Expression, ...]
@@ -101,7 +101,7 @@ class TilingGraph:
 
     @cached_property
     def expressions(self) -> tuple[Expression, ...]:
-        """All expressions, inputs before those that read them."""
+        """All expressions, each after its inputs."""
         ordered: dict[int, Expression] = {}
         stack = [(e, False) for e in reversed(self.outputs)]
         while stack:
@@ -134,7 +134,7 @@ class TilingGraph:
 
     @cached_property
     def _read(self) -> set[int]:
-        """The arrays that some operator reads, by themselves or through a view."""
+        """Ids of the arrays that operators read, directly or through a view."""
         return {id(base_of(source)[0]) for e in self.expressions for source in e.inputs}
 
     @cached_property
@@ -142,7 +142,7 @@ class TilingGraph:
         return {(id(g.expression), g.is_placeholder): index for index, g in enumerate(self.groups)}
 
     def group_of(self, expression: Expression, placeholder: bool = False) -> int:
-        """Return the index of an array's group, or of the array that a view shows."""
+        """Return the index of the group of an array, or of a view's base array."""
         return self._index[id(base_of(expression)[0]), placeholder]
 
     def forms_of(self, expression: Expression, choice: int) -> tuple[Form, ...]:
@@ -153,7 +153,7 @@ class TilingGraph:
         return tuple(in_view(form, axes) for form in tiling.forms)
 
     def _tilings(self, expression: Expression) -> dict[Tiling, int]:
-        """Return the tilings that an array can have, and the memory that each takes beyond an even share."""
+        """Return the possible tilings of an array, with the memory of each beyond an even share."""
         ndim, size = len(self.mesh), expression.nbytes
         forms: dict[str, Form] = {
             "row": (0,) * ndim,
@@ -169,7 +169,7 @@ class TilingGraph:
         whole = Tiling("replicated", ((None,) * ndim,))
         if not tiled:
             return {whole: 0}
-        if id(expression) not in self._read:  # a copy would only cost
+        if id(expression) not in self._read:  # nothing reads copies
             return tiled
         copies = {} if self.thesis else {whole: size - size // self.workers}
         if {"row", "column"} <= {t.name for t in tiled}:
@@ -179,11 +179,11 @@ class TilingGraph:
         return tiled | {tiling: extra for tiling, extra in copies.items() if extra <= self.limit_bytes}
 
     def _fills(self, expression: Expression, form: Form) -> bool:
-        """Return whether every worker has a part of an array in a form."""
+        """Whether every worker has a part of an array in a form."""
         return bool(volumes(bounds(expression.shape, form, self.mesh)).min() > 0)
 
     def ways(self, by: Expression, form: Form | None = None) -> tuple[Way, ...]:
-        """Return the ways to compute an operator, as `form` where it has one for each form of its result."""
+        """Return the ways to compute an operator; for a map or region, the one way for the result's `form`."""
         operator, ndim = by.operator, len(self.mesh)
         if isinstance(operator, Map | Region) and form is not None:
             aligned = _aligned if isinstance(operator, Map) else lambda form, by, source: form
@@ -207,7 +207,7 @@ class TilingGraph:
         return moved.logical if self.thesis else moved.wire
 
     def read(self, by: Expression, number: int, held: Iterable[Form], form: Form) -> tuple[Exchange, Moved]:
-        """Return the cheapest exchange that gives an operator input `number`, held in some forms, and its bytes."""
+        """Return the cheapest exchange for an operator's input `number`, held in some forms, and its bytes."""
         source, operator = by.inputs[number], by.operator
         shape, offset = source.shape, (0,) * len(source.shape)
         if isinstance(operator, Region):
@@ -217,13 +217,13 @@ class TilingGraph:
         return min(((e, exchanged(e)) for e in exchanges), key=lambda pair: self.bytes_of(pair[1]))
 
     def stored(self, by: Expression, output: Form, form: Form) -> Moved:
-        """Count what it takes to store a result, computed as `output`, in a form."""
+        """Count the bytes of storing a result, computed as `output`, in a form."""
         return converted(by.shape, output, form, by.dtype.itemsize, self.mesh)
 
     def best_way(
         self, by: Expression, number: int, held: Iterable[Form], form: Form, ways: Iterable[Way]
     ) -> tuple[Way, Moved]:
-        """Return the cheapest way to make a result in a form, as far as input `number` goes, and its bytes."""
+        """Return the cheapest way to make a result in a form with respect to input `number`, and its bytes."""
         costs = (
             (way, self.read(by, number, held, way.inputs[number])[1] + self.stored(by, way.output, form))
             for way in ways
@@ -249,7 +249,7 @@ class TilingGraph:
             held = [self.forms_of(source, choice) for choice in range(len(self.groups[group].choices))]
             if is_join:
                 costs = [[self.read(by, number, forms, way.inputs[number])[1] for way in joins] for forms in held]
-            else:  # every form of a result is made by itself
+            else:  # each form of a result is computed separately
                 costs = [
                     [_sum(self.best_way(by, number, forms, f, ways[f])[1] for f in t.forms) for t in tilings]
                     for forms in held
@@ -265,25 +265,25 @@ def _sum(moved: Iterable[Moved]) -> Moved:
 
 
 def _arrays(costs: Sequence[Sequence[Moved]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return logical bytes, and those on the wire."""
+    """Return logical bytes and wire bytes."""
     both = np.array([[(moved.logical, moved.wire) for moved in row] for row in costs], np.int64)
     return both[..., 0], both[..., 1]
 
 
 def _aligned(form: Form, result: Expression, source: Expression) -> Form:
-    """Return the form of a map's input that goes with a form of its result, by NumPy's broadcasting."""
+    """Return the form of a map's input that matches a form of its result under NumPy's broadcasting."""
     shift = len(result.shape) - len(source.shape)
     kept = {axis + shift: axis for axis, length in enumerate(source.shape) if length > 1}
     return tuple(kept.get(axis) if isinstance(axis, int) else axis for axis in form)
 
 
 def in_view(form: Form, axes: tuple[int | None, ...]) -> Form:
-    """Return a form of an array as one of a view of these axes of it."""
+    """Convert a form of an array to a form of a view with these axes."""
     return tuple(axes.index(axis) if isinstance(axis, int) else axis for axis in form)
 
 
 def base_of(expression: Expression) -> tuple[Expression, tuple[int | None, ...]]:
-    """Return the array that a view shows, and for each axis of the view the array's axis, None for a new one."""
+    """Return a view's base array, and for each axis of the view the base's axis, None for a new one."""
     axes: tuple[int | None, ...] = tuple(range(len(expression.shape)))
     while isinstance(expression.operator, View):
         inner = expression.operator.axes
@@ -293,7 +293,7 @@ def base_of(expression: Expression) -> tuple[Expression, tuple[int | None, ...]]
 
 
 def _output(operator: Fold | Scan, form: Form) -> Form | None:
-    """Return the form of a fold's or scan's result of tiles in `form`, None if these do not suffice."""
+    """Return the form of a fold's or scan's result from tiles in `form`; None if these do not suffice."""
     if isinstance(operator, Scan):
         return None if operator.axis in form else form
     if not operator.partial and set(form) & set(operator.axes):

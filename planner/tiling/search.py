@@ -1,4 +1,4 @@
-"""Searches of the tiling graph: the thesis' greedy one (Figure 2.8), an exact one, and those to compare them with."""
+"""Searches of the tiling graph: the thesis' greedy one (Figure 2.8), an exact one, and others for comparison."""
 
 import itertools
 import math
@@ -16,14 +16,14 @@ from cohabit.planner.tiling.costs import Exchange, Form, Moved
 from cohabit.planner.tiling.graph import Tiling, TilingGraph, Way
 
 Picks = list[int]
-"""A choice per group of a tiling graph."""
+"""One choice per group of a tiling graph."""
 
 BRUTE_FORCE_LIMIT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One computation of an operator: what is read of its inputs, the form of its result, and those it is stored in."""
+    """One computation of an operator: reads of its inputs, the form of its result, and the forms it is stored in."""
 
     reads: tuple[Exchange, ...]
     output: Form
@@ -32,7 +32,7 @@ class Step:
 
 @dataclass(frozen=True)
 class TilingPlan:
-    """A choice per group of a graph, and what it costs."""
+    """One choice per group of a graph, and its costs."""
 
     graph: TilingGraph
     picks: tuple[int, ...]
@@ -49,7 +49,7 @@ class TilingPlan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the search minimized: on the wire, or logical ones of a graph with the thesis' model."""
+        """The minimized bytes: wire bytes, or logical bytes in the thesis' model."""
         return self.graph.bytes_of(self.moved)
 
     @property
@@ -57,7 +57,7 @@ class TilingPlan:
         return sum(g.extra_bytes[p] for g, p in zip(self.graph.groups, self.picks, strict=True))
 
     def tiling(self, expression: Expression) -> Tiling:
-        """Return the tiling of an array, or of the array that a view shows."""
+        """Return the tiling of an array, or of a view's base array."""
         group = self.graph.group_of(expression)
         tiling = self.graph.groups[group].choices[self.picks[group]]
         assert isinstance(tiling, Tiling)
@@ -68,7 +68,7 @@ class TilingPlan:
         return self.graph.forms_of(expression, self.picks[self.graph.group_of(expression)])
 
     def steps(self, by: Expression) -> list[Step]:
-        """Return how a map, fold, scan, join_update or region is computed: once for all forms, or once for each."""
+        """Return the computations of a map, fold, scan, join_update or region: one for all forms, or one for each."""
         forms = self.forms(by)
         if isinstance(by.operator, JoinUpdate):
             group = self.graph.group_of(by, placeholder=True)
@@ -86,7 +86,7 @@ class TilingPlan:
 
 
 class _Costs:
-    """A graph as arrays: a cost per choice, and per pair of choices of two groups; parallel edges are summed."""
+    """A graph's costs as arrays: per choice, and per pair of choices of two groups; parallel edges are summed."""
 
     def __init__(self, graph: TilingGraph) -> None:
         self.extra = [np.array(g.extra_bytes, np.int64) for g in graph.groups]
@@ -111,10 +111,10 @@ class _Costs:
 
 
 def greedy(graph: TilingGraph) -> Picks:
-    """Choose for the group with the most adjacent groups first (Figure 2.8).
+    """Choose first for the group with the most adjacent groups (Figure 2.8).
 
     FindCost sums the least cost of an edge to each adjacent group; its recursion into views is implicit here, as a
-    view shares the group of its array. Duplication takes from the memory limit (section 2.3.4).
+    view shares the group of its array. Duplication counts against the memory limit (section 2.3.4).
     """
     costs = _Costs(graph)
     order = sorted(range(len(graph.groups)), key=lambda group: -len(costs.adjacent[group]))
@@ -126,8 +126,8 @@ def greedy(graph: TilingGraph) -> Picks:
 def recursive(graph: TilingGraph) -> Picks:
     """Choose as if the graph were a tree with the outputs at its root.
 
-    Spartan's earlier optimizer found the least cost of an expression recursively from those of its inputs; an array
-    that is read twice was decided where it was met first.
+    Spartan's earlier optimizer found the least cost of an expression recursively from its inputs; for an array that
+    is read twice, the first read decided.
     """
     costs = _Costs(graph)
     parents: dict[int, int | None] = {}
@@ -146,7 +146,7 @@ def recursive(graph: TilingGraph) -> Picks:
 
 
 def _one_by_one(costs: _Costs, order: Sequence[int], expected: Sequence[dict[int, np.ndarray]]) -> Picks:
-    """Choose in an order; `expected[group]` has what an adjacent group without a choice yet will cost per choice."""
+    """Choose in this order. `expected[group]` has estimated costs per choice for adjacent groups not chosen yet."""
     picks, left = dict[int, int](), costs.limit
     for group in order:
         total = costs.single[group].astype(np.float64)
@@ -182,9 +182,9 @@ def brute_force(graph: TilingGraph) -> Picks:
 
 
 def exact(graph: TilingGraph) -> Picks:
-    """Minimize the bytes by an integer linear program; among picks of equal bytes prefer less memory.
+    """Minimize the bytes by an integer linear program; ties go to less memory.
 
-    HiGHS tells costs apart that differ by 1e-9 of the largest edge; for less, single picks are tried.
+    HiGHS distinguishes costs that differ by 1e-9 of the largest edge; for smaller differences, single picks are tried.
     """
     costs = _Costs(graph)
     return _settled(costs, min((_solved(costs, 1), greedy(graph), by_row(graph), by_column(graph)), key=costs.of))
@@ -198,8 +198,8 @@ def worst(graph: TilingGraph) -> Picks:
 def _solved(costs: _Costs, sign: int) -> Picks:
     """Solve the program: a variable per choice, and per pair of choices of two adjacent groups.
 
-    What choices of one group cost alike, whatever the other group chooses, goes into their own costs; choices that
-    are then the same to an edge share its variables. That changes no solution, and makes the program smaller.
+    Costs that do not depend on the other group's choice move to the choices' own costs. Choices that then look the
+    same to an edge share its variables. This changes no solution, and makes the program smaller.
     """
     first = np.concatenate([[0], np.cumsum([len(single) for single in costs.single])])
     single = [sign * values.astype(np.float64) for values in costs.single]
@@ -217,6 +217,7 @@ def _solved(costs: _Costs, sign: int) -> Picks:
     count = int(first[-1])
     for (a, b), pair in costs.pairs.items():
         pair = sign * pair.astype(np.float64)
+        # Move costs that do not depend on the other group, then merge equal choices.
         for group, axis in ((a, 1), (b, 0)):
             least = pair.min(axis=axis, keepdims=True)
             single[group] += least.ravel()
@@ -227,11 +228,12 @@ def _solved(costs: _Costs, sign: int) -> Picks:
             continue
         variables = count + np.arange(pair.size).reshape(pair.shape)
         for group, lines, kinds in ((a, variables, of_a), (b, variables.T, of_b)):
-            for kind, line in enumerate(lines):  # as many pairs are taken as choices of their kind
+            for kind, line in enumerate(lines):  # picked pairs match picked choices of their kind
                 choices = first[group] + np.flatnonzero(kinds == kind)
                 equation(np.append(line, choices), np.repeat([1.0, -1.0], [len(line), len(choices)]), 0)
         weights.append(pair.ravel())
         count += pair.size
+    # Solve for integer choices within the memory limit; pairs follow from these.
     objective = np.concatenate([*single, *weights])
     matrix = coo_array(
         (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(len(sums), count)
@@ -245,7 +247,7 @@ def _solved(costs: _Costs, sign: int) -> Picks:
         integrality=np.arange(count) < first[-1],
         bounds=Bounds(0, 1),
         constraints=constraints,
-        options={"mip_rel_gap": 0, "presolve": False},  # which finds nothing here, and takes a while
+        options={"mip_rel_gap": 0, "presolve": False},  # presolving is slow, and finds nothing here
     )
     if solved.x is None:  # pragma: no cover
         raise UnsupportedProblem(f"HiGHS found no tiling: {solved.message}; use greedy")
@@ -253,7 +255,7 @@ def _solved(costs: _Costs, sign: int) -> Picks:
 
 
 def _settled(costs: _Costs, picks: Picks) -> Picks:
-    """Change single picks as long as that lowers the bytes, or the memory at equal bytes."""
+    """Change single picks while that lowers the bytes, or the memory at equal bytes."""
     picks, used = list(picks), sum(int(extra[pick]) for extra, pick in zip(costs.extra, picks, strict=True))
     is_changed = True
     while is_changed:
@@ -271,7 +273,7 @@ def _settled(costs: _Costs, picks: Picks) -> Picks:
 
 
 def by_row(graph: TilingGraph) -> Picks:
-    """Tile every array by rows, by columns if it has too few rows."""
+    """Tile every array by rows, or by columns if it has too few rows."""
     return _fixed(graph, 0)
 
 
@@ -281,7 +283,7 @@ def by_column(graph: TilingGraph) -> Picks:
 
 
 def _fixed(graph: TilingGraph, axis: int) -> Picks:
-    """Give each array the same tiling, and each join_update its cheapest way then."""
+    """Give all arrays the same tiling, and each join_update its cheapest way for that tiling."""
     costs, form = _Costs(graph), (axis,) * len(graph.mesh)
     picks = []
     for group in graph.groups:

@@ -1,1 +1,1 @@
-"""Earlier systems that swap or recompute, to compare with, at each paper's own scope."""
+"""Earlier systems that swap or recompute, for comparison, each at its own paper's scope."""

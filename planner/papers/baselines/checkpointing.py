@@ -1,14 +1,14 @@
-"""Checkpointing of a chain: the inputs of some layers are kept, and the layers after them are computed again.
+"""Checkpointing of a chain: the inputs of some layers are kept, and the layers after them are recomputed.
 
 sqrt(n): Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174, 2016, section
-4: segments of sqrt(n) layers are computed again, but for the last, whose backward pass follows at once. Not here: their
-search for better segments (algorithm 3). Optimal: Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal
-Checkpointing for Heterogeneous Chains", Inria RR-9302, 2019, the fastest of all strategies in which what is stored
-stays until its backward pass.
+4: segments of sqrt(n) layers are recomputed, except the last, whose backward pass follows at once. Their search for
+better segments (algorithm 3) is left out. Optimal: Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal
+Checkpointing for Heterogeneous Chains", Inria RR-9302, 2019: the fastest of all strategies that keep stored values
+until their backward pass.
 
-Layers are the virtual layers of `planner.papers.beaumont`. A graph that is no chain has few, or one, so that little is
-computed again. Ops that change state, or read what has changed since, run once, and what they wrote stays. The dynamic
-program takes a layer to need as much memory without saving as with it.
+Layers are the virtual layers of `planner.papers.beaumont`. A graph that is not a chain has few layers, or one, so that
+little is recomputed. Ops that change state, or read values that have changed since, run once, and their results stay.
+The dynamic program assumes that a layer needs as much memory without saving as with it.
 """
 
 import math
@@ -25,7 +25,7 @@ from cohabit.planner.schedule.table import Schedule
 
 SLOTS: Final = 500
 MOST_LAYERS: Final = 64
-"""In the dynamic program: units of memory, as in the paper, and layers, of which neighbours are taken together."""
+"""Size of the dynamic program: units of memory, as in the paper, and layers; neighbouring layers are merged."""
 FORWARD, BACKWARD = range(2)
 Step = tuple[int, int]
 """A direction and a layer."""
@@ -45,7 +45,8 @@ class SqrtCheckpointing(Baseline):
         yield self._schedule_of_layers(ends, steps)
 
     def _schedule_of_layers(self, ends: Sequence[int], steps: Iterable[Step]) -> Schedule | None:
-        """The forward pass, then layers. A backward op is of the first layer that was the last to use what it reads."""
+        """Return the schedule of the forward pass and these steps. A backward op belongs to the lowest layer that was
+        the last forward user of one of its operands."""
         ops, gaps, turn = self.problem.graph.ops, self._gaps, self._turn
         layer = np.searchsorted(ends, range(turn))
         used_by = [max((layer[u] for u in uses if u < turn), default=turn) for uses in gaps.uses]
@@ -74,7 +75,7 @@ class ChainCheckpointing(SqrtCheckpointing):
                 kept[layer[k] + 1 : layer[max(u for u in gaps.uses[t] if u < turn)] + 1] += arrays.nbytes[t]
         weights = sum(int(arrays.nbytes[t]) for t, uses in enumerate(gaps.uses) if uses and arrays.is_weight[t])
         memory_bytes = self.problem.memory.nbytes - weights - chain.x_bytes[0]
-        # The sizes are a chain's, so more memory is asked for first, then less, until the plan fits.
+        # The sizes are those of a chain: ask for more memory first, then for less, until the plan fits.
         optimal = OptimalCheckpoints(chain, kept, 1.25 * max(memory_bytes, 1))
         before: list[Step] = []
         for slots in np.flatnonzero(optimal.seconds[0, chain.layers - 1] < math.inf)[::-5].tolist():
@@ -88,13 +89,13 @@ class ChainCheckpointing(SqrtCheckpointing):
 class OptimalCheckpoints:
     """The dynamic program (RR-9302, theorem 1). Layers are numbered from 0.
 
-    `seconds[s, t]` are those of layers s to t, forward and backward, by slots of memory for all but layer s's input.
-    Either layer s runs and saves what its backward pass needs. Or layers s to k - 1 run and save nothing but layer k's
-    input, and are computed again after the backward pass of layer k.
+    `seconds[s, t]` has the time of layers s to t, forward and backward, by slots of memory without layer s's input.
+    Either layer s runs and saves the tensors for its backward pass. Or layers s to k - 1 run, save only layer k's
+    input, and are recomputed after the backward pass of layer k.
     """
 
     def __init__(self, chain: LayerChain, kept_bytes: Sequence[float] | Floats, memory_bytes: float) -> None:
-        """`kept_bytes[i]` is the size of layer i's input, [layers]."""
+        """`kept_bytes[i]` is the size of layer i's input; shape [layers]."""
         self._last, self._slot_bytes = chain.layers - 1, memory_bytes / SLOTS
         self._saved, self._kept = chain.x_bytes[1:], kept_bytes
         self.seconds = {(t + 1, t): np.zeros(SLOTS + 1) for t in range(chain.layers)}
@@ -112,7 +113,7 @@ class OptimalCheckpoints:
             self.seconds[s, t], self._choice[s, t] = np.min(options, axis=0), np.argmin(options, axis=0)
 
     def steps(self, slots: int, s: int = 0, t: int | None = None) -> Iterator[Step]:
-        """The layers in the order in which they run, the forward pass included."""
+        """Yield the layers in execution order, including the forward pass."""
         t = self._last if t is None else t
         k = s + int(self._choice[s, t][slots])
         yield from ((FORWARD, i) for i in range(s, max(k, s + 1)))
@@ -128,7 +129,7 @@ class OptimalCheckpoints:
         return min(max(math.ceil(nbytes / self._slot_bytes), 0), SLOTS + 1)
 
     def _within(self, needs_bytes: float, taken_bytes: float, seconds: Floats) -> Floats:
-        """By slots, the seconds with what is left when some are taken; infinite where there are fewer than needed."""
+        """Return, by slots, the seconds after `taken_bytes` are taken; infinite below `needs_bytes`."""
         taken = self._slots(taken_bytes)
         found = np.concatenate([np.full(taken, np.inf), seconds[: SLOTS + 1 - taken]])
         found[: self._slots(needs_bytes)] = np.inf

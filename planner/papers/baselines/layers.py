@@ -1,11 +1,11 @@
-"""What leaves memory by its layer: vDNN, SuperNeurons and TFLMS.
+"""Rules that choose tensors by their layer: vDNN, SuperNeurons and TFLMS.
 
 vDNN: Rhu, Gimelshein, Clemons, Zulfiqar and Keckler, "vDNN: Virtualized Deep Neural Networks for Scalable,
 Memory-Efficient Neural Network Design", MICRO 2016, section III. SuperNeurons: Wang, Ye, Zhao, Wu, Li, Song, Xu and
 Kraska, "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks", PPoPP 2018, section 3. TFLMS:
 Le, Imai, Negishi and Kawachiya, "TFLMS: Large Model Support in TensorFlow by Graph Rewriting", arXiv 1807.02037, 2018.
 
-Where the papers say nothing: a layer is an op, and what kind of layer it is, its target's name says.
+Where the papers are silent: a layer is an op, and its target's name gives the kind of layer.
 """
 
 from bisect import bisect_left
@@ -20,20 +20,20 @@ from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.table import COMPUTE, SWAP_IN, SWAP_OUT, Schedule
 
 CHEAP: Final = ("pool", "elu", "silu", "swish", "sigmoid", "tanh", "softmax", "norm", "dropout")
-"""Parts of the targets of layers that SuperNeurons recomputes."""
+"""Substrings of the targets of layers that SuperNeurons recomputes."""
 
 
 class VdnnAll(Baseline):
-    """vDNN_all: offloads the input feature maps of every layer, as its last forward consumer runs.
+    """vDNN_all: offloads the input feature maps of every layer while their last forward consumer runs.
 
     A layer's backward pass prefetches the inputs of the next layer that has any, and every layer waits for the copies
-    issued before. Not here: the choice of convolution algorithms, and with it vDNN_dyn. What is saved and is no layer's
-    input, such as a dropout's mask, stays. The classifier, which the paper leaves out, is treated alike.
+    issued before. The choice of convolution algorithms, and with it vDNN_dyn, is left out. Saved tensors that are not
+    a layer's input, such as a dropout's mask, stay. The classifier, which the paper leaves out, is treated alike.
     """
 
     name = "vdnn_all"
     target = ""
-    """Part of the targets of the layers whose inputs are offloaded."""
+    """Substring of the targets of the layers whose inputs are offloaded."""
 
     def _find(self) -> Iterator[Schedule | None]:
         ops = self.problem.graph.ops
@@ -44,14 +44,14 @@ class VdnnAll(Baseline):
 
 
 class VdnnConv(VdnnAll):
-    """vDNN_conv: offloads those of convolutions only."""
+    """vDNN_conv: offloads the inputs of convolutions only."""
 
     name = "vdnn_conv"
     target = "conv"
 
 
 def synchronised(schedule: Schedule) -> Schedule:
-    """Make every op wait for all copies that precede the op before it, and all swap-outs that precede itself."""
+    """Make every op wait for all copies before the previous op, and for all swap-outs before itself."""
     computes, wait = np.flatnonzero(schedule.verb == COMPUTE), schedule.wait.copy()
     saved, fetched = (np.cumsum(schedule.verb == lane)[computes] for lane in (SWAP_OUT, SWAP_IN))
     wait[computes, SWAP_OUT] = np.maximum(wait[computes, SWAP_OUT], saved - 1)
@@ -60,12 +60,12 @@ def synchronised(schedule: Schedule) -> Schedule:
 
 
 class SuperNeurons(Baseline):
-    """Offloads what convolutions write; recomputes pooling, activations and normalisation.
+    """Offloads results of convolutions; recomputes pooling, activations and normalisation.
 
     The tensor cache offloads only if memory is short, the least recently used first, and prefetches a layer ahead.
-    Cost-aware recomputation: cheap layers in a row are a segment. One that takes no more than the largest layer is
-    recomputed once and kept for its backward pass; of any other, each backward op recomputes what it needs. Where the
-    paper says nothing: all cheap layers are recomputed, and what others write, such as linear ones, stays.
+    Cost-aware recomputation: consecutive cheap layers are a segment. A segment no larger than the largest layer is
+    recomputed once and kept for its backward pass; for a larger one, each backward op recomputes its operands. Where
+    the paper is silent: all cheap layers are recomputed, and results of others, such as linear ones, stay.
     """
 
     name = "superneurons"
@@ -84,7 +84,7 @@ class SuperNeurons(Baseline):
 
     def _program(self) -> list[int]:
         ops, gaps, nbytes = self.problem.graph.ops, self._gaps, self.problem.arrays.nbytes
-        segment: dict[int, list[int]] = {}  # of each cheap op
+        segment: dict[int, list[int]] = {}  # per cheap op
         for k, op in enumerate(ops[: self._turn]):
             if any(name in op.target for name in CHEAP):
                 segment[k] = segment.get(k - 1, [])
@@ -108,8 +108,8 @@ class SuperNeurons(Baseline):
 class Tflms(Baseline):
     """Swaps feature maps whose backward use is further from their forward uses, in ops, than a threshold.
 
-    The paper's user sets it; here every power of two is tried. Swap-ins, for which the user sets how far ahead they
-    are, too, are as early as memory allows.
+    In the paper, users set the threshold and how far ahead swap-ins are. Here every power of two is tried, and swap-ins
+    are as early as memory allows.
     """
 
     name = "tflms"

@@ -1,4 +1,4 @@
-"""What leaves memory by its score: AutoSwap and Capuchin. Copies are as early as memory allows.
+"""Rules that choose tensors by a score: AutoSwap and Capuchin. Copies are as early as memory allows.
 
 AutoSwap: Zhang, Yeung, Shu, He and Wang, "Efficient Memory Management for GPU-based Deep Learning Systems", arXiv
 1903.06631, 2019. Capuchin: Peng, Shi, Dai, Jin, Ma, Xiong, Yang and Qian, "Capuchin: Tensor-based GPU Memory Management
@@ -22,11 +22,11 @@ from cohabit.planner.schedule.table import COMPUTE, Schedule
 GRID: Final = [weights for weights in product((0.0, 0.5, 1.0), repeat=4) if sum(weights) == 1]
 """Weights of AutoSwap's scores."""
 LIMITS: Final = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5, 0.0)
-"""Shares of the memory that Capuchin chooses for, until its choices fit."""
+"""Fractions of the memory that Capuchin plans for, in turn, until its choices fit."""
 
 
 class Absences:
-    """A choice per gap, and the bytes in memory that these leave. Gaps of weights hold no op, and are kept."""
+    """One choice per gap, and the resulting bytes in memory. Weights are kept: their gaps count as empty."""
 
     def __init__(self, problem: Problem, gaps: Gaps) -> None:
         g, tensor = problem.arrays, ints(gap.tensor for gap in gaps.all)
@@ -43,18 +43,18 @@ class Absences:
         self._load_bytes[self._first[i] : self._end[i]] -= self.nbytes[i]
 
     def helpful(self, limit_bytes: float) -> Ints:
-        """Gaps that are kept while the load is over the limit."""
+        """Return the kept gaps in which the load exceeds the limit."""
         over = np.concatenate([[0], np.cumsum(self._load_bytes > limit_bytes)])
         return np.flatnonzero((over[self._end] > over[self._first]) & (self.choices == KEEP))
 
     def weighted_s(self, limit_bytes: float) -> Floats:
-        """Duration of each gap, weighted with the load over the limit."""
+        """Return the duration of each gap, weighted with the load over the limit."""
         sums = np.cumsum(self._op_s * np.maximum(self._load_bytes - limit_bytes, 0))
         sums = np.concatenate([[0.0], sums])
         return np.asarray(sums[self._end] - sums[self._first])
 
     def free_s(self) -> Floats:
-        """Time that a gap's copies leave free, after those chosen that are due before; negative where ops wait."""
+        """Return the time that each gap's copies leave free, after earlier chosen copies; negative if ops wait."""
         first, end, swapped = self._first, self._end, self.choices == SWAP
         out_s = np.bincount(first[swapped], self._out_s[swapped], len(self._start_s))
         in_s = np.bincount(end[swapped], self._in_s[swapped], len(self._start_s))
@@ -67,10 +67,10 @@ class Absences:
 class AutoSwap(Baseline):
     """Swaps the tensors of the highest priority until the peak fits.
 
-    Four scores: a gap's duration but for its copies (DOA), that times the size (AOA), its duration weighted with the
-    load over the limit (WDOA), and the same with the load that earlier choices left (SWDOA). The paper weighs them by
-    Bayesian optimisation; here a small grid is tried, each score alone and two by two, scaled by the largest. The
-    paper's least size of a tensor, which depends on its link, is left out.
+    Four scores: a gap's duration minus its copies (DOA), that times the size (AOA), its duration weighted with the
+    load over the limit (WDOA), and the same with the load after earlier choices (SWDOA). The paper weights them by
+    Bayesian optimisation; here a small grid is tried, each score alone and in pairs, scaled by the largest. The
+    paper's minimum tensor size, which depends on its link, is left out.
     """
 
     name = "autoswap"
@@ -91,12 +91,12 @@ class AutoSwap(Baseline):
 
 
 class Capuchin(Baseline):
-    """Swaps what has the most free time; recomputes where a swap would make ops wait for longer.
+    """Swaps tensors with the most free time; recomputes where a swap would make ops wait for longer.
 
-    Measured access times, here the profile's, say how much time the copies of a gap leave free. Without any left, the
-    swap is compared with the recomputation that saves the most memory per second, which takes longer the more of what
-    it needs is recomputed, too. The paper moves copies by measured waits; its passive mode swaps in what an op misses.
-    Here all is chosen again for a lower limit where recomputations take too much memory themselves.
+    Measured access times, here the profile's, tell how much time the copies of a gap leave free. If none is left, the
+    swap is compared with the recomputation that saves the most memory per second, which takes longer the more of its
+    operands are recomputed, too. The paper adjusts copies by measured waits; its passive mode swaps in missing tensors
+    on demand. Here, choices are made again for a lower limit if recomputations take too much memory themselves.
     """
 
     name = "capuchin"
@@ -111,7 +111,7 @@ class Capuchin(Baseline):
     def chosen(self, limit_bytes: float) -> Codes:
         absences = Absences(self.problem, self._gaps)
         repeatable = {i for i, gap in enumerate(self._gaps.all) if Choice.RECOMPUTE in gap.choices}
-        s_per_byte = dict.fromkeys(repeatable, 0.0)  # when last looked at: it only grows
+        s_per_byte = dict.fromkeys(repeatable, 0.0)  # when last computed: it only grows
         while helpful := absences.helpful(limit_bytes).tolist():
             free_s = absences.free_s()
             best, choice = max(helpful, key=free_s.__getitem__), SWAP
@@ -125,7 +125,7 @@ class Capuchin(Baseline):
         return absences.choices
 
     def _overhead_s(self, choices: Codes, i: int) -> float:
-        """Seconds that recomputing in gap i adds."""
+        """Return the seconds that recomputing in gap i adds."""
         total_s = []
         for choice in (KEEP, RECOMPUTE):
             choices[i] = choice

@@ -1,4 +1,4 @@
-"""What the baselines share: schedules by a rule, or the serial one where none fits; programs that repeat ops."""
+"""Base class of the baselines: schedules by a rule, or the serial one if none fits; programs that repeat ops."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,9 +13,9 @@ from cohabit.planner.search.searcher import Searcher
 
 
 class Baseline(Searcher[int]):
-    """Evaluates the schedules that a rule makes. A candidate is the number of one that fits.
+    """Evaluates the schedules that a rule makes. A candidate is the index of one that fits.
 
-    Weights stay in memory. None of the papers says what happens where its rule needs more memory than there is.
+    Weights stay in memory. The papers do not say what happens if a rule needs more memory than there is.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Baseline(Searcher[int]):
         self._steps = self._search()
 
     def _find(self) -> Iterator[Schedule | None]:
-        """The rule's schedules; None for one that does not fit. The graph has ops."""
+        """Yield the rule's schedules, None for one that does not fit. The graph has ops."""
         raise NotImplementedError
 
     def _search(self) -> Iterator[Sequence[int]]:
@@ -46,19 +46,19 @@ class Baseline(Searcher[int]):
         return self._made[candidate]
 
     def _feature_maps(self) -> list[Gap]:
-        """Gaps of inputs and activations between forward and backward uses, in the order in which they begin."""
+        """Return the gaps of inputs and activations between forward and backward uses, in order of their starts."""
         is_weight = self.problem.arrays.is_weight
         found = (g for g in self._gaps.all if g.last_use < self._turn <= g.next_use and not is_weight[g.tensor])
         return sorted(found, key=lambda g: g.last_use)
 
     def _schedule_of_choices(self, choices: Iterable[int]) -> Schedule | None:
-        """The schedule of a choice per gap, copies as early as memory allows."""
+        """Return the schedule of one choice per gap, with copies as early as memory allows."""
         return schedule_of_choices(self.problem, self._gaps, [Choice(c) for c in choices], delayed=True)
 
     def _schedule_of(
         self, program: Sequence[int], away: Mapping[int, int], stays: Collection[int] = ()
     ) -> Schedule | None:
-        """The schedule of a program (see `actions_of`); None if it needs more than the memory."""
+        """Return the schedule of a program (see `actions_of`); None if it needs more than the memory."""
         weights = [t for t, uses in enumerate(self._gaps.uses) if uses and self.problem.arrays.is_weight[t]]
         actions = columns(actions_of(self._gaps, program, self._turn, away, stays))
         return counted(self.problem.arrays, *actions, weights, self.problem.memory.nbytes)
@@ -67,11 +67,12 @@ class Baseline(Searcher[int]):
 def actions_of(
     gaps: Gaps, program: Sequence[int], turn: int, away: Mapping[int, int], stays: Collection[int]
 ) -> list[Action]:
-    """The actions of the forward ops, `program[:turn]`, and then of the backward ops, with some ops again before them.
+    """Return the actions of the forward ops, `program[:turn]`, then of backward ops with repeated ops before them.
 
-    A choice per gap recomputes a tensor for one use. Here it stays for all uses until it is computed again; what then
-    has no use is not computed. `away` has tensors that leave after the given forward op (START: at once), but for those
-    in `stays`. Each returns for its first use after the turn, a layer ahead: before the first use of another of `away`.
+    A choice per gap recomputes a tensor for one use. Here a recomputed tensor stays for all uses until it is recomputed
+    again; repeated ops whose results have no use are skipped. `away` has tensors that leave after the given forward op
+    (START: at once), except those in `stays`. Each returns for its first use after the turn, a layer ahead: before the
+    first use of another of `away`.
     """
     graph = gaps.graph
     first = {k: row for row, k in reversed([*enumerate(program)])}
@@ -85,7 +86,8 @@ def actions_of(
             drops[row] = [t for t in used if t not in needed]
             needed = needed.union(used).difference(op.writes)
             back_for |= {t: row for t in needed.intersection(used, away) if row >= turn}
-    back_for = {t: row for t, row in back_for.items() if t not in drops.get(away[t], ())}  # those are recomputed
+    # tensors that are dropped there are recomputed
+    back_for = {t: row for t, row in back_for.items() if t not in drops.get(away[t], ())}
     rows = sorted({*back_for.values()})
     issued_at = dict(zip(rows, [min((row for row in drops if row >= turn), default=turn), *rows], strict=False))
     leaving, returning = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)

@@ -1,15 +1,15 @@
-"""DYNPROG: the best set of activations to offload when copies are fractional (Beaumont et al., Algorithm 1).
+"""DYNPROG: the best set of activations to offload if copies are fractional (Beaumont et al., Algorithm 1).
 
 The table of layer i has an entry per (bytes kept below x_i, Delta_F, Delta_B), with the least idle time so far; the
-paper's M_F is x_i + kept + Delta_F+. Unlike the paper, entries that cannot lead to an optimum, or that another entry
-dominates, are removed. That changes no result:
-- what one entry reaches, another with no more of each reaches as early; it may also wait first, and Deltas then fall
-  by what the link copies during the wait;
+paper's M_F is x_i + kept + Delta_F+. Unlike in the paper, entries are removed if they cannot lead to an optimum, or
+if another entry dominates them. The result stays the same:
+- an entry with no more of each reaches the same states as early; it may also wait first, which lowers the Deltas by
+  the bytes that the link copies during the wait;
 - the remaining idle time is at least that of the copies that do not fit into the remaining ops.
 
 The paper leaves its rounding to a research report. Here, sizes and times are in units of a grid on the link, and
-prefix sums are rounded, not single values, so that no error grows with the layers. Room is rounded down. The finalists
-are evaluated again without rounding, together with GREEDY's choices."""
+prefix sums are rounded, not single values, so that errors do not grow with the layers. Free memory is rounded down.
+The finalists are evaluated again without rounding, together with GREEDY's choices."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -25,14 +25,14 @@ from cohabit.planner.papers.beaumont.offload import relaxed_s, turn_s, whole
 Offloaded = tuple[bool, ...]
 
 GRID_UNITS: Final = 2000
-"""Units in all activations together."""
+"""Number of units in all activations together."""
 FINALISTS: Final = 16
-"""Choices that are evaluated without rounding."""
+"""Number of choices evaluated without rounding."""
 _TIE: Final = 1e-9
 
 
 class _OffloadTable(NamedTuple):
-    """Entries of one layer; `parent` counts in the table of the layer before."""
+    """Entries of one layer; `parent` is an index into the previous layer's table."""
 
     kept: Ints
     to_offload: Ints
@@ -43,7 +43,7 @@ class _OffloadTable(NamedTuple):
 
 
 class _Grid(NamedTuple):
-    """The chain in units. `room` is for what is not an op's own, by layer."""
+    """The chain in units. The rooms have, per layer, the memory beyond an op's own needs."""
 
     x: Ints
     forward: Ints
@@ -55,9 +55,9 @@ class _Grid(NamedTuple):
 
 
 def optima(chain: LayerChain, memory_bytes: float) -> list[Offloaded]:
-    """Of the choices evaluated as best, the one that offloads least, and the one that offloads most.
+    """Return, among the best choices, the one that offloads least and the one that offloads most.
 
-    The latter leaves memory for what the relaxation leaves out; there is none if nothing need be offloaded.
+    The latter leaves memory for effects that the relaxation ignores; it is left out if offloading is not needed.
     """
     if chain.least_bytes() > memory_bytes:
         return []
@@ -73,7 +73,7 @@ def optima(chain: LayerChain, memory_bytes: float) -> list[Offloaded]:
 
 
 def incumbents(chain: LayerChain) -> list[Offloaded]:
-    """Eager choices: the first k, for every k."""
+    """Return the eager choices: the first k activations, for every k."""
     last = chain.layers
     return [tuple(i < k for i in range(last)) for k in range(last + 1)]
 
@@ -96,7 +96,7 @@ def _on_grid(chain: LayerChain, memory_bytes: float, unit: float) -> _Grid:
 
 
 def rounded(values: Sequence[float], unit: float) -> Ints:
-    """Values in units; their prefix sums are rounded."""
+    """Convert values to units such that their prefix sums are rounded."""
     sums = [round(s / unit) for s in accumulate(values, initial=0.0)]
     return np.array([b - a for a, b in pairwise(sums)], np.int64)
 
@@ -146,7 +146,7 @@ def _next(grid: _Grid, i: int, table: _OffloadTable, room: int, limit_s: float) 
 def _undominated(
     kept: Ints, to_offload: Ints, to_prefetch: Ints, idle_s: Floats, unit_out_s: float, unit_in_s: float
 ) -> Ints:
-    """Indices of the entries, sorted by bytes kept and idle time, that no earlier one is as good as."""
+    """Return the indices of the entries, sorted by bytes kept and idle time, that no earlier one dominates."""
     found = np.empty(len(kept), np.int64)
     count = 0
     for i in range(len(kept)):
@@ -168,7 +168,7 @@ def _undominated(
 
 
 def _finalists(chain: LayerChain, memory_bytes: float, table: _OffloadTable, unit: float) -> list[int]:
-    """Entries of the last table with the least idle time, the turn between the phases included."""
+    """Return the entries of the last table with the least idle time, including the turn between the phases."""
     turns = [
         turn_s(chain, memory_bytes, kept * unit, out * unit, back * unit)
         for kept, out, back in zip(
@@ -180,7 +180,7 @@ def _finalists(chain: LayerChain, memory_bytes: float, table: _OffloadTable, uni
 
 
 def _offloaded(tables: Sequence[_OffloadTable], entry: int) -> Offloaded:
-    """Trace an entry of the last table back."""
+    """Trace back an entry of the last table."""
     found = []
     for table in tables[:0:-1]:
         found.append(bool(table.offloaded[entry]))

@@ -1,19 +1,19 @@
-"""Any graph as a chain of virtual layers: where it turns from forward to backward, and what its layers save.
+"""Any graph as a chain of virtual layers: its turn from forward to backward, and the tensors its layers save.
 
 Beaumont et al., section 6, "have slightly modified these networks to represent them as linear chains, by grouping each
 non-linear part of the graph in a virtual layer". The paper does not say how. Here:
 
 - The graph *turns* where the most bytes of activations and inputs wait between two uses. Waits for an op that changes
-  a tensor in place do not count (these are gradients on their way to an update), nor do waits over such ops only. An
-  inference graph may turn, too: the decoder of a U-net uses what its encoder saved. Without waits all is forward.
-- A virtual layer ends with every op whose results are all that later forward ops read of earlier forward ops. Up to
+  a tensor in place do not count (these are gradients before an update), nor do waits over such ops only. An
+  inference graph may turn, too: the decoder of a U-net uses tensors of its encoder. Without waits, all is forward.
+- A virtual layer ends with every op whose results are the only earlier ones that later forward ops read. Up to
   SMALL_SHARE of the bytes between layers may bypass it, such as masks that every layer reads.
 - A backward op belongs to the last forward layer that used its operands, or to the layer of the preceding backward op
-  if that is earlier. Ops that change a tensor in place follow.
-- x_i is what waits over the turn and was written by layer i - 1. If it is used longer in the forward phase, or sooner
-  in the backward phase, than the model assumes, i is larger.
+  if that is earlier. Ops that change a tensor in place belong to the layer of the preceding op.
+- x_i has the tensors that wait over the turn and were written by layer i - 1. If one is used longer in the forward
+  phase, or sooner in the backward phase, than the model assumes, its i is larger.
 - y_i is everything else that lives between two backward layers, including accumulated gradients and outputs. Extra
-  memory is the difference to the bytes that are really alive, so that M_peak is exact.
+  memory is the difference from the bytes actually alive, so that M_peak is exact.
 - Weights are not part of the chain's memory."""
 
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ SMALL_SHARE: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """A graph's chain. `saved[i]` are the tensors of x_i."""
+    """A graph's chain. `saved[i]` has the tensors of x_i."""
 
     chain: LayerChain
     saved: tuple[tuple[int, ...], ...]
 
 
 def turn(gaps: Gaps) -> int:
-    """Position of the first backward op; the number of ops where there is none."""
+    """Return the position of the first backward op; the number of ops if there is none."""
     waiting = np.zeros(len(gaps.graph.ops) + 2, np.int64)
     for gap in _waits(gaps):
         nbytes = gaps.graph.tensors[gap.tensor].nbytes
@@ -54,7 +54,7 @@ def turn(gaps: Gaps) -> int:
 
 
 def virtual_layers(gaps: Gaps, turn: int) -> list[int]:
-    """The op that ends each virtual layer, the last forward op included."""
+    """Return the op that ends each virtual layer, including the last forward op."""
     graph = gaps.graph
     written, bypassing = np.zeros(turn + 1, np.int64), np.zeros(turn + 1, np.int64)
     for k, op in enumerate(graph.ops[:turn]):
@@ -71,12 +71,12 @@ def virtual_layers(gaps: Gaps, turn: int) -> list[int]:
 
 
 def short_layers(turn: int, most: int) -> list[int]:
-    """The forward ops in up to `most` layers of equally many, whatever lies across their ends."""
+    """Divide the forward ops into up to `most` layers of equal numbers of ops; tensors may bypass their ends."""
     return sorted({turn * (i + 1) // most - 1 for i in range(most)} - {-1})
 
 
 def grouped(gaps: Gaps, profile: Profile, turn: int, ends: Sequence[int]) -> Grouped:
-    """The chain whose layers end with these forward ops."""
+    """Return the chain whose layers end with these forward ops."""
     last = len(ends)
     layer = np.searchsorted(ends, np.arange(turn)).astype(np.int64)
     layer = np.concatenate([layer, _backward_layers(gaps, layer, last)])
@@ -89,7 +89,7 @@ def grouped(gaps: Gaps, profile: Profile, turn: int, ends: Sequence[int]) -> Gro
     forward_most, backward_most = _most(alive[:turn], forward, last), _most(alive[turn:], backward, last)
     held_after = [int(between[turn + int((backward >= i).sum())]) for i in range(last + 1)]
     y = [max(held_after[i] - below[i], 0.0) for i in range(last + 1)]
-    if last:  # x_0 may be gone by then
+    if last:  # x_0 may be released by then
         y[0] = max(min(float(held_after[0]), backward_most[0] - x[0]), 0.0)
     op_s = np.array(profile.op_seconds)
     chain = LayerChain(
@@ -106,12 +106,13 @@ def grouped(gaps: Gaps, profile: Profile, turn: int, ends: Sequence[int]) -> Gro
 
 
 def alive_bytes(gaps: Gaps) -> Ints:
-    """Bytes of inputs, activations and scratch during each op, alignment counted, when nothing leaves early."""
+    """Return the aligned bytes of inputs, activations and scratch during each op if nothing leaves early."""
     return _alive(gaps, [t.aligned_bytes for t in gaps.graph.tensors])[0]
 
 
 def _waits(gaps: Gaps) -> list[Gap]:
-    """Gaps of inputs and activations over other ops than updates; nothing that is changed, nor gaps before a change."""
+    """Return gaps of inputs and activations over ops other than updates, without tensors that ops change and without
+    gaps before a change."""
     graph = gaps.graph
     changed = {t for op in graph.ops for t in op.mutates}
     others = np.cumsum([0, *(not op.mutates for op in graph.ops)])
@@ -147,7 +148,7 @@ def _saved(gaps: Gaps, layer: Ints, turn: int, last: int) -> tuple[tuple[int, ..
 
 
 def _alive(gaps: Gaps, nbytes: Sequence[int]) -> tuple[Ints, Ints]:
-    """Bytes during each op, and between it and the op before; the last entry of the latter is after the last op."""
+    """Return the bytes during each op, and those between ops: before each op, and after the last."""
     graph, count = gaps.graph, len(gaps.graph.ops)
     during, between = list[tuple[Lifespan, int]](), list[tuple[Lifespan, int]]()
     for t, span in enumerate(lifespans(graph)):
@@ -169,7 +170,7 @@ def _most(alive: Ints, layer: Ints, last: int) -> list[float]:
 
 
 def _bytes_per_s(link: Link, profile: Profile, saved: Sequence[Sequence[int]], nbytes: Sequence[int]) -> float:
-    """The link's bandwidth with the latency of each transfer in it, while ops run."""
+    """Return the link's bandwidth while ops run, including the latency of each transfer."""
     sizes = [nbytes[t] for tensors in saved for t in tensors if nbytes[t]]
     seconds = sum(link.seconds(n) for n in sizes) * profile.swap_slowdown
     return sum(sizes) / seconds if seconds else link.bandwidth_bytes_per_s / profile.swap_slowdown

@@ -7,10 +7,10 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class LayerChain:
-    """Layer i reads x_i and makes x_(i+1); backward it reads x_i, x_(i+1) and y_(i+1) and makes y_i.
+    """Layer i reads x_i and makes x_(i+1); backward, it reads x_i, x_(i+1) and y_(i+1) and makes y_i.
 
-    Of L + 1 layers, numbered from 0, there are L + 2 activations x and gradients y. The link copies one thing at a
-    time. The paper's bandwidth beta is the same both ways; here the ways may differ.
+    L + 1 layers, numbered from 0, have L + 2 activations x and gradients y. The link makes one copy at a time. The
+    paper's bandwidth beta is the same both ways; here the directions may differ.
     """
 
     forward_s: Sequence[float]
@@ -20,9 +20,9 @@ class LayerChain:
     x_bytes: Sequence[float]
     y_bytes: Sequence[float]
     forward_extra_bytes: Sequence[float]
-    """ex_F: what a forward op needs in addition to x_i and x_(i+1)."""
+    """ex_F: memory of a forward op in addition to x_i and x_(i+1)."""
     backward_extra_bytes: Sequence[float]
-    """ex_B: what a backward op needs in addition to both x and both y. Negative where these never coexist."""
+    """ex_B: memory of a backward op in addition to both x and both y. Negative if these never coexist."""
     offload_bytes_per_s: float
     prefetch_bytes_per_s: float
 
@@ -35,24 +35,24 @@ class LayerChain:
         return sum(self.forward_s) + sum(self.backward_s)
 
     def forward_own_bytes(self, i: int) -> float:
-        """What F_i needs itself, without the other activations."""
+        """Return the memory of F_i itself, without the other activations."""
         return self.x_bytes[i] + self.x_bytes[i + 1] + self.forward_extra_bytes[i]
 
     def backward_own_bytes(self, i: int) -> float:
-        """What B_i needs itself, without the other activations."""
+        """Return the memory of B_i itself, without the other activations."""
         own = self.x_bytes[i] + self.x_bytes[i + 1] + self.y_bytes[i] + self.y_bytes[i + 1]
         return own + self.backward_extra_bytes[i]
 
     def peak_bytes(self) -> float:
-        """M_peak: memory in which nothing is offloaded."""
+        """Return M_peak: the memory needed if nothing is offloaded."""
         return max(self._needs(list(accumulate(self.x_bytes, initial=0.0))), default=self.x_bytes[0])
 
     def least_bytes(self) -> float:
-        """Memory in which everything that can be is offloaded."""
+        """Return the memory needed if everything possible is offloaded."""
         return max(self._needs([0.0] * (self.layers + 2)), default=self.x_bytes[0])
 
     def _needs(self, below: Sequence[float]) -> list[float]:
-        """Bytes during every op, when `below[i]` of the activations before x_i are in memory."""
+        """Return the bytes during every op if `below[i]` bytes of the activations before x_i are in memory."""
         return [
             below[i] + own(i)
             for i in range(self.layers)

@@ -1,16 +1,16 @@
-"""Which activations of a chain to offload: GREEDY and DYNPROG, and what a choice costs in their relaxations.
+"""Choice of a chain's activations to offload: GREEDY, and the cost of a choice in the relaxations of both searchers.
 
 Beaumont, Eyraud-Dubois and Shilova, "Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training". In both
-relaxations copies can be interrupted and memory comes free (or fills) byte by byte while they run. All that is
-offloaded is offloaded in order, then brought back in reverse order.
+relaxations, copies can be interrupted, and memory is freed (or filled) byte by byte while they run. Activations are
+offloaded in order, then prefetched in reverse order.
 
 Equations (1) to (9) were derived again; the printed ones differ in these places:
-- (6) has ex^F for what the backward op needs in addition to its operands, ex^B;
-- Delta_B is of x_(i-1), ..., x_0: those are what can come before B_(i-1) starts, not x_L, ..., x_i;
-- Algorithm 1 asks for room with Delta where section 5.2 has Delta+, so a link that has nothing to do costs memory;
+- (6) has ex^F for the memory that the backward op needs in addition to its operands, ex^B;
+- Delta_B is of x_(i-1), ..., x_0, which can arrive before B_(i-1) starts, not of x_L, ..., x_i;
+- Algorithm 1 asks for room with Delta where section 5.2 has Delta+, so an idle link costs memory;
 - R^B has y_(j-1) for B_j's other gradient, y_(j+1);
 - the last line of (9) counts y_(L+1) in the forward phase, in which it does not exist yet.
-What F_i reads may leave while F_i runs, as in equation (3).
+Operands of F_i may leave while F_i runs, as in equation (3).
 """
 
 import math
@@ -21,21 +21,21 @@ from cohabit.planner.papers.beaumont.layers import LayerChain
 
 
 def greedy(chain: LayerChain, memory_bytes: float) -> tuple[bool, ...]:
-    """GREEDY (section 4): offload the first k activations, k the least with M_peak - M_GPU bytes in them."""
+    """GREEDY (section 4): offload the first k activations, for the least k that covers M_peak - M_GPU bytes."""
     excess = chain.peak_bytes() - memory_bytes
     before = accumulate(chain.x_bytes[: chain.layers], initial=0.0)
     return tuple(b < excess for b, _ in zip(before, range(chain.layers), strict=False))
 
 
 def whole(chain: LayerChain, offloaded: Sequence[bool]) -> tuple[float, ...]:
-    """Bytes offloaded of each activation when those chosen are offloaded entirely."""
+    """Return the offloaded bytes of each activation if the chosen ones are offloaded entirely."""
     return tuple(x * out for x, out in zip(chain.x_bytes[: chain.layers], offloaded, strict=True))
 
 
 def relaxed_s(chain: LayerChain, memory_bytes: float, out_bytes: Sequence[float]) -> float:
-    """Makespan when `out_bytes[i]` of x_i are offloaded and copies are fractional; infinite if it does not fit.
+    """Return the makespan if `out_bytes[i]` of x_i are offloaded in fractional copies; infinite if it does not fit.
 
-    Forward ops as early, backward ops as late as possible (section 5.2), and between them what equation (9) says.
+    Forward ops run as early, backward ops as late as possible (section 5.2), with the wait of equation (9) between.
     """
     out_rate, in_rate = chain.offload_bytes_per_s, chain.prefetch_bytes_per_s
     idle_s = kept = to_offload = to_prefetch = 0.0  # the last two are Delta_F and Delta_B
@@ -56,7 +56,7 @@ def relaxed_s(chain: LayerChain, memory_bytes: float, out_bytes: Sequence[float]
 
 
 def turn_s(chain: LayerChain, memory_bytes: float, kept: float, to_offload: float, to_prefetch: float) -> float:
-    """Idle time between the phases (Lemma 4, equation 9)."""
+    """Return the idle time between the phases (Lemma 4, equation 9)."""
     out_rate, in_rate = chain.offload_bytes_per_s, chain.prefetch_bytes_per_s
     last, x, y = chain.layers, chain.x_bytes, chain.y_bytes
     wait_s = max(0.0, to_offload / out_rate + to_prefetch / in_rate)
@@ -69,7 +69,7 @@ def turn_s(chain: LayerChain, memory_bytes: float, kept: float, to_offload: floa
             wait_s = max(wait_s, excess / out_rate - ran_s)
             here -= x[j + 1]
             ran_s += chain.backward_s[j]
-    if to_offload < 0:  # forward ops run while the first are brought back
+    if to_offload < 0:  # forward ops run while the first are prefetched
         here, ran_s = x[last] + kept + max(to_prefetch, 0.0), 0.0
         for j in reversed(range(last)):
             if ran_s * out_rate >= -to_offload:

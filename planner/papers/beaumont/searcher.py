@@ -1,8 +1,8 @@
 """The searchers `greedy` and `dynprog`: Beaumont et al.'s GREEDY and DYNPROG on a chain of virtual layers.
 
 Both choose a set of activations in a relaxation of the problem; the schedule is the no-wait schedule that offloads
-exactly these (sections 4 and 5.3). Weights stay in memory, as in the paper. Where they do not fit next to the chain,
-all that is left is that everything leaves over every gap."""
+exactly these (sections 4 and 5.3). Weights stay in memory, as in the paper. If they do not fit next to the chain,
+only the two candidates of least memory remain, LEAN and SERIAL."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -21,15 +21,15 @@ from cohabit.planner.search.searcher import Searcher
 SHORT_LAYERS: Final = 200
 
 Offload = Callable[[LayerChain, float], Sequence[Sequence[bool]]]
-"""Choices on a chain for an amount of memory that is at least the chain's least, the best first."""
+"""Returns choices on a chain for a memory no smaller than the chain's least, the best first."""
 Candidate = tuple[int, ...] | str
-"""The activations and inputs that leave over the turn, or one of:"""
+"""The activations and inputs that leave over the turn, or LEAN or SERIAL."""
 LEAN: Final = "everything leaves over every gap"
 SERIAL: Final = "everything leaves after every op"
 
 
 class _ChainSearcher(Searcher[Candidate]):
-    """Evaluates the choices on a chain of virtual layers and on one of short layers, and the two of least memory."""
+    """Evaluates choices on a chain of virtual layers and on one of short layers, and then LEAN and SERIAL."""
 
     def __init__(self, name: str, problem: Problem, offload: Offload) -> None:
         require_counted(problem, name)
@@ -45,7 +45,7 @@ class _ChainSearcher(Searcher[Candidate]):
         yield [*self._choices, LEAN, SERIAL]
 
     def _find_choices(self) -> Iterator[tuple[int, ...]]:
-        """The tensors that each choice offloads, in the memory that the weights leave."""
+        """Yield the tensors that each choice offloads, for the memory that the weights leave."""
         graph, profile = self.problem.graph, self.problem.profile
         weights = (t for t, what in enumerate(graph.tensors) if what.is_weight and self._gaps.uses[t])
         memory_bytes = self.problem.memory.nbytes - sum(graph.tensors[t].aligned_bytes for t in weights)
@@ -70,14 +70,14 @@ class _ChainSearcher(Searcher[Candidate]):
 
 
 class Greedy(_ChainSearcher):
-    """GREEDY: the first activations leave."""
+    """GREEDY: offloads the first activations."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         super().__init__("greedy", problem, lambda chain, memory_bytes: [greedy(chain, memory_bytes)])
 
 
 class DynProg(_ChainSearcher):
-    """DYNPROG: the set of activations that is best in the relaxation leaves."""
+    """DYNPROG: offloads the set of activations that is best in the relaxation."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         super().__init__("dynprog", problem, optima)

@@ -1,1 +1,1 @@
-"""HOME (He et al.): particle swarm optimisation of a choice per tensor."""
+"""HOME (He et al.): particle swarm optimisation of one choice per tensor."""

@@ -1,12 +1,11 @@
-"""HOME's cost model (He et al., section 3.4, Algorithm 2): what a choice per gap costs, without making a plan.
+"""HOME's cost model (He et al., section 3.4, Algorithm 2): the cost of one choice per gap, without a plan.
 
-The algorithm goes through the stages of an iteration and keeps the time, the memory and a queue of tensors on their
-way out; when a stage needs more memory than there is, it waits for the front of the queue. A swap costs what of its
-transfers nothing hides (Figure 4: (OFFLOAD - FWD) + (PRE - BWD), each at least 0), a recomputation its ops' time.
+The algorithm goes through the stages of an iteration and tracks the time, the memory and a queue of tensors on their
+way out. If a stage needs more memory than is free, it waits for the front of the queue. A swap costs the part of its
+transfers that is not hidden (Figure 4: (OFFLOAD - FWD) + (PRE - BWD), each at least 0), a recomputation its ops' time.
 
-Here a stage is an op. A prefetch is issued as early as memory allows, as `no_wait` does it; the paper has it issued
-with the stage before. Copies in and out have a channel each. The model knows neither fragmentation nor how ops and
-copies slow each other down.
+Here a stage is an op. Prefetches are issued as early as memory allows, as in `no_wait`; in the paper, with the previous
+stage. Copies in and out have a channel each. The model ignores fragmentation and slowdowns between ops and copies.
 """
 
 from typing import Final, NamedTuple
@@ -22,10 +21,10 @@ from cohabit.planner.schedule.no_wait import with_earliest_swap_ins
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT
 
 TOO_MUCH_S: Final = 1e9
-"""Cost of choices that need too much memory, for each memory's worth that they need."""
+"""Cost of choices that do not fit, times the ratio of their peak to the memory."""
 
 COPYING: Final = 1e-3
-"""Part of the copies' time that counts even if it is hidden: of equal choices, those that copy less are better."""
+"""Fraction of the copies' time that counts even if hidden: among equal choices, those that copy less are better."""
 
 
 class Seconds(NamedTuple):
@@ -47,7 +46,7 @@ def seconds(gaps: Gaps, profile: Profile) -> Seconds:
 
 @compiled
 def evaluate(t: Tables, times: Seconds, choices: Codes, memory_bytes: int) -> float:
-    """Seconds of an iteration, and a little for its copies; TOO_MUCH_S or more where the choices do not fit."""
+    """Return the seconds of an iteration, plus a little for its copies; TOO_MUCH_S or more if choices do not fit."""
     made = alap(t, choices)
     if not len(made.held):
         return float(TOO_MUCH_S * TOO_MUCH_S)
@@ -61,7 +60,7 @@ def evaluate(t: Tables, times: Seconds, choices: Codes, memory_bytes: int) -> fl
 
 @compiled
 def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_bytes: int) -> tuple[float, float]:
-    """Algorithm 2 over the actions of a sequence that fits in the memory, in this order.
+    """Run Algorithm 2 over the actions of a sequence that fits in memory, in this order.
 
     Returns the time of an iteration, and that of all copies, hidden or not.
     One long function for the reason given in planner.schedule.alap.
@@ -70,7 +69,7 @@ def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_
     verb, what = made.verb, made.what
     op_s, in_s, out_s = times.op, times.swap_in, times.swap_out
     there_s, used_s, saved_s = np.zeros(len(nbytes)), np.zeros(len(nbytes)), np.zeros(len(nbytes))
-    # Bytes that were given up and when they are free: [0] what is copied out, [1] the rest, each in order of time.
+    # Released bytes, and when they are free: [0] of tensors being copied out, [1] others; each in order of time.
     free_s, freed_bytes = np.empty((2, len(verb))), np.empty((2, len(verb)), np.int64)
     head, tail = np.zeros(2, np.int64), np.zeros(2, np.int64)
     taken_bytes = _bytes_at_start(t, made)
@@ -88,6 +87,7 @@ def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_
             freed_bytes[queue, tail[queue]] = nbytes[i]
             tail[queue] += 1
             continue
+        # The bytes that the action takes, and when its operands are ready.
         if verb[n] == SWAP_IN:
             more_bytes, scratch, ready_s = nbytes[i], 0, max(inward_s, saved_s[i])
         else:
@@ -98,6 +98,7 @@ def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_
                 ready_s = max(ready_s, saved_s[ids[u]])
             for u in range(start[WRITES, i], start[WRITES, i + 1]):
                 more_bytes += nbytes[ids[u]]
+        # Wait for released bytes, the earliest first, until these fit.
         while taken_bytes + more_bytes + scratch > memory_bytes:
             queue = 0 if head[1] == tail[1] else 1
             if head[queue] == tail[queue]:
@@ -107,6 +108,7 @@ def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_
             ready_s = max(ready_s, free_s[queue, head[queue]])
             taken_bytes -= freed_bytes[queue, head[queue]]
             head[queue] += 1
+        # Run the action on its channel.
         taken_bytes += more_bytes + scratch
         if verb[n] == SWAP_IN:
             inward_s = ready_s + in_s[i]
@@ -126,7 +128,7 @@ def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_
 
 @compiled
 def _bytes_at_start(t: Tables, made: AlapSequence) -> int:
-    """What is in memory before the first action."""
+    """Return the bytes in memory before the first action."""
     i = made.what[0]
     held = made.held[0]
     if made.verb[0] == SWAP_IN:

@@ -1,20 +1,20 @@
-"""HOME (He et al.): particle swarm optimisation of what to keep, what to swap and what to recompute.
+"""HOME (He et al.): particle swarm optimisation of keeping, swapping and recomputing tensors.
 
-A particle is a choice per gap (section 3.3: a placement action per feature map). The swarm moves by Algorithm 3: each
-tensor's action becomes that of the last iteration's best particle or of the particle's own best one, whichever
-Algorithm 2 (`planner.papers.home.cost`) finds less costly. Where the paper says nothing, or would not do here:
+A particle has one choice per gap (section 3.3: a placement action per feature map). The swarm moves by Algorithm 3:
+each tensor's action becomes that of the last iteration's best particle or of the particle's own best one, whichever
+costs less by Algorithm 2 (`planner.papers.home.cost`). Where the paper is silent, or unsuitable here:
 
-- HOME decides about the feature maps of a training step, and all else stays. Here whatever has a gap is decided
-  about: inference has little but weights. They cannot be recomputed, but they can be restored (`Choice.RESTORE`).
+- HOME decides about the feature maps of a training step, and all else stays. Here every tensor with a gap is decided
+  about, since inference has mostly weights. Weights cannot be recomputed, but can be restored (`Choice.RESTORE`).
 - The simulator ranks the particles; the cost model guides the updates.
-- Random particles would not fit in a small memory. They begin with everything swapped, and random actions are taken
-  for as long as a random share of the memory lasts. One more takes those that save the most of the link, and two give
-  one tensor after the other the action that the cost model likes best.
-- Choices that do not fit cost the more the more they need, so that a particle finds its way back.
+- Random particles would not fit in a small memory. They begin with everything swapped, and take random actions
+  while a random share of the memory lasts. One more takes those that save the most link time, and two give one
+  tensor after the other the action with the least modelled cost.
+- Choices that do not fit cost the more the more memory they need, so that particles find their way back.
 - After ITERATIONS, or when nothing moves any more, a new swarm begins with the best particle and new random ones,
   unless the last one found nothing new.
-- In graphs of thousands of ops, an update goes through a random part of the tensors.
-- Gaps of tensors that are tiny together are not decided about: they are kept.
+- In graphs of thousands of ops, an update covers a random part of the tensors.
+- Tensors that are tiny in total are always kept.
 """
 
 import math
@@ -36,20 +36,20 @@ from cohabit.planner.search.searcher import Searcher
 
 PARTICLES: Final = 12
 ITERATIONS: Final = 8
-"""m and iters. The paper has 500 of both, which take it some minutes with 16 threads (sections 3.3 and 4.7)."""
+"""The paper's m and iters: 500 each there, which take minutes with 16 threads (sections 3.3 and 4.7)."""
 SHARES: Final = (0.5, 1.0)
-"""Of the memory, what the first particles keep things in: the least and the most. The rest is for swaps."""
+"""Least and largest fraction of the memory in which the first particles keep tensors. The rest is for swaps."""
 TINY: Final = 0.01
-"""Tensors that make up no more of the memory than this, all together, are kept."""
+"""Fraction of the memory: the smallest tensors are always kept, up to this in total."""
 AT_ONCE: Final = 4_000_000
-"""Evaluations times ops between candidates that are handed out: a second or so, so that a limit in seconds is kept."""
+"""Evaluations times ops between batches of candidates: about a second, so that a limit in seconds is kept."""
 
 OTHER: Final = 0.01
-"""Weight of a second of what is not the objective, period or latency, when particles are compared."""
+"""Weight of a second of the other time, period or latency, when particles are compared by the objective."""
 
 
 class ParticleSwarm(Searcher[bytes]):
-    """Moves a swarm of choices. A candidate is the code of the choice of each gap."""
+    """Moves a swarm of choices. A candidate has the code of each gap's choice."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         require_counted(problem, "particle_swarm")
@@ -67,7 +67,7 @@ class ParticleSwarm(Searcher[bytes]):
             self._score_s[c] = self.problem.seconds(cost) + OTHER * self.problem.other_seconds(cost)
 
     def _schedule(self, candidate: bytes) -> Schedule | None:
-        """Where all is swapped, there always is one: at worst, the serial one."""
+        """If everything is swapped, falls back on the serial schedule instead of None."""
         made = schedule_of_choices(self.problem, self._gaps, [Choice(code) for code in candidate], delayed=True)
         if made is None and candidate == self._lean.tobytes():
             made = serial_schedule(self.problem)
@@ -91,7 +91,7 @@ class ParticleSwarm(Searcher[bytes]):
             first = [np.frombuffer(min(self._score_s, key=self._score_s.__getitem__), np.int8)]
 
     def _fly(self, first: Sequence[Codes], start: "InitialParticles") -> Iterator[Sequence[bytes]]:
-        """Algorithm 1, begun with some particles and random ones. The best of all is for the search to keep."""
+        """Run Algorithm 1, starting with some particles and random ones. The driver keeps the best of all."""
         part = max(1, AT_ONCE // (2 * len(start.decided) * len(self.problem.graph.ops)))
         swarm = list(first)
         while len(swarm) < PARTICLES:
@@ -111,7 +111,7 @@ class ParticleSwarm(Searcher[bytes]):
                 return
 
     def _some(self, decided: Ints) -> Ints:
-        """As many of the gaps as can be tried at once, in order."""
+        """Return the gaps, or a random part of them that can be tried at once, in order."""
         most = max(1, AT_ONCE // (2 * len(self.problem.graph.ops)))
         return decided if len(decided) <= most else np.sort(self._rng.choice(decided, most, replace=False))
 
@@ -122,7 +122,7 @@ class ParticleSwarm(Searcher[bytes]):
         return self._score_s.get(particle.tobytes(), math.inf)
 
     def _descended(self, particle: Codes, start: "InitialParticles") -> Codes:
-        """Give one gap after the other the action that costs the least."""
+        """Give one gap after the other the action with the least cost."""
         particle = particle.copy()
         for j in self._some(start.decided):
             costs = []
@@ -133,7 +133,7 @@ class ParticleSwarm(Searcher[bytes]):
         return particle
 
     def _new(self, particles: Sequence[Codes]) -> Iterator[Sequence[bytes]]:
-        """Those that were not evaluated yet."""
+        """Yield the particles that were not evaluated yet."""
         new = [c for c in dict.fromkeys(p.tobytes() for p in particles) if c not in self._score_s]
         if new:
             yield new
@@ -146,7 +146,7 @@ def updated(
     cost: Callable[[Codes], float],
     decided: Sequence[int] | Ints,
 ) -> Codes:
-    """Algorithm 3 for one particle; tensors whose actions are the same in both are not tried."""
+    """Apply Algorithm 3 to one particle; tensors with the same action in both best ones are not tried."""
     particle = particle.copy()
     for j in decided:
         if last_best[j] == own_best[j]:
@@ -161,7 +161,7 @@ def updated(
 
 
 class InitialParticles:
-    """First particles that fit."""
+    """Initial particles that fit in memory."""
 
     def __init__(self, problem: Problem, gaps: Gaps) -> None:
         self.gaps = gaps
@@ -173,19 +173,19 @@ class InitialParticles:
         tiny = by_size[: np.searchsorted(np.cumsum(nbytes[by_size]), TINY * problem.memory.nbytes, side="right")]
         self._spans = np.array([(g.last_use, g.next_use, g.wraps) for g in gaps.all], dtype=np.int64).reshape(-1, 3)
         self.base = kept(self._tables, self._spans, lean, tiny, problem.memory.nbytes)
-        """Everything swapped but what is tiny."""
+        """All tensors swapped, except tiny ones."""
         self.decided: Ints = np.setdiff1d(np.arange(len(lean)), tiny)
-        """Gaps that are decided about."""
+        """Gaps to decide about."""
 
     def random(self, rng: np.random.Generator) -> Codes:
-        """Random actions for random gaps, while a random share of the memory lasts."""
+        """Return random actions for random gaps, while a random share of the memory lasts."""
         wanted = np.array([g.choices[i] for g, i in zip(self.gaps.all, self._picks(rng), strict=True)])
         order = rng.permutation(self.decided)[: rng.integers(len(self.decided) + 1)]
         memory_bytes = int(rng.uniform(*SHARES) * self._memory_bytes)
         return filled(self._tables, self.base, order, wanted.astype(np.int8), memory_bytes)
 
     def greedy(self, share: float) -> Codes:
-        """Keep what saves the most of the link for the memory and the ops that it takes."""
+        """Keep tensors in the order of link time saved per byte and op of the gap."""
         t, count = self._tables, len(self.gaps.graph.ops)
         held = [g.next_use - g.last_use + (count if g.wraps else 0) for g in self.gaps.all]
         copies = np.where(t.kind[t.tensor] == 0, 1, 2)
@@ -193,15 +193,15 @@ class InitialParticles:
         return kept(self._tables, self._spans, self.base, order, int(share * self._memory_bytes))
 
     def _picks(self, rng: np.random.Generator) -> list[int]:
-        """A choice for each gap, by its place among those that it can have, but not to be swapped."""
+        """Return a random choice other than SWAP for each gap, as an index into its choices."""
         return [(0, *range(2, len(g.choices)))[int(rng.integers(len(g.choices) - 1))] for g in self.gaps.all]
 
 
 @compiled
 def kept(t: Tables, spans: Ints, choices: Codes, order: Ints, memory_bytes: int) -> Codes:
-    """In this order, keep tensors in gaps as far as memory allows; no gap may be recomputed or restored.
+    """Keep tensors in gaps, in this order, as far as memory allows; `choices` may not recompute or restore.
 
-    `spans` [gaps, 3] has the last use, the next use, and whether the gap wraps. Same as `filled`, without a new
+    `spans` [gaps, 3] has the last use, the next use, and whether the gap wraps. Like `filled`, without a new
     sequence per gap: the bytes of a kept tensor are added to those of the ops in the gap.
     """
     choices = choices.copy()
@@ -233,7 +233,7 @@ def kept(t: Tables, spans: Ints, choices: Codes, order: Ints, memory_bytes: int)
 
 @compiled
 def filled(t: Tables, choices: Codes, order: Ints, wanted: Codes, memory_bytes: int) -> Codes:
-    """In this order, give gaps the choices that are wanted for them, as far as memory allows."""
+    """Give gaps their wanted choices, in this order, as far as memory allows."""
     choices = choices.copy()
     for gap in order:
         before = choices[gap]

@@ -1,7 +1,7 @@
-"""SwapAdvisor's operators on memory allocations (section 5.3): CLS and CNT, made, crossed over, mutated and repaired.
+"""SwapAdvisor's operators on memory allocations (section 5.3): creation, crossover, mutation and repair.
 
-CLS maps each tensor size, in ascending order, to a size class; CNT is the number of objects of each class. Classes
-count from 1, as in Figure 5. In the restricted space CLS starts at 1 and goes up by 0 or 1.
+CLS maps each tensor size, in ascending order, to a size class; CNT is the number of objects of each class. Classes are
+numbered from 1, as in Figure 5. In the restricted space, CLS starts at 1 and rises in steps of 0 or 1.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from cohabit.planner.arrays import Ints
 from cohabit.planner.papers.swapadvisor.pools import TensorSizes, object_bytes
 
 SPREAD: Final = 0.25
-"""Standard deviation of a mutated count, as a share of the count; at least one object. The paper gives no number."""
+"""Standard deviation of a mutated count, as a fraction of the count; at least one object. The paper gives no number."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """CLS and CNT."""
+    """CLS (`classes`) and CNT (`counts`)."""
 
     classes: Ints
     counts: Ints
@@ -27,35 +27,36 @@ class Allocation:
 
 @dataclass(frozen=True)
 class AllocationSpace:
-    """The allocations of one graph in one amount of memory."""
+    """Allocations of a graph in a given memory."""
 
     sizes: TensorSizes
     memory_bytes: int
     restricted: bool = True
 
     def least(self, classes: Ints) -> Ints:
-        """Objects of each class that some op needs at once: with fewer, no plan exists."""
+        """Return the objects of each class that some op needs at once: with fewer, no plan exists."""
         by_class = self.sizes.at_once @ np.eye(classes.max())[classes - 1]
         least: Ints = by_class.max(axis=0).astype(np.int64)
         return least
 
     def most(self, classes: Ints) -> Ints:
-        """Objects of each class that can ever be in use."""
+        """Return the objects of each class that can ever be in use."""
         return np.bincount(classes - 1, self.sizes.count).astype(np.int64)
 
     def repaired(self, classes: Ints, counts: Ints) -> Allocation:
-        """Bring counts between what ops need and what can be used, and their bytes into the memory."""
+        """Clip counts to the needed and the usable numbers of objects, and shrink them to fit in memory."""
         least = self.least(classes)
         bounded = np.clip(counts, least, np.maximum(self.most(classes), least))
         return Allocation(classes, shrink(bounded, object_bytes(self.sizes, classes), self.memory_bytes, least))
 
     @cached_property
     def leanest(self) -> Ints:
-        """The restricted CLS whose ops need the least memory."""
+        """Restricted CLS with the least memory need of any op."""
         sizes = len(self.sizes.nbytes)
         before = np.zeros((len(self.sizes.at_once), sizes + 1), np.int64)
         np.cumsum(self.sizes.at_once, axis=1, out=before[:, 1:])
         least_bytes, cut = np.zeros(sizes + 1), np.zeros(sizes + 1, np.int64)
+        # By dynamic programming: the last class starts after size `cut[high]`.
         for high in range(1, sizes + 1):
             alignment = np.maximum.accumulate(self.sizes.alignment[:high][::-1])[::-1]
             each = -(-self.sizes.nbytes[high - 1] // alignment) * alignment
@@ -69,7 +70,7 @@ class AllocationSpace:
         return np.cumsum(steps)
 
     def random(self, classes: Ints, rng: np.random.Generator) -> Allocation:
-        """Counts at random that use the memory: what ops need, and shares of the rest by bytes and chance."""
+        """Return random counts that use the memory: the needed objects, and shares of the rest by bytes and chance."""
         each, least = object_bytes(self.sizes, classes), self.least(classes)
         most = np.maximum(self.most(classes), least)
         counts = least.copy()
@@ -83,14 +84,14 @@ class AllocationSpace:
         return Allocation(classes, counts)
 
     def random_classes(self, rng: np.random.Generator) -> Ints:
-        """Any CLS of the space."""
+        """Return a random CLS of the space."""
         sizes = len(self.sizes.nbytes)
         if self.restricted:
             return np.cumsum(np.concatenate([[1], rng.integers(0, 2, sizes - 1)]))
         return compact(rng.integers(1, sizes + 1, sizes))
 
     def cross(self, first: Allocation, second: Allocation, cut: int) -> tuple[Allocation, Allocation]:
-        """Two children; C1 begins like the second parent, C2 like the first (Figure 5)."""
+        """Return two children; C1 begins like the second parent, C2 like the first (Figure 5)."""
         return self._child(second, first, cut), self._child(first, second, cut)
 
     def _child(self, head: Allocation, tail: Allocation, cut: int) -> Allocation:
@@ -100,7 +101,7 @@ class AllocationSpace:
         return self.repaired(classes, average(classes, extended))
 
     def mutated(self, allocation: Allocation, probability: float, rng: np.random.Generator) -> Allocation:
-        """Each element of CLS and then of CNT changes with this probability."""
+        """Change each element of CLS, and then of CNT, with this probability."""
         classes = self._mutated_classes(allocation.classes, probability, rng)
         counts = average(classes, extend(allocation))
         hit = rng.random(len(counts)) < probability
@@ -108,7 +109,7 @@ class AllocationSpace:
         return self.repaired(classes, np.where(hit, drawn, counts))
 
     def _mutated_classes(self, classes: Ints, probability: float, rng: np.random.Generator) -> Ints:
-        """A step up becomes none, or none one, and all later elements follow; without restriction, any class."""
+        """Toggle steps between 0 and 1, which shifts all later elements; if unrestricted, draw any class instead."""
         hit = rng.random(len(classes)) < probability
         if not self.restricted:
             return compact(np.where(hit, rng.integers(1, len(classes) + 1, len(classes)), classes))
@@ -118,32 +119,32 @@ class AllocationSpace:
 
 
 def raised(classes: Ints) -> Ints:
-    """Repair a CLS: increase elements by the least amount that makes it go up in steps of 0 or 1."""
+    """Repair a CLS: increase elements by the least amount that makes it rise in steps of 0 or 1."""
     index = np.arange(len(classes))
     from_right = np.maximum.accumulate((classes - index)[::-1])[::-1] + index
     return np.maximum(np.maximum.accumulate(classes), from_right)
 
 
 def compact(classes: Ints) -> Ints:
-    """Number the classes that occur 1, 2, ... in the same order."""
+    """Renumber the occurring classes 1, 2, ... in the same order."""
     occurring: Ints = np.unique(classes, return_inverse=True)[1].astype(np.int64) + 1
     return occurring
 
 
 def extend(allocation: Allocation) -> Ints:
-    """CNT_EXT: for each tensor size, the objects that it can use."""
+    """Return CNT_EXT: for each tensor size, the objects that it can use."""
     return allocation.counts[allocation.classes - 1]
 
 
 def average(classes: Ints, extended: Ints) -> Ints:
-    """CNT from CNT_EXT: each class gets its sizes' average, rounded."""
+    """Return CNT from CNT_EXT: each class gets its sizes' average, rounded."""
     return np.rint(np.bincount(classes - 1, extended) / np.bincount(classes - 1)).astype(np.int64)
 
 
 def shrink(counts: Ints, each: Ints, memory_bytes: int, least: Ints) -> Ints:
-    """Repair a CNT: take from each class a number of objects inverse to their size until all fit.
+    """Repair a CNT: take from each class a number of objects inversely proportional to their size, until all fit.
 
-    Every class so gives up the same bytes. None goes below `least`; if that is too much, nothing fits.
+    Every class thus loses the same bytes. None falls below `least`; if even that is too much, nothing fits.
     """
     counts = counts.copy()
     while (excess := int(each @ counts) - memory_bytes) > 0 and (counts > least).any():

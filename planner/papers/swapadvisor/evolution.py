@@ -1,4 +1,4 @@
-"""Evolution of a population (SwapAdvisor, section 5.1), whatever its chromosomes are."""
+"""Evolution of a population (SwapAdvisor, section 5.1) with any kind of chromosome."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Final, Literal, TypeVar
@@ -10,11 +10,11 @@ from cohabit.planner.problem import Cost
 from cohabit.planner.search.searcher import Searcher
 
 Selection = Literal["elitist", "softmax"]
-"""Who survives. `softmax` is equation 1 to the letter: a member that is 30 % slower than the best has 0.74 of its
-weight, so the population hardly improves. `elitist` keeps the fastest, no two of the same cost."""
+"""Rule of survival. `softmax` is equation 1 to the letter: a member that is 30 % slower than the best has 0.74 of its
+weight, so the population hardly improves. `elitist` keeps the fastest, with distinct costs."""
 
 GENERATIONS: Final = 20
-"""Generations in a search without a limit."""
+"""Number of generations in a search without a limit."""
 
 C = TypeVar("C")
 
@@ -22,7 +22,7 @@ C = TypeVar("C")
 class Evolution(Searcher[C]):
     """A searcher whose steps are the generations of a population.
 
-    Subclasses make the first, and have `_crossed`, which returns two parents' children, and `_mutated`.
+    Subclasses make the first generation, and define `_crossed`, which returns two parents' children, and `_mutated`.
     """
 
     _crossed: Callable[[C, C], list[C]]
@@ -41,7 +41,7 @@ class Evolution(Searcher[C]):
         self._costs = costs
 
     def _generations(self, first: Sequence[C]) -> Generator[Sequence[C], None, None]:
-        """Ask for the first generation, then for the children of those that survive, without end."""
+        """Ask for the first generation, then endlessly for the children of the survivors."""
         self.living = yield from self._evaluated(first)
         best_s = np.inf
         while True:
@@ -57,7 +57,7 @@ class Evolution(Searcher[C]):
         return list(zip(members, self._costs, strict=False))
 
     def _children(self, parents: Sequence[C]) -> list[C]:
-        """As many children as the population has members: pairs of parents have some each, until it is full."""
+        """Return one child per member of the population; pairs of parents have some each until there are enough."""
         children: list[C] = []
         while len(children) < self._population:
             pairs = self._rng.permutation(len(parents))[: len(parents) // 2 * 2].reshape(-1, 2)
@@ -66,16 +66,16 @@ class Evolution(Searcher[C]):
         return [self._mutated(child) for child in children[: self._population]]
 
     def seconds(self, cost: Cost) -> float:
-        """What selection goes by; infinite for what does not fit."""
+        """Return the cost for selection; infinite if the candidate does not fit."""
         return self.problem.seconds(cost)
 
 
 def select(
     selection: Selection, seconds: Sequence[float], best_s: float, count: int, rng: np.random.Generator
 ) -> list[int]:
-    """Choose `count` survivors of a population; those that do not fit only if none does, the latest of them.
+    """Choose `count` survivors of a population. If none fits, these are the latest; else only fitting ones survive.
 
-    With `softmax` one survives twice only where fewer fit; with `elitist`, only where fewer costs differ.
+    A member survives twice only if fewer than `count` fit (`softmax`) or have distinct costs (`elitist`).
     """
     times_s = np.array(seconds)
     fitting = np.flatnonzero(np.isfinite(times_s))
@@ -93,7 +93,7 @@ def select(
 
 
 def survival(times_s: Sequence[float], best_s: float) -> Floats:
-    """Equation 1: the softmax of the normalised execution times."""
+    """Return the softmax of the normalised execution times (equation 1)."""
     normal = (best_s - np.array(times_s)) / best_s if best_s > 0 else np.zeros(len(times_s))
     weight = np.exp(normal)
     chance: Floats = weight / weight.sum()

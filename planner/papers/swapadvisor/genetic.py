@@ -1,17 +1,16 @@
 """SwapAdvisor (ASPLOS'20; thesis, chapter 4): a genetic algorithm over schedules and memory pools.
 
-A candidate is an order of the ops and a pool; the swap planner (`pool_swaps`) makes a plan of the two, the
-simulator evaluates it. The paper leaves open, and here it is so:
+A candidate is an order of the ops and a pool. The swap planner (`pool_swaps`) makes a plan of both, and the simulator
+evaluates it. Choices that the paper leaves open:
 
-- The first generation has the graph's own order, the one in which ops that read the same weights come together (where
-  much is read again), and random ones; and pools that ops can run in: random mappings of sizes to classes, and the one
-  that needs the least memory.
-- A generation has as many children as the population has members. Only candidates that fit survive, as long as
-  there are any.
-- The population is smaller than the paper's 144, which were chosen to suit 72 cores and half an hour: in ten seconds
-  on one core, it has more generations.
+- The first generation has the graph's own order, the one grouped by weights (if ops reread many), and random orders.
+  Its pools suffice for every op: random mappings of sizes to classes, and the mapping that needs the least memory.
+- A generation has one child per member of the population. Only candidates that fit survive, as long as there are
+  any.
+- The population is smaller than the paper's 144, which suits 72 cores and half an hour: in ten seconds on one core, it
+  has more generations.
 
-The first candidate is the serial plan, which always fits. It is no part of the population.
+The first candidate is the serial plan, which always fits. It is not part of the population.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,14 +38,14 @@ from cohabit.planner.schedule.table import Schedule
 POPULATION: Final = 48
 MUTATION: Final = 0.1
 THRESHOLD: Final = 1.0
-"""Of the time that the two copies of a displacement take; see `planner.papers.swapadvisor.pool_swaps`."""
+"""In units of the time of a displacement's two copies; see `planner.papers.swapadvisor.pool_swaps`."""
 GIVEN_ORDER: Final = 4
 """One in this many members of the first generation has the graph's own order or the one by weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chromosome:
-    """A chromosome: SCH, and CLS and CNT. Its arrays may be shared with others, and never change."""
+    """A chromosome: SCH, and CLS and CNT. Arrays may be shared with other chromosomes, and never change."""
 
     order: Ints
     allocation: Allocation
@@ -60,8 +59,8 @@ SERIAL: Final = Chromosome(_NONE, Allocation(_NONE, _NONE))
 class Genetic(Evolution[Chromosome]):
     """Evolves a population of schedules and allocations.
 
-    `schedules` and `allocations` tell which of the two is searched: without the first all have the graph's own
-    order, without the second all have the same pool. `restricted` keeps CLS in the space of section 5.3. The
+    `schedules` and `allocations` tell which of the two is searched: without the former, all have the graph's own
+    order; without the latter, all have the same pool. `restricted` keeps CLS in the space of section 5.3. The
     paper's `selection` is "softmax".
     """
 
@@ -119,7 +118,7 @@ class Genetic(Evolution[Chromosome]):
         return members
 
     def _crossed(self, first: Chromosome, second: Chromosome) -> list[Chromosome]:
-        """Two schedules and two allocations, and so four children."""
+        """Return four children: combinations of two schedules and two allocations, if both are searched."""
         rng = self._rng
         orders: tuple[Ints, ...] = (first.order,)
         if self._schedules:

@@ -4,9 +4,9 @@ SwapAdvisor, section 6.1, Baselines: "in the first training iteration, ODSwap sw
 is insufficient to run the next node based on LRU. In subsequent iterations, ODSwap performs prefetching based on the
 scheduling decisions seen in the first iteration."
 
-The paper says no more. Here, the recorded iteration is one that starts with the weights with which it ends. Prefetching
-moves swap-ins ahead, in the order of demand, as far as memory allows; evicted tensors leave right after their last
-use. Copies overlap with ops in both directions."""
+The paper says no more. Here, the recorded iteration starts with the weights that it ends with. Prefetching moves
+swap-ins ahead, in the order of demand, as far as memory allows; evicted tensors leave right after their last use.
+Copies overlap with ops in both directions."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,18 +43,18 @@ class OnDemand(Searcher[None]):
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A tensor is swapped out where its host copy is out of date, and dropped where it is not to stay."""
+    """Eviction of a tensor: a swap-out if its host copy is stale (`save`), and a drop unless it `stays`."""
 
     tensor: int
     used: int
-    """The last op that touched it; -1 for none."""
+    """Last op that touched it; -1 for none."""
     save: bool
     stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EvictAndFetch:
-    """What happens right before an op, or after the last one: first evictions, then fetches."""
+    """Actions right before an op, or after the last one: first evictions, then fetches."""
 
     leaves: tuple[Eviction, ...]
     fetches: tuple[int, ...]
@@ -62,20 +62,20 @@ class EvictAndFetch:
 
 @dataclass(frozen=True, slots=True)
 class LruDecisions:
-    """The decisions of one iteration: a turn per op, and one after the last."""
+    """Decisions of one iteration: a turn per op, and one after the last."""
 
     capacity_bytes: int
     residents: frozenset[int]
     turns: tuple[EvictAndFetch, ...]
     kept: frozenset[int]
-    """Weights in memory at the end, but none that was there at the start and was evicted before its first use."""
+    """Weights in memory at the end, except residents that were evicted before their first use."""
 
 
 def steady(graph: Graph, capacity_bytes: int) -> LruDecisions:
-    """The decisions of an iteration that starts with weights that it ends with.
+    """Return the decisions of an iteration that starts with weights that it ends with.
 
-    The first pass starts without any. What is there at its end starts the second; a weight that is evicted before
-    its first use, or gone at the end, is no resident, and the pass is made again without it.
+    The first pass starts without weights, and the second with those at the end of the first. Weights that are evicted
+    before their first use, or missing at the end, are removed from the residents, and the pass is repeated.
     """
     residents = least_recently_used(graph, capacity_bytes, frozenset()).kept
     while True:
@@ -86,10 +86,10 @@ def steady(graph: Graph, capacity_bytes: int) -> LruDecisions:
 
 
 def least_recently_used(graph: Graph, capacity_bytes: int, residents: frozenset[int]) -> LruDecisions:
-    """Run the ops in order; when there is no room for the next, what was used the longest time ago leaves.
+    """Run the ops in order; if the next does not fit, the least recently used tensors leave.
 
-    A use is the position of the op, equals leave in order of their ids. Residents were last used an iteration ago,
-    inputs just before the first op. What nothing needs any more leaves at once.
+    A use is the position of the op; ties leave in order of their ids. Residents were last used an iteration ago,
+    inputs just before the first op. Tensors without further use leave at once.
     """
     memory = _LruMemory(graph, capacity_bytes, residents)
     turns = [memory.turn(k) for k in range(len(graph.ops))]
@@ -98,7 +98,7 @@ def least_recently_used(graph: Graph, capacity_bytes: int, residents: frozenset[
 
 
 def on_demand(graph: Graph, course: LruDecisions) -> list[Action]:
-    """The decisions as they were made: everything for an op happens right before it."""
+    """Return the actions of the decisions as made: those for an op are right before it."""
     actions: list[Action] = []
     for k, turn in enumerate(course.turns):
         actions += [a for leave in turn.leaves for a in _leave(leave)]
@@ -108,10 +108,10 @@ def on_demand(graph: Graph, course: LruDecisions) -> list[Action]:
 
 
 def prefetched(graph: Graph, course: LruDecisions) -> list[Action]:
-    """The same decisions, carried out as early as they can be.
+    """Return the actions of the same decisions, as early as possible.
 
-    What leaves does so right after its last use; swap-ins, in the order of demand, as soon as there is room for them
-    until they are needed.
+    Evicted tensors leave right after their last use. Swap-ins, in the order of demand, are issued as soon as they fit
+    in memory until they are needed.
     """
     leaves: list[list[Eviction]] = [[] for _ in course.turns]
     for turn in course.turns:
@@ -133,7 +133,7 @@ def prefetched(graph: Graph, course: LruDecisions) -> list[Action]:
 
 @compiled
 def _moved_ahead(held: Ints, at: int, earliest: int, nbytes: int, capacity_bytes: int) -> int:
-    """Return the turn to which a fetch can move from turn `at`, and count its bytes in `held` from there on."""
+    """Return the turn to which a fetch can move ahead from `at`, and add its bytes to `held` from there on."""
     while at > earliest and held[at - 1] + nbytes <= capacity_bytes:
         at -= 1
         held[at] += nbytes
@@ -141,7 +141,7 @@ def _moved_ahead(held: Ints, at: int, earliest: int, nbytes: int, capacity_bytes
 
 
 class _LruMemory:
-    """What is in memory during one iteration, least recently used first."""
+    """Contents of memory during one iteration, least recently used first."""
 
     def __init__(self, graph: Graph, capacity_bytes: int, residents: Collection[int]) -> None:
         self._graph = graph
@@ -175,11 +175,11 @@ class _LruMemory:
         return turn
 
     def kept(self) -> frozenset[int]:
-        """What the iteration may start with, as far as it has shown."""
+        """Return the weights that the iteration may start with, by its course so far."""
         return frozenset(t for t in self._used if self._is_weight[t]) - self._evicted_unused
 
     def end(self) -> EvictAndFetch:
-        """All but outputs and residents leaves; no changed state goes unsaved but a resident's."""
+        """Evict weights except outputs and residents, and save changed state except residents."""
         for t in list(self._used):
             if t not in self._residents and self._is_weight[t]:
                 if t not in self._graph.outputs or self._graph.tensors[t].kind == "parameter":
@@ -212,7 +212,7 @@ def _leave(leave: Eviction) -> list[Action]:
 
 
 def _held_bytes(graph: Graph, course: LruDecisions, leaves: Sequence[Sequence[Eviction]]) -> list[int]:
-    """Bytes in memory during each op when tensors leave at these turns."""
+    """Return the bytes in memory during each op if tensors leave at these turns."""
     nbytes = [t.aligned_bytes for t in graph.tensors]
     now = sum(nbytes[t] for t in (*graph.inputs, *course.residents))
     held = []
@@ -224,6 +224,6 @@ def _held_bytes(graph: Graph, course: LruDecisions, leaves: Sequence[Sequence[Ev
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
-    """The last op that touches a tensor; the number of ops for outputs."""
+    """Return the last op that touches each tensor; the number of ops for outputs."""
     last = {t: k for k, needed in enumerate(graph.needed) for t in needed}
     return last | {t: len(graph.ops) for t in graph.outputs if graph.tensors[t].kind in ("input", "activation")}

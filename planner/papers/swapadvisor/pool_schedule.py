@@ -1,7 +1,7 @@
-"""The schedule of a pool's swap plan.
+"""Schedules of a pool's swap plan.
 
-A swap-out waits for the tensor's last user (section 4.2, Figure 3). What a swap-in waits for follows from the bytes
-that leave for it: the pool decides what leaves when, and the schedule counts the bytes."""
+A swap-out waits for the tensor's last user (section 4.2, Figure 3). The pool decides which tensors leave and when; the
+schedule counts their bytes, and swap-ins wait for these."""
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def schedule_of_pool(
 
 @compiled
 def _rows(uses: OpUses, log: SwapLog) -> tuple[Ints, Ints, Ints]:
-    """Verbs, what they are about, and the ops that swap-outs wait for."""
+    """Return verbs, their ops or tensors, and the ops that swap-outs wait for."""
     most = log.length[0]
     verb, what, after = np.empty(most, np.int64), np.empty(most, np.int64), np.full(most, NOTHING)
     used, rows, done = np.full(len(uses.size), NOTHING), 0, 0
@@ -61,7 +61,7 @@ def _rows(uses: OpUses, log: SwapLog) -> tuple[Ints, Ints, Ints]:
 
 
 def _residents(graph: Graph, start: Ints) -> Ints:
-    """The weights in memory at the start. What has no bytes always is."""
+    """Return the weights in memory at the start. Empty ones always are."""
     used = {t for op in graph.ops for t in op.reads} | set(graph.outputs)
     return np.array(
         [

@@ -1,6 +1,6 @@
-"""The state of a memory pool while the swap planner scans the ops: the tensor in each object, and a log of actions.
+"""State of a memory pool while the swap planner scans the ops: the tensor in each object, and a log of actions.
 
-The state is kept in tables of records, because compiled functions pay for every array argument. All functions run
+The state is in tables of records, because each array argument of a compiled function costs time. All functions run
 inside compiled loops and change the tables in place."""
 
 from typing import Any, Final, NamedTuple
@@ -16,7 +16,7 @@ Table = NDArray[Any]
 
 
 def _records(fields: list[tuple[str, Any]]) -> np.dtype[Any]:
-    """Records whose fields are attributes, in interpreted functions, too."""
+    """Return a dtype of records whose fields are attributes, in interpreted functions, too."""
     return np.dtype((np.record, np.dtype(fields, align=True)))
 
 
@@ -26,21 +26,21 @@ OUT: Final = 2
 GONE: Final = 3
 RESULT: Final = 4
 SCRATCH: Final = 5
-"""Verbs of a log. A RESULT or SCRATCH tells the object that the next RUN uses."""
+"""Verbs of a log. RESULT and SCRATCH name the object that the next RUN uses."""
 
 NOWHERE: Final = -1
 NEVER: Final = 1 << 40
 UNUSED: Final = -1
-"""Last user of what no op has used in this inference."""
+"""Last user of a tensor that no op has used in this inference."""
 
 FREE: Final = -1
 BUSY: Final = -2
-"""Holders of an object that is free, or is an op's scratch."""
+"""Holders of an object that is free, or has an op's scratch."""
 
 TENSOR: Final = _records(
     [
         ("kind", np.int64),
-        ("size_class", np.int64),  # NOWHERE for what has no bytes
+        ("size_class", np.int64),  # NOWHERE for an empty tensor
         ("output", np.bool_),
         ("in_s", np.float64),
         ("out_s", np.float64),
@@ -48,26 +48,26 @@ TENSOR: Final = _records(
         ("start", np.int64),  # an input's first object, or NOWHERE
         ("resident_at", np.int64),  # an initial resident's object, or NOWHERE
         ("saved", np.bool_),  # whether the host copy is up to date
-        ("touched", np.int64),  # the position that used it last, or UNUSED
-        ("upcoming", np.int64),  # the position that uses it next, on into the next inference, or NEVER
+        ("touched", np.int64),  # position of its last use, or UNUSED
+        ("upcoming", np.int64),  # position of its next use, also in the next inference, or NEVER
         ("first_use", np.int64),
-        ("needed_by", np.int64),  # the latest position, so far, that needs it
+        ("needed_by", np.int64),  # latest position so far that needs it
     ]
 )
 OBJECT: Final = _records([("holder", np.int64), ("entry", np.int64)])
-"""The tensor in it, or FREE or BUSY; and where in the queue it stands if it is free."""
+"""The tensor in the object, or FREE or BUSY; and its index in the queue if it is free."""
 CLASS: Final = _records([("first", np.int64), ("end", np.int64), ("head", np.int64), ("tail", np.int64)])
-"""Its objects, and its free objects in the queue, longest free first."""
+"""The range of the class's objects, and of its free ones in the queue, longest free first."""
 ENTRY: Final = _records([("verb", np.int64), ("what", np.int64), ("where", np.int64)])
-"""What happened: to the op of a RUN or SCRATCH, or to a tensor; and the object that an IN, RESULT or SCRATCH fills."""
+"""An action: its verb; the op of a RUN or SCRATCH, else a tensor; the object that an IN, RESULT or SCRATCH fills."""
 
 
 class SwapLog(NamedTuple):
-    """`entries` is longer than needed."""
+    """A log of actions; `entries` is longer than needed."""
 
     entries: Table
     length: Ints
-    """[1]"""
+    """Number of entries in use; shape [1]."""
 
 
 class PoolState(NamedTuple):
@@ -80,11 +80,11 @@ class PoolState(NamedTuple):
 
 @compiled
 def empty_state(uses: OpUses, first_use: Ints, class_of_size: Ints, counts: Ints, resident_at: Ints) -> PoolState:
-    """Nothing in memory, and nothing free."""
+    """Return the state with an empty memory and empty queues of free objects."""
     tensors = np.zeros(len(uses.size), TENSOR)
     objects = np.zeros(counts.sum(), OBJECT)
     classes = np.zeros(len(counts), CLASS)
-    room = counts.copy()  # for all that can ever stand in the queue
+    room = counts.copy()  # for all entries that the queue ever gets
     for t in range(len(tensors)):
         tensor = tensors[t]
         tensor.kind, tensor.in_s, tensor.out_s = uses.kind[t], uses.in_s[t], uses.out_s[t]
@@ -129,7 +129,7 @@ def fill(state: PoolState, t: int, o: int) -> None:
 
 @compiled
 def release(state: PoolState, o: int, c: int) -> None:
-    """Put an object at the end of its class's queue."""
+    """Append an object to its class's queue of free objects."""
     tail = state.classes[c].tail
     state.objects[o].holder, state.objects[o].entry = FREE, tail
     state.queue[tail] = o
@@ -138,7 +138,7 @@ def release(state: PoolState, o: int, c: int) -> None:
 
 @compiled
 def leave(state: PoolState, t: int) -> None:
-    """Drop a tensor for good; its object is free."""
+    """Drop a tensor for good, and release its object."""
     note(state.log, GONE, t, NOWHERE)
     release(state, state.tensors[t].where, state.tensors[t].size_class)
     state.tensors[t].where = NOWHERE
@@ -146,7 +146,7 @@ def leave(state: PoolState, t: int) -> None:
 
 @compiled
 def take_free(state: PoolState, c: int, oldest: bool) -> int:
-    """Take the object that is free the longest, or the one that became free last; NOWHERE if there is none."""
+    """Take the object that is free the longest (`oldest`), or the one freed last; NOWHERE if there is none."""
     size_class = state.classes[c]
     while size_class.head < size_class.tail:
         if oldest:
@@ -164,7 +164,7 @@ def take_free(state: PoolState, c: int, oldest: bool) -> int:
 
 @compiled
 def save(state: PoolState, t: int) -> None:
-    """Swap a tensor out unless the host has a copy."""
+    """Swap a tensor out unless its host copy is up to date."""
     if not state.tensors[t].saved:
         note(state.log, OUT, t, NOWHERE)
         state.tensors[t].saved = True
@@ -172,7 +172,7 @@ def save(state: PoolState, t: int) -> None:
 
 @compiled
 def displace(state: PoolState, t: int) -> None:
-    """Swap a tensor out if the host has no copy, and drop it. The caller takes its object."""
+    """Save a tensor (see `save`) and drop it. The caller takes its object."""
     save(state, t)
     note(state.log, GONE, t, NOWHERE)
     state.objects[state.tensors[t].where].holder = FREE
@@ -181,7 +181,7 @@ def displace(state: PoolState, t: int) -> None:
 
 @compiled
 def disown(state: PoolState, t: int) -> None:
-    """Make a tensor that nothing has used no initial resident: its object has been free since the start."""
+    """Remove an unused tensor from the initial residents: its object has been free since the start."""
     tensor = state.tensors[t]
     state.objects[tensor.where].holder = FREE
     tensor.resident_at = tensor.where = NOWHERE

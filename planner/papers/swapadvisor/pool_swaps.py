@@ -1,12 +1,12 @@
-"""SwapAdvisor's swap planner (section 4.2): what is swapped, given an order of the ops and a memory pool.
+"""SwapAdvisor's swap planner (section 4.2): swaps for a given order of the ops and memory pool.
 
-Ops are scanned in the order of the schedule. A tensor that is not in memory when its op comes takes a free object of
-its size class, or displaces what is needed furthest in the future (Belady), counted on into the next inference. For a
-tensor that must be swapped in, those are preferred whose last use lies so far back that there is time to copy them
-out, if need be, and the new one in: the "threshold of time" of the paper, which gives no number for it.
+Ops are scanned in the order of the schedule. A missing tensor takes a free object of its size class, or displaces the
+tensor needed furthest in the future (Belady), counted on into the next inference. For swap-ins, victims are preferred
+whose last use is so long ago that there is time to copy them out, if necessary, and the new tensor in: the paper's
+"threshold of time", for which it gives no number.
 
-Free objects are taken so that copies can start early: a swap-in takes what is free the longest, an op's outputs and
-scratch what became free last.
+Free objects are taken so that copies can start early: a swap-in takes the longest free, an op's outputs and scratch
+the last freed.
 """
 
 from typing import Final, NamedTuple
@@ -44,36 +44,36 @@ _CLOSE: Final = 1 - 1e-9
 
 
 class _OpSchedule(NamedTuple):
-    """The schedule as the planner goes by it."""
+    """The op schedule as the planner reads it."""
 
     order: Ints
     next_use: Ints
-    """Per use, the position at which the schedule uses the tensor next, or NEVER."""
+    """Per use, the position of the tensor's next use, or NEVER."""
     first_use: Ints
-    """Per tensor, a position."""
+    """Per tensor, the position of its first use."""
     start_s: Floats
-    """When the op at each position would start if nothing ever waited, and the end of the last, [ops + 1]."""
+    """Start of the op at each position if none ever waits, and the end of the last; shape [ops + 1]."""
 
 
 class _Rule(NamedTuple):
-    """How a pass over the ops finds room."""
+    """Rule by which a pass over the ops finds objects."""
 
     start_s: Floats
     threshold: float
-    """How many times the time of the copies must have passed since the last use of what is displaced."""
+    """Minimum time since a victim's last use, in units of the time of the copies."""
     first: bool
     pressed: Bools
-    """Per demand, whether the first pass had to displace something; that pass notes it, the second goes by it."""
+    """Per demand, whether the first pass had to displace a tensor. That pass sets it, the second reads it."""
 
 
 @compiled
 def plan_swaps(
     uses: OpUses, order: Ints, class_of_size: Ints, counts: Ints, threshold: float, double_pass: bool
 ) -> tuple[bool, SwapLog, Ints]:
-    """Whether the ops can run in this pool, what happens, and the objects of what is in memory at the start.
+    """Return whether the ops can run in this pool, the log, and each tensor's object at the start or NOWHERE.
 
     The first pass starts without parameters. Those in memory at its end are the initial residents of the second,
-    which removes them again where it comes under pressure that the first did not know.
+    which removes some again under pressure that the first did not see.
     """
     course = _course(uses, order)
     resident_at = np.full(len(uses.size), NOWHERE)
@@ -81,9 +81,7 @@ def plan_swaps(
     state = empty_state(uses, course.first_use, class_of_size, counts, resident_at)
     fits = _scan(uses, course, class_of_size, state, _Rule(course.start_s, threshold, True, pressed))
     if fits and double_pass:
-        for t in range(
-            len(resident_at)
-        ):  # the parameters that the first pass leaves in memory, where it leaves them
+        for t in range(len(resident_at)):  # weights stay where the first pass leaves them
             if state.tensors[t].kind != VALUE:
                 resident_at[t] = state.tensors[t].where
         for trial in range(_MOST_PASSES + 1):
@@ -121,18 +119,20 @@ def _course(uses: OpUses, order: Ints) -> _OpSchedule:
 
 @compiled
 def _scan(uses: OpUses, course: _OpSchedule, class_of_size: Ints, state: PoolState, rule: _Rule) -> bool:
-    """Scan the schedule once; whether all ops found room."""
+    """Scan the schedule once. Returns whether all ops found objects."""
     if not _begin(uses, state):
         return False
     tensors, last = state.tensors, len(course.order) - 1
     for k in range(last + 1):
         op = course.order[k]
         low, high = uses.start[op], uses.start[op + 1]
+        # Tensors of this op must not be displaced while it gets its objects.
         for i in range(low, high):
             tensors[uses.tensor[i]].needed_by = k
         if k == last:
             for t in uses.outputs:
                 tensors[t].needed_by = k
+        # Fetch the reads; for the last op also the outputs.
         for i in range(low, high):
             if not uses.written[i] and not _fetch(state, rule, uses.tensor[i], k, i):
                 return False
@@ -141,6 +141,7 @@ def _scan(uses: OpUses, course: _OpSchedule, class_of_size: Ints, state: PoolSta
                 demand = len(uses.tensor) + len(uses.op_s) + j
                 if not _writes(uses, op, t) and not _fetch(state, rule, t, k, demand):
                     return False
+        # Find objects for scratch and results.
         scratch = NOWHERE
         if uses.scratch[op] != NO_SIZE:
             scratch = _make_room(state, rule, class_of_size[uses.scratch[op]], k, -1.0, len(uses.tensor) + op)
@@ -156,6 +157,7 @@ def _scan(uses: OpUses, course: _OpSchedule, class_of_size: Ints, state: PoolSta
                     return False
                 fill(state, t, o)
                 note(state.log, RESULT, t, o)
+        # Run the op, then release its scratch, and tensors without further use.
         note(state.log, RUN, op, NOWHERE)
         if scratch >= 0:
             release(state, scratch, class_of_size[uses.scratch[op]])
@@ -166,12 +168,12 @@ def _scan(uses: OpUses, course: _OpSchedule, class_of_size: Ints, state: PoolSta
 
 @compiled
 def _begin(uses: OpUses, state: PoolState) -> bool:
-    """Put initial residents and inputs where they are at the start. A resident that is in an input's way is none."""
+    """Put initial residents and inputs into their objects. A resident in an input's way is removed."""
     tensors, objects = state.tensors, state.objects
     for t in range(len(tensors)):
         if tensors[t].resident_at >= 0:
             fill(state, t, tensors[t].resident_at)
-            tensors[t].saved = tensors[t].kind != STATE  # the inference before this one changed it
+            tensors[t].saved = tensors[t].kind != STATE  # the previous inference changed it
     for t in uses.inputs:
         size_class = state.classes[tensors[t].size_class]
         o = size_class.first
@@ -196,7 +198,7 @@ def _begin(uses: OpUses, state: PoolState) -> bool:
 
 @compiled
 def _fetch(state: PoolState, rule: _Rule, t: int, k: int, demand: int) -> bool:
-    """Bring a tensor to memory if it is not there; False if it finds no room."""
+    """Bring a tensor into memory if it is missing; False if there is no object for it."""
     tensor = state.tensors[t]
     if tensor.where >= 0:
         return True
@@ -214,7 +216,7 @@ def _fetch(state: PoolState, rule: _Rule, t: int, k: int, demand: int) -> bool:
 
 @compiled
 def _make_room(state: PoolState, rule: _Rule, c: int, k: int, copy_s: float, demand: int) -> int:
-    """An object of class c that is free now, or NOWHERE. `copy_s` is negative for what need not be copied in."""
+    """Free an object of class c and return it, or NOWHERE. `copy_s` is negative if nothing is copied in."""
     o = take_free(state, c, copy_s >= 0)
     if o >= 0:
         return int(o)
@@ -237,7 +239,7 @@ def _make_room(state: PoolState, rule: _Rule, c: int, k: int, copy_s: float, dem
 
 @compiled
 def _victim(state: PoolState, rule: _Rule, c: int, k: int, copy_s: float) -> int:
-    """Whose next use is furthest; of equals, what need not be copied out, then what was used longest ago."""
+    """Return the object to displace: next use furthest; ties go to saved tensors, then to the least recently used."""
     chosen = NOWHERE
     furthest, saved, touched = NOWHERE, False, NOWHERE
     for o in range(state.classes[c].first, state.classes[c].end):
@@ -261,7 +263,7 @@ def _victim(state: PoolState, rule: _Rule, c: int, k: int, copy_s: float) -> int
 
 @compiled
 def _least_urgent(state: PoolState, c: int, k: int) -> int:
-    """The object of the initial resident whose first use is furthest, of those that nothing has used; or NOWHERE."""
+    """Return the object of the unused initial resident with the furthest first use, or NOWHERE."""
     chosen, furthest = NOWHERE, NOWHERE
     for o in range(state.classes[c].first, state.classes[c].end):
         t = state.objects[o].holder
@@ -276,7 +278,7 @@ def _least_urgent(state: PoolState, c: int, k: int) -> int:
 
 @compiled
 def _pass_by(state: PoolState, t: int, k: int, last: int, next_use: int, changed: bool, first: bool) -> None:
-    """An op has used a tensor. Inputs and activations that nothing needs any more leave at once."""
+    """Update a tensor after an op has used it. Inputs and activations without further use leave at once."""
     tensor = state.tensors[t]
     tensor.touched = k
     tensor.upcoming = next_use
@@ -293,7 +295,8 @@ def _pass_by(state: PoolState, t: int, k: int, last: int, next_use: int, changed
 
 @compiled
 def _bar(state: PoolState, resident_at: Ints) -> bool:
-    """Remove initial residents that cannot be brought back, because outputs end in their place; whether any were."""
+    """Remove initial residents that cannot be restored, because outputs end in their objects. Returns whether there
+    were any."""
     barred = False
     for t in range(len(resident_at)):
         tensor = state.tensors[t]
@@ -314,7 +317,7 @@ def _stays(state: PoolState, t: int) -> bool:
 
 @compiled
 def _restore(uses: OpUses, course: _OpSchedule, state: PoolState) -> None:
-    """After the last op: save changed state that does not stay, and restore initial residents to their places."""
+    """After the last op: save changed state that does not stay, and restore initial residents to their objects."""
     for k, op in enumerate(course.order):
         for t in uses.tensor[uses.start[op] : uses.start[op + 1]]:
             if state.tensors[t].touched == k:
@@ -330,7 +333,7 @@ def _restore(uses: OpUses, course: _OpSchedule, state: PoolState) -> None:
 
 @compiled
 def _clear(state: PoolState, t: int) -> None:
-    """Save a tensor's changes if it does not stay where it started; an initial resident is dropped there."""
+    """Save a weight's changes if it is not in its initial object; an initial resident is dropped there."""
     tensor = state.tensors[t]
     if tensor.where >= 0 and tensor.where != tensor.resident_at and tensor.kind != VALUE:
         save(state, t)
@@ -340,7 +343,7 @@ def _clear(state: PoolState, t: int) -> None:
 
 @compiled
 def _return(state: PoolState, t: int) -> None:
-    """Bring an initial resident back. Whatever is in its place is not needed."""
+    """Restore an initial resident. The tensor in its object, if any, is not needed."""
     tensor = state.tensors[t]
     if tensor.resident_at >= 0 and tensor.where != tensor.resident_at:
         if state.objects[tensor.resident_at].holder >= 0:

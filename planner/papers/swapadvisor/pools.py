@@ -1,6 +1,6 @@
-"""SwapAdvisor's memory pool, and what a graph needs of it.
+"""SwapAdvisor's memory pool, and a graph's needs of it.
 
-Papers: SwapAdvisor, section 4.1 (memory allocation). A pool has size classes, a class a number of objects of one
+SwapAdvisor, section 4.1 (memory allocation): a pool has size classes, and each class a number of objects of one
 size. An object is a fixed range of bytes and holds one tensor, or one op's scratch, at a time.
 """
 
@@ -17,26 +17,26 @@ from cohabit.planner.profile import Profile
 CONSTANT: Final = 0
 STATE: Final = 1
 VALUE: Final = 2
-"""Kinds of tensors, as compiled loops see them: parameters, state, and inputs or activations."""
+"""Kinds of tensors in compiled loops: parameters, state, and inputs or activations."""
 
 NO_SIZE: Final = -1
-"""Size of what takes no bytes, and so no object."""
+"""Size of tensors and scratch without bytes, which take no object."""
 
 
 class OpUses(NamedTuple):
-    """A graph and its costs as arrays, without the tensors that have no bytes."""
+    """A graph and its costs as arrays, without empty tensors."""
 
     start: Ints
-    """Op k's uses are `start[k]` to `start[k + 1]`, reads before writes, [ops + 1]."""
+    """Op k's uses are `start[k]` to `start[k + 1]`, reads before writes; shape [ops + 1]."""
     tensor: Ints
     written: Bools
-    """Whether a use brings the tensor into being."""
+    """Whether a use creates the tensor."""
     changed: Bools
-    """Whether a use leaves the tensor other than its host copy: it is written, or changed in place."""
+    """Whether a use makes the host copy stale: the tensor is written, or changed in place."""
     scratch: Ints
-    """Index of each op's scratch in `TensorSizes.nbytes`, or NO_SIZE, [ops]."""
+    """Index of each op's scratch in `TensorSizes.nbytes`, or NO_SIZE; shape [ops]."""
     size: Ints
-    """Index of each tensor in `TensorSizes.nbytes`, or NO_SIZE, [tensors]."""
+    """Index of each tensor in `TensorSizes.nbytes`, or NO_SIZE; shape [tensors]."""
     kind: Ints
     nbytes: Ints
     in_s: Floats
@@ -50,14 +50,14 @@ class OpUses(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSizes:
-    """TS, the sorted sizes that occur in a graph (section 5.3), and how often."""
+    """TS, the sorted sizes in a graph (section 5.3), and their counts."""
 
     nbytes: Ints
     alignment: Ints
     count: Ints
-    """Tensors of each size, and one for the scratch of that size."""
+    """Tensors of each size, plus one for scratch of that size."""
     at_once: Ints
-    """Objects that some op needs at once, by size; one row per different need, [needs, sizes]."""
+    """Objects that some op needs at once, by size; one row per distinct need; shape [needs, sizes]."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class MemoryPool:
     """The objects of one allocation, numbered class by class."""
 
     class_of_size: Ints
-    """Classes count from 0 here."""
+    """Class of each size; classes are numbered from 0 here."""
     counts: Ints
     object_bytes: Ints
 
     @property
     def nbytes(self) -> int:
-        """All objects together."""
+        """Bytes of all objects."""
         return int(self.counts @ self.object_bytes)
 
 
 def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, TensorSizes]:
-    """Turn a graph into arrays."""
+    """Convert a graph to arrays."""
     tensors, kinds = graph.tensors, {"parameter": CONSTANT, "state": STATE}
     touched = {t for op in graph.ops for t in (*op.reads, *op.writes)} | set(graph.outputs)
     touched |= {i for i, t in enumerate(tensors) if t.kind == "input"}
@@ -129,9 +129,9 @@ def _tally(sizes: Ints, length: int) -> tuple[int, ...]:
 
 
 def object_bytes(sizes: TensorSizes, classes: Ints) -> Ints:
-    """Size of each class's objects: its largest tensor's, rounded up so that all its tensors are aligned.
+    """Return the size of each class's objects: its largest tensor's, rounded up to align all its tensors.
 
-    `classes` count from 1, as in the paper.
+    `classes` are numbered from 1, as in the paper.
     """
     largest, alignment = np.zeros(classes.max(), np.int64), np.ones(classes.max(), np.int64)
     np.maximum.at(largest, classes - 1, sizes.nbytes)
@@ -141,5 +141,5 @@ def object_bytes(sizes: TensorSizes, classes: Ints) -> Ints:
 
 
 def pool_of(sizes: TensorSizes, classes: Ints, counts: Ints) -> MemoryPool:
-    """The pool of an allocation: CLS and CNT."""
+    """Return the pool of an allocation, CLS and CNT."""
     return MemoryPool(classes - 1, counts, object_bytes(sizes, classes))

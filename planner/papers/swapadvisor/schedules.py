@@ -17,7 +17,7 @@ from cohabit.planner.order import predecessors
 
 @dataclass(frozen=True)
 class Precedence:
-    """Op k comes before the ops `after[start[k]]` to `after[start[k + 1] - 1]`; `before` counts the other way."""
+    """Op k comes before the ops `after[start[k]]` to `after[start[k + 1] - 1]`, and after `before[k]` ops."""
 
     start: Ints
     after: Ints
@@ -25,7 +25,7 @@ class Precedence:
 
 
 def precedence(graph: Graph) -> Precedence:
-    """Which ops must run before which others."""
+    """Return which ops must run before others."""
     earlier = predecessors(graph)
     after: list[list[int]] = [[] for _ in earlier]
     for k, needed in enumerate(earlier):
@@ -39,7 +39,7 @@ def precedence(graph: Graph) -> Precedence:
 
 
 def cross_schedules(first: Ints, second: Ints, cut: int) -> tuple[Ints, Ints]:
-    """Two children: each begins like one parent, `cut` ops long, and goes on in the order of the other (Figure 4).
+    """Return two children: each begins with `cut` ops of one parent, then has the other's order (Figure 4).
 
     SCH_C1 begins like the second parent, SCH_C2 like the first.
     """
@@ -53,13 +53,13 @@ def _join(head: Ints, tail: Ints, cut: int) -> Ints:
 
 
 def mutate_schedule(order: Ints, rule: Precedence, probability: float, rng: np.random.Generator) -> Ints:
-    """Schedule as a dataflow engine would: the ready op that comes first in `order`, now and then any ready one."""
+    """Reschedule as a dataflow engine would: the first ready op of `order`, or, with `probability`, any ready one."""
     count = len(order)
     return _mutate(order, rule.start, rule.after, rule.before, rng.random(count) < probability, rng.random(count))
 
 
 def random_schedule(rule: Precedence, rng: np.random.Generator) -> Ints:
-    """Any ready op at every step."""
+    """Return an order with a random ready op at every step."""
     return mutate_schedule(np.arange(len(rule.before)), rule, 1.0, rng)
 
 
@@ -69,7 +69,7 @@ def _mutate(order: Ints, start: Ints, after: Ints, before: Ints, random: Bools, 
     position, missing = np.empty(count, np.int64), before.copy()
     for i in range(count):
         position[order[i]] = i
-    ready, place = np.empty(count, np.int64), np.full(count, -1)  # ready ops, and where each stands among them
+    ready, place = np.empty(count, np.int64), np.full(count, -1)  # ready ops, and the index of each
     ready_length = 0
     heap = [np.int64(count)]  # positions of ready ops, least first; those of ops that ran are skipped
     for k in range(count):

@@ -1,14 +1,14 @@
-"""The genetic search where models are served: a partition with a workspace.
+"""The genetic search for served models: a partition with a workspace.
 
-A pool per size class (section 5.3) has no counterpart there: all batch sizes of a model share residents that keep their
-places, and activations are the runtime's. So a chromosome has, besides SCH, what `planner.streaming.stream` plays: per
-parameter whether it is a resident and is released; per use whether it stays until the next one, which hole its copy
-prefers, and how far its copy goes ahead of others. Schedules are crossed over and mutated as in section 5.2. Decisions
-are crossed over at one op, as CLS and CNT are at one size, then repaired until residents fit, and several of them
-mutate at once.
+A pool per size class (section 5.3) has no counterpart here: all batch sizes of a model share residents with fixed
+addresses, and the runtime places activations. A chromosome therefore has, besides SCH, the decisions that
+`planner.streaming.stream` plays: per parameter, whether it is a resident and is released; per use, whether it stays
+until the next one, its copy's rule for holes, and how far its copy goes ahead of others. Schedules are crossed over
+and mutated as in section 5.2. Decisions are crossed over at one op, as CLS and CNT are at one size, then repaired until
+residents fit, and several of them mutate at once.
 
-The first candidate keeps the parameters that are used first; it is no part of the population.
-The first generation is random, but for the orders of `planner.streaming.op_orders`.
+The first candidate keeps the parameters that are used first; it is not part of the population.
+The first generation is random, except for the orders of `planner.streaming.op_orders`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,28 +43,28 @@ from cohabit.planner.streaming.workload import Arrays
 
 POPULATION: Final = 48
 GENERATIONS: Final = 60
-"""In a search without a limit."""
+"""Number of generations in a search without a limit."""
 NEW_ORDERS: Final = 1 / 128
-"""Share of the pairs whose schedules are crossed over, and of the children whose schedule mutates: a new one takes as
+"""Fraction of pairs whose schedules are crossed over, and of children whose schedule mutates: a new schedule takes as
 long as a hundred evaluations."""
 MUTATION: Final = 0.1
-"""As the paper's: the probability with which an op of such a schedule is any that is ready."""
+"""Probability, as in the paper, that an op of a mutated schedule is any ready one."""
 RANDOM_ORDERS: Final = 8
 """One in this many members of the first generation has a random order."""
 CHANGES: Final = 0.5
-"""A child's mutation goes on with this probability after each changed decision."""
+"""Probability that a child's mutation continues after each changed decision."""
 COPIES: Final = 0.2
-"""Share of the changes that are about one copy: its hole, or how far it goes ahead."""
+"""Fraction of changes to one copy: its rule for holes, or how far it goes ahead."""
 GUIDED: Final = 0.6
-"""Share of the mutations that mostly change what is waited for; to find that takes as long as an evaluation."""
+"""Fraction of mutations that mostly change critical copies; finding these takes as long as an evaluation."""
 LONGEST_LEAD: Final = 8
 ORDERS_KEPT: Final = 256
-"""Orders whose layouts are kept."""
+"""Number of orders whose layouts are cached."""
 
 
 @dataclass(frozen=True, eq=False)
 class ServingChromosome:
-    """An order of the ops, and decisions; these are numbered as in the first order, whatever the order is."""
+    """An order of the ops, and decisions, which are always numbered as in the first order."""
 
     order: tuple[int, ...]
     decisions: Decisions
@@ -72,22 +72,22 @@ class ServingChromosome:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """The problem in some order, and the numbers that its parameters and uses have in the first order."""
+    """The problem in some order, and the numbers of its parameters and uses in the first order."""
 
     view: OpOrder
     parameter: Ints
     use: Ints
     uses: int
-    """Uses in the first order."""
+    """Number of uses in the first order."""
     given: Ints | None
-    """First pages of the given residents, if there are any."""
+    """First pages of given residents, if any."""
 
     def local(self, found: Decisions) -> Decisions:
         use = self.use
         return Decisions(found.choice[self.parameter], found.hold[use], found.fit[use], found.lead[use])
 
     def numbered(self, local: Decisions) -> Decisions:
-        """The inverse of `local`."""
+        """Inverse of `local`."""
         found = uniform(np.zeros_like(local.choice), np.zeros(self.uses, np.bool_), 0)
         found.choice[self.parameter] = local.choice
         for row, column in zip(found[1:], local[1:], strict=True):
@@ -99,8 +99,8 @@ class _Numbered:
 
 
 class ServingGenetic(Evolution[ServingChromosome]):
-    """Evolves orders and decisions. Raises InfeasibleBudget where activations do not fit, and
-    UnsupportedProblem for a training graph."""
+    """Evolves orders and decisions. Raises InfeasibleBudget if activations do not fit, and UnsupportedProblem for a
+    training graph."""
 
     is_compiled = True
 
@@ -164,9 +164,9 @@ class ServingGenetic(Evolution[ServingChromosome]):
         return members
 
     def _random(self) -> Decisions:
-        """Random residents as long as they fit, all kept, all released or mixed; likewise for what is held.
+        """Return random residents as long as they fit, all kept, all released or mixed; likewise held uses.
 
-        Half of the time, residents are drawn so that they lie at about even distances in the order of use.
+        Half of the time, residents are drawn at about even distances in the order of use.
         """
         rng, arrays = self._rng, self._first.work.arrays
         count, uses = len(arrays.size), len(arrays.use_op)
@@ -183,13 +183,13 @@ class ServingGenetic(Evolution[ServingChromosome]):
         return uniform(choice, hold, int(rng.integers(FITS)))
 
     def _filled(self, drawn: Ints) -> Bools:
-        """The first of these parameters that fit in the partition together."""
+        """Return the first of these parameters that fit in the partition together."""
         resident = np.empty(len(drawn), np.bool_)
         resident[drawn] = np.cumsum(self._first.work.arrays.size[drawn]) <= self._first.work.arrays.partition_pages
         return resident
 
     def _crossed(self, first: ServingChromosome, second: ServingChromosome) -> list[ServingChromosome]:
-        """Two children: decisions are crossed over, schedules seldom."""
+        """Return two children: decisions are crossed over, schedules seldom."""
         arrays = self._first.work.arrays
         cut = int(self._rng.integers(len(arrays.op_s) + 1))
         at = int(np.searchsorted(arrays.first_use, cut)), int(arrays.use_start[cut])
@@ -231,7 +231,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
         return np.where(resident_at != NOWHERE, RELEASED, STREAMED)
 
     def _number(self, order: tuple[int, ...]) -> _Numbered | None:
-        """The problem in an order; None if activations do not fit."""
+        """Return the problem in an order; None if it does not fit in memory."""
         try:
             view = self._first if order == self._first.order else in_order(self.problem, order)
         except InfeasibleBudget:
@@ -239,7 +239,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
         given = self.problem.residents
         parameter = {t: i for i, t in enumerate(self._first.work.parameters)}
         use = {found: i for i, found in reversed(list(enumerate(_uses(self._first))))}
-        use |= {(None, t): i for (_, t), i in reversed(use.items())}  # a result that the last op does not read
+        use |= {(None, t): i for (_, t), i in reversed(use.items())}  # an output that the last op does not read
         return _Numbered(
             view,
             np.array([parameter[t] for t in view.work.parameters], np.int64),
@@ -250,20 +250,20 @@ class ServingGenetic(Evolution[ServingChromosome]):
 
 
 def _uses(view: OpOrder) -> list[tuple[int | None, int]]:
-    """The graph's op and parameter of each use, in order."""
-    ops = view.order or (None,)  # without ops there is one that does nothing
+    """Return the graph's op and parameter of each use, in order."""
+    ops = view.order or (None,)  # without ops, there is one no-op
     return [(op, t) for op, use in zip(ops, view.work.footprint.uses, strict=True) for t in use]
 
 
 def _one_point_crossover(head: Decisions, tail: Decisions, parameters: int, uses: int) -> Decisions:
-    """Decisions that begin like one parent's and go on like another's."""
+    """Return decisions that begin like one parent's and continue like another's."""
     cuts = parameters, uses, uses, uses
     return Decisions(*(np.concatenate([a[:n], b[n:]]) for a, b, n in zip(head, tail, cuts, strict=True)))
 
 
 @compiled
 def mutated(work: Arrays, decisions: Decisions, resident_at: Ints, changes: int, seed: int) -> Decisions:
-    """Repair residents that do not fit, at random, then change some decisions.
+    """Evict random residents until the rest fit, then change some decisions.
 
     `resident_at` is empty if the residents are open.
     """

@@ -1,7 +1,7 @@
-"""The time axis of one iteration: when each op runs and each tensor is accessed, and what happens in between.
+"""The time axis of one iteration: runs of ops, accesses to tensors, and the gaps in between.
 
 TENSILE, section III: a workload is the sequence of tensor accesses in the order of the ops, each as long as its op.
-Times are whole nanoseconds, so that what ends where something else begins does so exactly.
+Times are whole nanoseconds, so that an end and a start at the same time compare as equal.
 """
 
 import math
@@ -30,7 +30,7 @@ class OpRun:
 
 @dataclass(eq=False, slots=True)
 class AccessGap:
-    """Time between two accesses of a tensor, during which it need not be in memory.
+    """Time between two accesses of a tensor, during which it may be absent.
 
     An input's first gap begins with its arrival. A weight's last gap spans the iteration's end, from its last access
     to its first in the next iteration; the weight returns before that access, or before this iteration ends.
@@ -40,7 +40,7 @@ class AccessGap:
     after: OpRun
     across: bool
     version: int
-    """How often the tensor was written or changed before."""
+    """Number of times that the tensor was written or changed before."""
     back: TransferSpan | None = None
     """The swap-in that ends the absence."""
     rerun: OpRun | None = None
@@ -52,12 +52,12 @@ class AccessGap:
 
     @property
     def early(self) -> bool:
-        """Whether a gap that spans the iteration's end is over before that end."""
+        """Whether a gap across the iteration's end is over before that end."""
         return self.across and self.back is not None and self.back.start_ns >= self.after.end_ns
 
     @property
     def returns_ns(self) -> int:
-        """When the absence ends."""
+        """Time at which the absence ends."""
         if self.back is not None:
             return self.back.start_ns
         assert self.rerun is not None
@@ -75,7 +75,7 @@ class TensorAccesses:
     """Whether it must be in memory at the end of the iteration."""
     accesses: list[OpRun] = field(default_factory=list)
     changes: list[OpRun] = field(default_factory=list)
-    """Those of the accesses that write it or change it in place."""
+    """Accesses that write it or change it in place."""
     gaps: list[AccessGap] = field(default_factory=list)
     outs: dict[int, TransferSpan] = field(default_factory=dict)
     """Swap-outs by version."""
@@ -106,7 +106,7 @@ class TensorAccesses:
         return gap.version > 0 or self.kind != "state" or (self.resident and not gap.across)
 
     def find_gaps(self) -> None:
-        """Divide the time between accesses, forgetting all choices."""
+        """Divide the time between accesses into gaps, and reset all choices."""
         self.gaps = []
         changes = 0
         before: OpRun | None = None
@@ -120,7 +120,7 @@ class TensorAccesses:
 
 
 class Axis:
-    """One iteration, from 0 on. The inputs arrive in the nanosecond before the first op."""
+    """One iteration, from time 0 on. The inputs arrive in the nanosecond before the first op."""
 
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self.graph = graph
@@ -144,7 +144,8 @@ class Axis:
         return self.runs[-1].end_ns if self.runs else 0
 
     def may_swap_one_more(self, most_swapped: float) -> bool:
-        """Whether the share of the accessed tensors that are swapped stays within the maximum swapping rate."""
+        """Whether one more swapped tensor stays within the maximum swapping rate, a fraction of the accessed
+        tensors."""
         swapped = sum(any(g.back is not None for g in t.gaps) for t in self.tracks.values())
         return swapped + 1 <= most_swapped * sum(bool(t.accesses) for t in self.tracks.values())
 
@@ -159,17 +160,17 @@ class Axis:
         return _transfer_ns(self.profile.swap_out, self.graph.tensors[track.tensor].nbytes)
 
     def end_of(self, run: OpRun | None) -> int:
-        """When an access has ended; the arrival, if None."""
+        """Return the end of an access; 0, the arrival, for None."""
         return 0 if run is None else run.end_ns
 
     def spans(self) -> Iterator[TransferSpan]:
-        """All transfers."""
+        """Yield all transfers."""
         for track in self.tracks.values():
             yield from track.outs.values()
             yield from (gap.back for gap in track.gaps if gap.back is not None)
 
     def insert(self, op: int, before: OpRun) -> OpRun:
-        """OpRun an op again right before a run. All that starts with that run or later is put off."""
+        """Rerun an op right before a run. Runs and transfers that start with that run or later are delayed."""
         at_ns, added_ns = before.start_ns, _op_ns(self.profile.op_seconds[op])
         again = OpRun(op, at_ns, at_ns + added_ns, again=True)
         for run in self.runs:
@@ -183,12 +184,12 @@ class Axis:
         return again
 
     def gone_ns(self, track: TensorAccesses, gap: AccessGap) -> int:
-        """When the tensor has left, in a gap with a swap or a recomputation."""
+        """Return the time at which the tensor has left, in a gap with a swap or a recomputation."""
         gone = self.end_of(gap.before)
         return max(gone, track.outs[gap.version].end_ns) if track.needs_out(gap) and gap.rerun is None else gone
 
     def stays(self, track: TensorAccesses) -> Iterator[TransferSpan]:
-        """When the tensor is in memory."""
+        """Yield the spans in which the tensor is in memory."""
         yield from (TransferSpan(run.start_ns, run.end_ns) for run in track.extra)
         if not track.accesses:
             if track.kind == "input":

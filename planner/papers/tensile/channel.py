@@ -1,4 +1,4 @@
-"""The link over time: when transfers occupy it, and where another transfer fits.
+"""The link over time: the spans that transfers occupy, and free spans for others.
 
 TENSILE, section IV-C: a transfer occupies the channel exclusively, so one tensor is swapped at a time.
 """
@@ -35,7 +35,7 @@ class Channel:
     ) -> TransferSpan | None:
         """Return the earliest free span of this length in [low, high) that overlaps nothing in `avoid`.
 
-        Spans of `avoid` are in order and may touch, not overlap.
+        Spans of `avoid` are sorted and do not overlap.
         """
         start, first = low_ns, max(bisect_right(self._spans, (low_ns, 0)) - 1, 0)
         for taken in heapq.merge(avoid, self._spans[first:], key=lambda span: span.start_ns):

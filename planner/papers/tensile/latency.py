@@ -1,10 +1,10 @@
-"""Predicts the times of a graph's ops on a device from profiles of other graphs there (TENSILE, section IV-A).
+"""Predicts a graph's op times on a device from profiles of other graphs on it (TENSILE, section IV-A).
 
-Theirs is a network of four layers per operator, on the dimensions of its inputs and its parameters. Here it is a
-regression per kind of op: seconds per byte that it reads or writes, and per multiplication, above what the quickest ops
-take, whose work is nothing. A graph has sizes and no shapes, so multiplications are the square root of the product of
-the sizes, in elements, of the three largest tensors: exact for a product of matrices, and too few by the width of its
-kernel for a convolution.
+The paper uses a network of four layers per operator, on the dimensions of its inputs and parameters. Here a regression
+per kind of op gives seconds per byte that it reads or writes, and per multiplication, in addition to the time of the
+quickest ops, which do no work. Graphs have sizes but no shapes, so the number of multiplications is the square root of
+the product of the sizes, in elements, of the three largest tensors: exact for a product of matrices, and too low by
+the width of the kernel for a convolution.
 """
 
 import math
@@ -21,18 +21,18 @@ from cohabit.planner.graph import Graph, Op
 from cohabit.planner.profile import Link, Profile
 
 LEAST_OPS: Final = 6
-"""Kinds with fewer ops in the known profiles take as long per byte as ops of all kinds together."""
+"""Minimum number of known ops of a kind; rarer kinds take as long per byte as ops of all kinds together."""
 QUICKEST: Final = 0.05
-"""Share of ops that take no longer than it takes to issue one."""
+"""Fraction of ops that take no longer than issuing one."""
 EXPLAINED: Final = 0.5
-"""Share of the error by bytes alone that may be left where multiplications count."""
+"""Multiplications count if they reduce the error of bytes alone to less than this fraction."""
 _ELEMENT_BYTES: Final = 4
 _LEAST_S: Final = 1e-6
-"""Shorter times differ by what the clock says."""
+"""Differences between shorter times come from the clock."""
 
 
 def predicted(graph: Graph, known: Sequence[tuple[Graph, Profile]]) -> Profile:
-    """Return the profile of a graph that the device of the known profiles, at least one, would have."""
+    """Predict a graph's profile on the device of the known profiles (at least one)."""
     work: defaultdict[str, list[list[float]]] = defaultdict(list)
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for other, profile in known:
@@ -57,20 +57,20 @@ def predicted(graph: Graph, known: Sequence[tuple[Graph, Profile]]) -> Profile:
 
 
 def _work(graph: Graph, op: Op) -> list[float]:
-    """An op's bytes, and its multiplications."""
+    """Return an op's bytes and multiplications."""
     sizes = sorted((graph.tensors[t].nbytes for t in (*op.reads, *op.writes)), reverse=True)
     return [float(sum(sizes)), math.sqrt(math.prod(n / _ELEMENT_BYTES for n in sizes[:3]))]
 
 
 def _fitted(work: Sequence[Sequence[float]], seconds: Sequence[float], issue_s: float) -> Floats:
-    """Seconds per byte and per multiplication, none less than nothing. Long ops count more, short ones still count.
+    """Return nonnegative seconds per byte and per multiplication. Long ops weigh more, but short ones still count.
 
-    Multiplications cost nothing unless they explain most of what bytes do not: elementwise ops have none.
+    Multiplications cost nothing unless they explain most of the error that bytes leave: elementwise ops have none.
     """
     above_s = np.maximum(np.subtract(seconds, issue_s), 0.0)
     scale = 1 / np.sqrt(above_s + max(issue_s, _LEAST_S))
     rows, wanted = np.array(work) * scale[:, None], above_s * scale
-    units = np.maximum(rows.max(axis=0), 1e-300)  # the solver wants columns of like size
+    units = np.maximum(rows.max(axis=0), 1e-300)  # the solver needs columns of similar size
     both, left = nnls(rows / units, wanted)
     by_bytes, left_by_bytes = nnls(rows[:, :1] / units[:1], wanted)
     costs: Floats = (both if left < EXPLAINED * left_by_bytes else np.append(by_bytes, 0.0)) / units
@@ -78,6 +78,6 @@ def _fitted(work: Sequence[Sequence[float]], seconds: Sequence[float], issue_s: 
 
 
 def _middle(links: Iterable[Link]) -> Link:
-    """A link of the median latency and the median bandwidth."""
+    """Return a link with the median latency and the median bandwidth."""
     latencies, bandwidths = zip(*((link.latency_s, link.bandwidth_bytes_per_s) for link in links), strict=True)
     return Link(statistics.median(latencies), statistics.median(bandwidths))

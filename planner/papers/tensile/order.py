@@ -1,7 +1,7 @@
-"""Turns a timed iteration into rows, or into choices.
+"""Converts a timed iteration to actions, or to choices.
 
-A swap-in is issued after the op before its start, and a drop stands where the tensor's absence begins, so that
-memory holds at every action what the schedule says for that time.
+A swap-in is issued after the op before its start, and a drop at the start of the tensor's absence, so that at every
+action the contents of memory match the schedule at that time.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from cohabit.planner.schedule.gaps import START, Choice, Gaps
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action
 
 _ORDER: Final = (SWAP_OUT, DROP, SWAP_IN, COMPUTE)
-"""Of actions at one time."""
+"""Order of actions at the same time."""
 
 
 def actions_of(axis: Axis) -> tuple[list[Action], frozenset[int]]:
-    """Return one iteration's actions in order of time, and the weights resident before and after it."""
+    """Return one iteration's actions in time order, and the weights resident before and after it."""
     timed = [(run.start_ns, (COMPUTE, run.op)) for run in axis.runs]
     for track in axis.tracks.values():
         timed += _actions(axis, track)

@@ -1,8 +1,8 @@
-"""When the most memory is in use, and by which tensors.
+"""The peak of memory use: its time and its tensors.
 
-TENSILE, section IV-B, algorithm 1: memory use changes when an iteration begins, a tensor is generated, a swap-in, a
-swap-out (but no earlier than the access before it ends), and a release. The paper counts a swap-in at its end; here
-it counts from its start, because its destination is occupied by then. Scratch counts while its op runs.
+TENSILE, section IV-B, algorithm 1: memory use changes when an iteration begins, when a tensor is generated, at a
+swap-in, at a swap-out (but no earlier than the preceding access ends), and at a release. The paper counts a swap-in at
+its end; here it counts from its start, because its destination is occupied by then. Scratch counts while its op runs.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ class Peak:
 
 
 class MemoryUsage:
-    """The memory in use over time: for every tensor, when it is there."""
+    """Memory in use over time: the spans in which each tensor is in memory."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Count everything again: ops were added, and times have shifted."""
+        """Count everything again after ops were added and times have shifted."""
         self._slot: dict[int, int] = {}
         owner: list[int] = []
         for track in self._axis.tracks.values():
@@ -46,7 +46,7 @@ class MemoryUsage:
             self.update(track)
 
     def update(self, track: TensorAccesses) -> None:
-        """Count a tensor again, whose gaps have changed."""
+        """Count a tensor again after its gaps have changed."""
         slot = self._slot[track.tensor]
         slots = slice(slot, slot + len(track.gaps) + len(track.extra) + 1)
         stays = list(self._axis.stays(track))
@@ -56,11 +56,11 @@ class MemoryUsage:
         self._nbytes[slots] = track.nbytes
 
     def held_through(self, time_ns: int) -> int:
-        """Bytes in memory before and after a moment, without what is released or brought at that moment."""
+        """Return the bytes in memory both before and after a moment, without those released or brought in then."""
         return int(self._nbytes[(self._first < time_ns) & (time_ns < self._end)].sum())
 
     def peak(self) -> Peak:
-        moments = np.concatenate((2 * self._end, 2 * self._first + 1))  # at one time, releases come first
+        moments = np.concatenate((2 * self._end, 2 * self._first + 1))  # at equal times, releases come first
         order = np.argsort(moments, kind="stable")
         held = np.cumsum(np.concatenate((-self._nbytes, self._nbytes))[order])
         if not len(held):

@@ -1,18 +1,18 @@
-"""TENSILE's scheduling: swaps, then recomputations, until the iteration fits in memory or nothing helps any more.
+"""TENSILE's scheduling: swaps, then recomputations, until the iteration fits in memory or neither helps any more.
 
-Sections of the paper, and where it leaves something open or contradicts itself:
+Sections of the paper, with its gaps and contradictions:
 
-- Algorithm 3 (section IV-F) goes on until nothing can be swapped; here it stops once the memory suffices. Tensors are
+- Algorithm 3 (section IV-F) continues until nothing can be swapped; here it stops once the memory suffices. Tensors are
   released after their last access throughout.
 - Algorithm 2 (IV-C) swaps the largest tensor at the peak that can be swapped without delay. A swap-out starts as early
   as possible, but not before the tensor is generated, and has ended at the peak. A swap-in starts as late as possible
-  after the peak and has ended when the next access begins; a weight that the first ops of an iteration need may return
-  at the end of the iteration before. Neither overlaps an access to its tensor, nor another transfer. The tensor must
-  be absent at the peak, so that only the gap around the peak counts (lines 32-33). The maximum swapping rate is a
-  share of the tensors (line 30; the text would forbid a second swap).
+  after the peak and has ended when the next access begins; a weight for the first ops of an iteration may return at
+  the end of the previous iteration. Transfers overlap neither accesses to their tensor nor each other. The tensor must
+  be absent at the peak, so only the gap around the peak counts (lines 32-33). The maximum swapping rate is a fraction
+  of the tensors (line 30; the text would forbid a second swap).
 - Recomputation (IV-D) takes the tensor that saves the most memory per second (MSPS, equation 4). Only tensors that are
   never released otherwise are recomputed, and only from such tensors, so that no swap is disrupted.
-- Where scheduling does not suffice, "the Executor will pause the computation and swap the tensors" (III-D). The paper
+- If scheduling does not suffice, "the Executor will pause the computation and swap the tensors" (III-D). The paper
   does not say which tensors leave; here, the largest at the peak (`press_out`). The pause is not on the time axis.
 """
 
@@ -25,25 +25,25 @@ from cohabit.planner.papers.tensile.peak import MemoryUsage, Peak
 from cohabit.planner.profile import Profile
 
 PATIENCE: Final = 100
-"""Iterations after which a schedule that improves too little is given up."""
+"""Iterations after which a schedule that improves too little is abandoned."""
 LEAST_GAIN: Final = 0.0005
-"""What the peak must lose in three iterations then, as a share."""
+"""Fraction of the peak that three iterations must save from then on."""
 
 
 class TensileSchedule:
     """One iteration with its transfers. The link has one channel for both directions."""
 
     def __init__(self, graph: Graph, profile: Profile, most_swapped: float = 1.0) -> None:
-        """`most_swapped` is the maximum swapping rate: a share of the tensors."""
+        """`most_swapped` is the maximum swapping rate: a fraction of the tensors."""
         self.axis = Axis(graph, profile)
         self.usage = MemoryUsage(self.axis)
         self._most_swapped = most_swapped
         self._channel = Channel()
         self._refused: set[tuple[int, int]] = set()
-        """(tensor, time of a peak) of swaps for which the link had no room: it will not have more later."""
+        """(tensor, time of a peak) of swaps that did not fit on the link, and will not fit later."""
 
     def lower(self, memory_bytes: int = 0) -> None:
-        """Lower the peak to `memory_bytes`, or as far as it goes."""
+        """Lower the peak to `memory_bytes`, or as far as possible."""
         swapping, peaks = True, list[int]()
         while True:
             peak = self.usage.peak()
@@ -57,7 +57,7 @@ class TensileSchedule:
                 return
 
     def press_out(self, memory_bytes: int) -> None:
-        """Swap out, with pauses, what is not in use at the peak, until all fits or nothing more can leave."""
+        """Swap out, with pauses, tensors not in use at the peak, until all fit or no more can leave."""
         while (peak := self.usage.peak()).nbytes > memory_bytes:
             excess = peak.nbytes - memory_bytes
             for tensor in peak.tensors:
@@ -72,7 +72,7 @@ class TensileSchedule:
                 return
 
     def _gap_around(self, track: TensorAccesses, time_ns: int) -> AccessGap | None:
-        """The gap that a moment lies in, if the tensor may leave in it."""
+        """Return the gap around a moment, if the tensor may leave in it; else None."""
         for gap in track.gaps:
             after, before = time_ns < gap.after.start_ns, time_ns >= self.axis.end_of(gap.before)
             if (before or after if gap.across else before and after) and not (gap.across and track.stays):
@@ -80,7 +80,7 @@ class TensileSchedule:
         return None
 
     def _put(self, track: TensorAccesses, gap: AccessGap, out: TransferSpan | None, back: TransferSpan) -> None:
-        """End a gap with a swap-in, and add a swap-out where the host store lacks a copy."""
+        """End a gap with a swap-in, and add the swap-out `out`, if any."""
         if out is not None:
             track.outs[gap.version] = out
             self._channel.take(out)
@@ -92,7 +92,7 @@ class TensileSchedule:
     # Swaps: algorithm 2
 
     def _swap_largest(self, peak: Peak) -> bool:
-        """Swap one tensor so that it is absent at the peak; False if none can be."""
+        """Swap one tensor so that it is absent at the peak; False if that is impossible."""
         full = not self.axis.may_swap_one_more(self._most_swapped)
         for tensor in peak.tensors:
             track = self.axis.tracks[tensor]
@@ -138,7 +138,7 @@ class TensileSchedule:
         return self._channel.earliest(self.axis.out_ns(track), self.axis.end_of(changed), gone_by_ns, accesses)
 
     def _swap_rest(self, track: TensorAccesses) -> None:
-        """Release the tensor before its other accesses too, in order of time, wherever a swap-in finds room."""
+        """Release the tensor in its other gaps too, in time order, wherever a swap-in fits on the link."""
         for gap in track.gaps:
             if gap.kept and not gap.across and (not track.needs_out(gap) or gap.version in track.outs):
                 gone_ns = self.axis.gone_ns(track, gap)
@@ -147,7 +147,7 @@ class TensileSchedule:
                     self._put(track, gap, None, back)
 
     def _swap_with_pause(self, track: TensorAccesses, gap: AccessGap) -> None:
-        """The tensor leaves right after the access before the gap and returns right before the access after it."""
+        """Make the tensor leave right after the access before the gap, and return right before the access after it."""
         if gap.back is not None:
             self._channel.release(gap.back)
         gone_ns, back_ns = self.axis.end_of(gap.before), gap.after.start_ns
@@ -161,7 +161,7 @@ class TensileSchedule:
     # Recomputation: section IV-D
 
     def _recompute_best(self, peak: Peak) -> bool:
-        """Recompute one tensor of those at the peak; False if none can be.
+        """Recompute one of the tensors at the peak; False if that is impossible.
 
         The recomputation must need less memory than the peak.
         """
@@ -209,7 +209,7 @@ class TensileSchedule:
 
 
 def _counts(track: TensorAccesses, gap: AccessGap) -> bool:
-    """Whether the swap counts for the maximum rate: what the optimizing phase updates does not (lines 26-27)."""
+    """Whether the swap counts towards the maximum rate; updates by the optimizing phase do not (lines 26-27)."""
     return not (gap.across and gap.version > 0) and all(g.back is None for g in track.gaps)
 
 

@@ -1,7 +1,7 @@
 """The searcher `interval`: TENSILE's schedules for several maximum swapping rates.
 
-What the paper's executor does when a schedule does not fit (it waits for swaps) is part of the plan here, so that
-every memory from the least on has a plan.
+If a schedule does not fit, the paper's executor waits for swaps. Here these waits are part of the plan, so that every
+memory from the least on has a plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ RATES: Final = (1.0, 0.5, 0.25)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCandidate:
-    """A timed iteration and how it becomes a schedule; without a maximum swapping rate, the serial schedule."""
+    """A timed iteration, and how to make a schedule of it; without a maximum swapping rate, the serial schedule."""
 
     most_swapped: float | None
     timed: bool = True
     """Whether transfers keep their times. Otherwise only the choices count, and transfers start as early as memory
-    allows, which is better where not all of them are hidden."""
+    allows, which is better if some are not hidden."""
 
 
 class Tensile(Searcher[ScheduleCandidate]):
