@@ -52,7 +52,7 @@ from cohabit.runtime.options import Options
 from cohabit.runtime.profiling.profile import resident_plan
 
 MODELS = ("resnet152", "resnet50", "mobilenet_v2", "vit_small", "bert_base", "bert_small", "lstm", "ranker")
-UNTUNED = {**EARLIER, **UNSEEN}
+UNTUNED: Mapping[str, Callable[[], tuple[torch.nn.Module, Inputs]]] = {**EARLIER, **UNSEEN}
 """Compared with everything resident only. Each list has a table of its own."""
 SHARE = 0.25
 WAYS = (

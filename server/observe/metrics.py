@@ -71,19 +71,19 @@ def metrics_page(
     ]
     readiness = [(_identity(entry), float(entry.is_ready)) for entry in entries if entry.wanted]
     families = [
-        Family("cohabit_build_info", "gauge", "The server's version, as labels of the number 1", [(_build(), 1.0)]),
-        Family("cohabit_model_ready", "gauge", "Whether a model that was asked for can be served", readiness),
+        Family("cohabit_build_info", "gauge", "Version of the server, as labels; the value is 1", [(_build(), 1.0)]),
+        Family("cohabit_model_ready", "gauge", "1 if a requested model can serve, else 0", readiness),
         *(metric(views) for metric in _METRICS),
         single(
             "cohabit_engine_restarts_total",
             "counter",
-            "Times that the engine's process was started again",
+            "Restarts of the engine process",
             restarts,
         ),
         single(
             "cohabit_request_memory_bytes",
             "gauge",
-            "Shared memory that requests take which are not answered yet",
+            "Shared memory held by unanswered requests",
             request_bytes,
         ),
     ]
@@ -182,30 +182,30 @@ _METRICS = (
     ),
     _counter("nv_inference_exec_count", "Number of model executions", lambda s: s.execution_count),
     _microseconds(
-        "nv_inference_request_duration_us", "Cumulative microseconds of successful requests", lambda s: s.success_s
+        "nv_inference_request_duration_us", "Cumulative duration of successful requests, in microseconds", lambda s: s.success_s
     ),
     _microseconds(
-        "nv_inference_queue_duration_us", "Cumulative microseconds that requests waited", lambda s: s.queue_s
+        "nv_inference_queue_duration_us", "Cumulative queueing time of requests, in microseconds", lambda s: s.queue_s
     ),
     _microseconds(
         "nv_inference_compute_input_duration_us",
-        "Cumulative microseconds that executions took besides computing",
+        "Cumulative time to prepare inputs, in microseconds",
         lambda s: s.answered.prepare_s,
     ),
     _microseconds(
         "nv_inference_compute_infer_duration_us",
-        "Cumulative microseconds that models computed",
+        "Cumulative compute time, in microseconds",
         lambda s: s.answered.compute_s,
     ),
     _microseconds(
         "nv_inference_compute_output_duration_us",
-        "Cumulative microseconds that executions took to hand out their outputs",
+        "Cumulative time to deliver outputs, in microseconds",
         lambda s: s.answered.output_s,
     ),
     _metric(
         "nv_inference_pending_request_count",
         "gauge",
-        "Number of requests that wait for execution",
+        "Requests waiting for execution",
         lambda view: [({}, view.report.pending)],
     ),
     _histogram(
@@ -215,68 +215,68 @@ _METRICS = (
     ),
     _latency(
         "cohabit_request_seconds",
-        "Seconds from a request's arrival to its answer, as the front end sees them",
+        "Seconds from a request's arrival to its answer, measured in the front end",
         lambda view: view.latency,
     ),
     _of_texts(
         "cohabit_first_token_seconds",
-        "Seconds from a prompt to the first token of its text",
+        "Seconds from a prompt to the first generated token",
         lambda view: view.first_token,
     ),
     _of_texts(
         "cohabit_later_token_seconds",
-        "Seconds from one token of a text to the next",
+        "Seconds between generated tokens",
         lambda view: view.later_token,
     ),
-    _histogram("cohabit_queue_seconds", "Seconds that answered requests waited in the queue", lambda s: s.queued),
+    _histogram("cohabit_queue_seconds", "Queueing time of answered requests, in seconds", lambda s: s.queued),
     _histogram(
-        "cohabit_compute_seconds", "Seconds that executions computed, their stalls included", lambda s: s.computed
+        "cohabit_compute_seconds", "Compute time of executions, including stalls, in seconds", lambda s: s.computed
     ),
-    _counter("cohabit_swapped_bytes_total", "Bytes copied in and out for inferences", lambda s: s.swapped_bytes),
-    _counter("cohabit_stall_seconds_total", "Seconds that computing waited for parameters", lambda s: s.stall_s),
+    _counter("cohabit_swapped_bytes_total", "Bytes swapped in and out by inferences", lambda s: s.swapped_bytes),
+    _counter("cohabit_stall_seconds_total", "Seconds that compute stalled on parameters", lambda s: s.stall_s),
     _by_reason(
-        "cohabit_rejected_requests_total", "Requests that were refused before they ran", lambda s: s.rejections
+        "cohabit_rejected_requests_total", "Requests refused before execution", lambda s: s.rejections
     ),
-    _footprint("cohabit_partition_bytes", "Device memory of the model's own", lambda f: f.partition_bytes),
+    _footprint("cohabit_partition_bytes", "Bytes of the model's partition", lambda f: f.partition_bytes),
     _footprint("cohabit_parameter_bytes", "Size of the model's parameters", lambda f: f.parameter_bytes),
     _footprint(
         "cohabit_resident_bytes",
-        "Parameters that stay in device memory between requests",
+        "Bytes of parameters kept in device memory between requests",
         lambda f: f.resident_bytes,
     ),
-    _footprint("cohabit_compute_lane", "Which compute lane executes the model", lambda f: f.lane),
-    _footprint("cohabit_resident_share", "Part of the parameters that stays in device memory", _resident_share),
-    _by_bucket("cohabit_activation_bytes", "What activations take of the workspace", lambda f: f.activation_bytes),
-    _by_bucket("cohabit_predicted_seconds", "Predicted seconds of one inference", lambda f: f.predicted_s),
+    _footprint("cohabit_compute_lane", "Index of the model's compute lane", lambda f: f.lane),
+    _footprint("cohabit_resident_share", "Fraction of the parameters kept in device memory", _resident_share),
+    _by_bucket("cohabit_activation_bytes", "Bytes of activations in the workspace", lambda f: f.activation_bytes),
+    _by_bucket("cohabit_predicted_seconds", "Predicted latency of one inference, in seconds", lambda f: f.predicted_s),
     _by_bucket(
-        "cohabit_bound_seconds", "Lower bound of one inference's seconds in this memory", lambda f: f.bound_s
+        "cohabit_bound_seconds", "Lower bound on the latency of one inference in this memory, in seconds", lambda f: f.bound_s
     ),
-    _by_bucket("cohabit_plan_gap", "Predicted seconds over the lower bound, less 1", _gaps),
+    _by_bucket("cohabit_plan_gap", "Predicted latency divided by the lower bound, minus 1", _gaps),
     _metric(
         "cohabit_sequences",
         "gauge",
-        "Sequences whose states are kept",
+        "Sequences with kept state",
         lambda view: [({}, view.report.sequences)],
     ),
     _metric(
         "cohabit_state_bytes",
         "gauge",
-        "Memory that the states of sequences take",
+        "Bytes of sequence state",
         lambda view: [({}, view.report.state_bytes)],
     ),
     _metric(
         "cohabit_captured",
         "gauge",
-        "Whether an execution is launched as one graph, where the device has graphs",
+        "1 if executions replay one CUDA graph, else 0",
         lambda view: [(_labels(b), float(c.refused is None)) for b, c in sorted(view.report.captures.items())],
     ),
     _metric(
-        "cohabit_graph_bytes", "gauge", "Device memory that captured graphs take outside of the arena", _graph_bytes
+        "cohabit_graph_bytes", "gauge", "Bytes of captured graphs outside the arena", _graph_bytes
     ),
     _metric(
         "cohabit_measured_over_predicted",
         "gauge",
-        "Measured over predicted seconds of recent executions",
+        "Measured divided by predicted time of recent executions",
         lambda view: [({}, view.report.correction)] if view.entry.footprint.predicted_s else [],
     ),
 )
