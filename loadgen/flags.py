@@ -167,7 +167,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help=f"percentage of requests to answer within --slo-ms (default: {DEFAULT_PERCENTILE:g})",
     )
     add(limits, "--timeout", "timeout_s", _positive, "S", "seconds until a request fails")
-    text = "most requests in flight; beyond it they are not sent, and counted so"
+    text = "maximum number of requests in flight; requests beyond it are reported as not sent"
     add(limits, "--max-in-flight", "max_in_flight", _count, "N", text)
 
 
@@ -195,7 +195,7 @@ def _add_server(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         type=_positive,
         default=600.0,
         metavar="S",
-        help="seconds until it has to be ready (default: %(default)g)",
+        help="seconds to wait for the server to become ready (default: %(default)g)",
     )
     return server
 

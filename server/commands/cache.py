@@ -82,18 +82,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("ls", help="list the lowered archives, with their size and last use")
-    removal = actions.add_parser("rm", help="remove what no archive of a repository uses, or all")
+    removal = actions.add_parser("rm", help="remove unused cache entries, or all")
     chosen = removal.add_mutually_exclusive_group(required=True)
     chosen.add_argument(
         "--unused-by",
         type=Path,
         metavar="REPOSITORY",
-        help="remove what was made of archives that are not in this repository, in whatever version",
+        help="remove entries of archives that are not in this repository in any version",
     )
     chosen.add_argument("--all", action="store_true", help="remove every lowered model, profile and plan")
     removal.add_argument("--yes", action="store_true", help="remove without asking")
     again = actions.add_parser(
-        "remeasure", help="forget a model's profiles on all devices, so that the next start measures it again"
+        "remeasure", help="delete a model's profiles of all devices, so that the next start measures it again"
     )
     again.add_argument("model", type=Path, metavar="MODEL", help=MODEL_HELP)
     for action in (listing, removal, again):

@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=typed(count),
         default=1,
         metavar="N",
-        help="engines that have each model whose rate is above the mean, at least (default: %(default)s)",
+        help="minimum number of engines per model whose rate is above the mean (default: %(default)s)",
     )
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)"

@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--run",
         dest="execute",
         action="store_true",
-        help="run the program in processes of this machine; torchrun's run it always",
+        help="run the program in local processes; processes of torchrun always run it",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
 

@@ -57,8 +57,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=typed(_memory),
         default="60%",
         metavar="SIZE",
-        help="memory for tensors: 2GiB, or a share of what the first step takes, which is not limited then; or for the"
-        " whole process: '3GiB total', with --store file (default: %(default)s)",
+        help="memory for tensors: 2GiB, or a percentage of the first step's peak, which then runs unlimited; '3GiB total'"
+        " limits the whole process, and needs --store file (default: %(default)s)",
     )
     parser.add_argument(
         "--steps", type=typed(integer(1, 10**9 - 1)), metavar="N", required=True, help="steps to take in all"
@@ -74,13 +74,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="steps between two checkpoints (default: %(default)s)",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in the folder, if there is one"
+        "--resume", action="store_true", help="resume from the newest checkpoint in the folder, if any"
     )
     parser.add_argument(
         "--store",
         choices=("ram", "file"),
         default="file",
-        help="where swapped-out tensors are kept: in a file in the folder of checkpoints, or in RAM, which saves none"
+        help="where evicted tensors are kept: a file in the checkpoint folder, or RAM, which saves no memory"
         " (default: %(default)s)",
     )
 

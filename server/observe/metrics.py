@@ -71,7 +71,9 @@ def metrics_page(
     ]
     readiness = [(_identity(entry), float(entry.is_ready)) for entry in entries if entry.wanted]
     families = [
-        Family("cohabit_build_info", "gauge", "Version of the server, as labels; the value is 1", [(_build(), 1.0)]),
+        Family(
+            "cohabit_build_info", "gauge", "Version of the server, as labels; the value is 1", [(_build(), 1.0)]
+        ),
         Family("cohabit_model_ready", "gauge", "1 if a requested model can serve, else 0", readiness),
         *(metric(views) for metric in _METRICS),
         single(
@@ -182,10 +184,14 @@ _METRICS = (
     ),
     _counter("nv_inference_exec_count", "Number of model executions", lambda s: s.execution_count),
     _microseconds(
-        "nv_inference_request_duration_us", "Cumulative duration of successful requests, in microseconds", lambda s: s.success_s
+        "nv_inference_request_duration_us",
+        "Cumulative duration of successful requests, in microseconds",
+        lambda s: s.success_s,
     ),
     _microseconds(
-        "nv_inference_queue_duration_us", "Cumulative queueing time of requests, in microseconds", lambda s: s.queue_s
+        "nv_inference_queue_duration_us",
+        "Cumulative queueing time of requests, in microseconds",
+        lambda s: s.queue_s,
     ),
     _microseconds(
         "nv_inference_compute_input_duration_us",
@@ -234,9 +240,7 @@ _METRICS = (
     ),
     _counter("cohabit_swapped_bytes_total", "Bytes swapped in and out by inferences", lambda s: s.swapped_bytes),
     _counter("cohabit_stall_seconds_total", "Seconds that compute stalled on parameters", lambda s: s.stall_s),
-    _by_reason(
-        "cohabit_rejected_requests_total", "Requests refused before execution", lambda s: s.rejections
-    ),
+    _by_reason("cohabit_rejected_requests_total", "Requests refused before execution", lambda s: s.rejections),
     _footprint("cohabit_partition_bytes", "Bytes of the model's partition", lambda f: f.partition_bytes),
     _footprint("cohabit_parameter_bytes", "Size of the model's parameters", lambda f: f.parameter_bytes),
     _footprint(
@@ -247,9 +251,13 @@ _METRICS = (
     _footprint("cohabit_compute_lane", "Index of the model's compute lane", lambda f: f.lane),
     _footprint("cohabit_resident_share", "Fraction of the parameters kept in device memory", _resident_share),
     _by_bucket("cohabit_activation_bytes", "Bytes of activations in the workspace", lambda f: f.activation_bytes),
-    _by_bucket("cohabit_predicted_seconds", "Predicted latency of one inference, in seconds", lambda f: f.predicted_s),
     _by_bucket(
-        "cohabit_bound_seconds", "Lower bound on the latency of one inference in this memory, in seconds", lambda f: f.bound_s
+        "cohabit_predicted_seconds", "Predicted latency of one inference, in seconds", lambda f: f.predicted_s
+    ),
+    _by_bucket(
+        "cohabit_bound_seconds",
+        "Lower bound on the latency of one inference in this memory, in seconds",
+        lambda f: f.bound_s,
     ),
     _by_bucket("cohabit_plan_gap", "Predicted latency divided by the lower bound, minus 1", _gaps),
     _metric(
@@ -270,9 +278,7 @@ _METRICS = (
         "1 if executions replay one CUDA graph, else 0",
         lambda view: [(_labels(b), float(c.refused is None)) for b, c in sorted(view.report.captures.items())],
     ),
-    _metric(
-        "cohabit_graph_bytes", "gauge", "Bytes of captured graphs outside the arena", _graph_bytes
-    ),
+    _metric("cohabit_graph_bytes", "gauge", "Bytes of captured graphs outside the arena", _graph_bytes),
     _metric(
         "cohabit_measured_over_predicted",
         "gauge",

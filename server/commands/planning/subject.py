@@ -73,7 +73,10 @@ def add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None:
         help=f"10s, 2m, 500ms (default: {default})",
     )
     group.add_argument(
-        "--evaluations", type=typed(integer(1, 10**9 - 1)), metavar="N", help="most candidates to evaluate"
+        "--evaluations",
+        type=typed(integer(1, 10**9 - 1)),
+        metavar="N",
+        help="maximum number of candidates to evaluate",
     )
     group.add_argument(
         "--seed",

@@ -155,7 +155,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--ca",
         type=Path,
         metavar="FILE",
-        help="certificates (PEM) of the authorities that may have signed the server's (default: the system's)",
+        help="CA certificates (PEM) that verify the server's certificate (default: the system's)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
