@@ -57,8 +57,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=typed(_memory),
         default="60%",
         metavar="SIZE",
-        help="memory for tensors: 2GiB, or a percentage of the first step's peak, which then runs unlimited; '3GiB total'"
-        " limits the whole process, and needs --store file (default: %(default)s)",
+        help="memory for tensors: 2GiB, or a percentage of the first step's peak, which then runs unlimited;"
+        " '3GiB total' limits the whole process, and needs --store file (default: %(default)s)",
     )
     parser.add_argument(
         "--steps", type=typed(integer(1, 10**9 - 1)), metavar="N", required=True, help="steps to take in all"
