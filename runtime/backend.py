@@ -19,7 +19,7 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore, PinnedUse, StoreKind
-from cohabit.runtime.recording import Follow
+from cohabit.runtime.recording import OnRecording
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 OnProgress = Callable[[str], None]
@@ -66,14 +66,14 @@ class ProgramRunner(Protocol[P_contra]):
         inputs: Sequence[torch.Tensor],
         *,
         traced: bool = False,
-        follow: Follow | None = None,
+        on_recording: OnRecording | None = None,
     ) -> Result:
         """Run one inference on CPU tensors of the program's exact shapes, which may be overwritten.
 
-        `traced` measures every step and waits for the last. `follow` receives a recording of the lanes, without slowing
-        them, some time after the last copy, and perhaps in parts. A device that replays graphs records only the whole
-        inference, unless it is `traced`. Raises DeviceError if a kernel or a copy fails. The program can then be run
-        again, unless the device is `lost`.
+        `traced` measures every step and waits for the last. `on_recording` receives a recording of the lanes without
+        slowing them, some time after the last copy, and perhaps in parts. A device that replays graphs records only the
+        whole inference, unless it is `traced`. Raises DeviceError if a kernel or a copy fails. The program can then be
+        run again, unless the device is `lost`.
         """
         ...
 
@@ -90,10 +90,10 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         """Seconds that the swap-in lane has spent copying since the start; None if not measured."""
         ...
 
-    def load(self, program: P_contra, *, follow: Follow | None = None) -> float:
+    def load(self, program: P_contra, *, on_recording: OnRecording | None = None) -> float:
         """Copy a program's initial residents in and wait for them. Returns the seconds. Raises DeviceError.
 
-        `follow` receives a recording of the copies, if the device knows their times.
+        `on_recording` receives a recording of the copies, if the device knows their times.
         """
         ...
 

@@ -77,5 +77,5 @@ class Recording:
                     yield LaneSpan(graph.name, "compute", "inference", *times)
 
 
-Follow = Callable[[Recording], None]
+OnRecording = Callable[[Recording], None]
 """Called with a complete recording, in a thread of the executor. Must return soon, and must not raise."""

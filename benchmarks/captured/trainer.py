@@ -182,7 +182,9 @@ class Trainer:
         is_measured = self._steps_measured < MEASURED_FIRST or self.steps % MEASURED_EVERY == 0
         rates = [torch.tensor(float(group["lr"]), dtype=torch.float64) for group in self._optimizer.param_groups]
         try:
-            result = self._executor.run(self._program, [*batch, *rates], follow=self._note if is_measured else None)
+            result = self._executor.run(
+                self._program, [*batch, *rates], on_recording=self._note if is_measured else None
+            )
         except BaseException as error:  # also an interrupt: some parameters may be updated and others not
             lost = self._lose(self.steps + 1, error)
             if not isinstance(error, DeviceError):

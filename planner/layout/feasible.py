@@ -85,7 +85,7 @@ class Footprint:
         return self.activation_bytes + max(self.op_pages) * PAGE_BYTES
 
     @cached_property
-    def neediest_op(self) -> str:
+    def largest_op(self) -> str:
         """Name of the op that needs the most memory, and of the one with the most activations if that is another."""
         return self._described(self.op_pages.index(max(self.op_pages)))
 

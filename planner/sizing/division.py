@@ -223,7 +223,7 @@ def _partition_for(demands: Sequence[Demand], room: _Room) -> _Shares:
 
 def _refusal(demand: Demand, memory_bytes: int, least_bytes: int, models: int) -> InfeasibleBudget:
     largest = demand.largest_demand
-    name, op, bucket = demand.model.name, largest.neediest_op, largest.graph.bucket
+    name, op, bucket = demand.model.name, largest.largest_op, largest.graph.bucket
     return InfeasibleBudget(name, op, memory_bytes, least_bytes, models, bucket)
 
 

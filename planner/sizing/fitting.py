@@ -30,7 +30,7 @@ def split_budget(graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profi
     if budget < largest.least_bytes:
         raise InfeasibleBudget(
             largest.graph.name,
-            largest.neediest_op,
+            largest.largest_op,
             budget_bytes,
             largest.least_bytes,
             bucket=largest.graph.bucket,

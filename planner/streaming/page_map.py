@@ -216,7 +216,7 @@ def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> in
 
 
 @compiled
-def find_room(memory: PageMap, pages: int, op: int, upcoming: Ints, early: Ints) -> int:
+def find_free(memory: PageMap, pages: int, op: int, upcoming: Ints, early: Ints) -> int:
     """Return the first page of the range to evict: needed last, then idle longest. NOWHERE if there is none.
 
     Ranges begin or end at boundaries of items. Excluded are ranges with parameters that this op reads, or with

@@ -22,8 +22,8 @@ from cohabit.planner.streaming.page_map import (
     Hole,
     PageMap,
     empty_page_map,
+    find_free,
     find_hole,
-    find_room,
     put,
     remove,
     tidy,
@@ -259,7 +259,7 @@ def _bring(
             hole = Hole(op, op_end_s, link_s, decisions.fit[j], cursor)
             page = find_hole(memory, work.size[p], locked, hole)
             if page < 0:
-                page = find_room(memory, work.size[p], op, upcoming, early)
+                page = find_free(memory, work.size[p], op, upcoming, early)
             if page < 0:
                 return False
             after_op = max(touched[p], put(memory, p, page, work.size[p]))

@@ -21,7 +21,7 @@ from cohabit.runtime.binding.program import CallGroup, Program
 from cohabit.runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
 from cohabit.runtime.errors import DeviceError, StoreChanged
 from cohabit.runtime.lowering.slots import Frame
-from cohabit.runtime.recording import Follow, Recording
+from cohabit.runtime.recording import OnRecording, Recording
 
 PIECE_BYTES = 4 << 20
 """Size of a piece: it saturates a link, and at 5 GB/s delays other programs by less than a millisecond."""
@@ -81,23 +81,23 @@ class CpuExecutor:
         """Seconds that the swap-in lane has spent copying since the start."""
         return self._swap_in.busy_s
 
-    def load(self, program: Program, *, follow: Follow | None = None) -> float:
+    def load(self, program: Program, *, on_recording: OnRecording | None = None) -> float:
         """Copy a program's initial residents in and wait for them. Returns the seconds it took.
 
-        `follow` gets a recording of the copies. Raises DeviceError if the store cannot be read.
+        `on_recording` gets a recording of the copies. Raises DeviceError if the store cannot be read.
         """
         self._restored.pop(program.name, None)
         for tensor in program.offloaded:
             tensor.reset()
-        recording = None if follow is None else Recording(program)
+        recording = None if on_recording is None else Recording(program)
         run = self._new_run(recording)
         self._swap_in.submit(run, program.residents)
         self.settle()
         if run.error is not None:
             self._note_loss(run.error)
             raise DeviceError(f"a copy from the store failed: {run.error}") from run.error
-        if follow is not None and recording is not None:
-            follow(recording)
+        if on_recording is not None and recording is not None:
+            on_recording(recording)
         self._stale.discard(program.name)
         return time.perf_counter() - run.start_s
 
@@ -149,20 +149,20 @@ class CpuExecutor:
         inputs: Sequence[torch.Tensor],
         *,
         traced: bool = False,
-        follow: Follow | None = None,
+        on_recording: OnRecording | None = None,
     ) -> Result:
         """Run one inference. See `runtime.backend.ProgramRunner`; `traced` runs op by op and times each.
 
         Residents are restored even if a copy or a kernel fails. A resident that the last run could not restore is
-        copied again before it is read; this run fails only if that copy fails, too. `follow` is called in any case.
+        copied again before it is read; this run fails only if that copy fails, too. `on_recording` is always called.
         """
         torch.get_num_threads()  # OpenMP's setting is per thread; this call makes torch apply its own
         # Residents first: stale ones are wrong, and those about to be saved unread may still be on their way.
         if program.name in self._stale:
-            self.load(program, follow=follow)
+            self.load(program, on_recording=on_recording)
         if program.offloaded and program.saves_unread_residents:
             self.settle()
-        recording = Recording(program) if traced or follow is not None else None
+        recording = Recording(program) if traced or on_recording is not None else None
         run = self._new_run(recording)
         # Inputs must be in the frame before `start`, which takes the storages of offloaded ones.
         frame = program.new_frame()
@@ -197,8 +197,8 @@ class CpuExecutor:
             self._computes.advance(run.compute_base + len(program.computes))
             if program.offloaded:
                 self._settle_offloaded(program, run)
-            if follow is not None and recording is not None:
-                run.hand_over = partial(follow, recording)
+            if on_recording is not None and recording is not None:
+                run.hand_over = partial(on_recording, recording)
                 self._swap_in.finish(run)
         latency_s = time.perf_counter() - run.start_s
         timeline = self._timeline(program, run, recording) if traced and recording is not None else None

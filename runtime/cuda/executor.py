@@ -23,14 +23,14 @@ from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.cuda.api import CapturedGraph, Driver
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
-from cohabit.runtime.cuda.issue import Feeder, Streams, issue_inference
+from cohabit.runtime.cuda.issue import IssueThread, Streams, issue_inference
 from cohabit.runtime.cuda.profiling.dry_run import SMALL_SEGMENT_BYTES, fitting_pools
 from cohabit.runtime.cuda.profiling.stopwatch import CudaStopwatch
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
 from cohabit.runtime.cuda.transfers import Transfer, Transfers, pieces_of
 from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
 from cohabit.runtime.offload.storage import OffloadedTensor
-from cohabit.runtime.recording import Follow, Recording
+from cohabit.runtime.recording import OnRecording, Recording
 
 _log = logging.getLogger("cohabit.cuda")
 _MOST_TRIALS = 16
@@ -68,7 +68,7 @@ class CudaExecutor:
         self._thread: threading.Thread | None = None
         """The thread that called this executor last."""
         self._driver = streams.driver
-        self._feeder = Feeder()
+        self._issuing = IssueThread()
         self._transfers = Transfers(streams)
         self._began, self._answered = self._driver.event(timed=True), self._driver.event(timed=True)
         self._stale: set[str] = set()
@@ -100,13 +100,13 @@ class CudaExecutor:
         if self._shared.lost is None:
             self.settle()
         self._transfers.close()
-        self._feeder.shutdown()
+        self._issuing.shutdown()
 
     @property
     def lost(self) -> str | None:
         return self._shared.lost
 
-    def load(self, program: CudaProgram, *, follow: Follow | None = None) -> float:
+    def load(self, program: CudaProgram, *, on_recording: OnRecording | None = None) -> float:
         """Copy a program's initial residents in and wait for them. Returns the seconds.
 
         Admits a program that is new to the device. Raises DeviceError, and MemoryExceeded if its kernels have too
@@ -195,7 +195,7 @@ class CudaExecutor:
 
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
-        self._feeder.drain()
+        self._issuing.drain()
         self._transfers.flush()
         end = self._driver.event()
         with self._driver.on(self._streams.swap_in):
@@ -216,12 +216,12 @@ class CudaExecutor:
         inputs: Sequence[torch.Tensor],
         *,
         traced: bool = False,
-        follow: Follow | None = None,
+        on_recording: OnRecording | None = None,
     ) -> Result:
         """Run one inference. See `runtime.backend.ProgramRunner`.
 
-        `follow` gets every step of a traced run or a counted program, which is issued step by step. Otherwise it gets
-        only the start and end of the inference.
+        `on_recording` gets every step of a traced run or a counted program, which is issued step by step. Otherwise it
+        gets only the start and end of the inference.
 
         Residents that the last run could not restore are loaded again; this run fails only if that fails, too.
         """
@@ -238,7 +238,7 @@ class CudaExecutor:
         elif program.admission.moved:
             self._return_to_places(program)
         with self._faults(program):
-            is_timed = traced or (follow is not None and program.plan.memory.counted)
+            is_timed = traced or (on_recording is not None and program.plan.memory.counted)
             watch = CudaStopwatch(self._driver, program) if is_timed else None
             with self._transfers.paused(program.copying_s):
                 self._issue(program, inputs, watch, epilogue)
@@ -255,8 +255,8 @@ class CudaExecutor:
         else:
             recording = Recording(program)
             recording.note(None, start, start + latency_s)
-        if follow is not None:
-            follow(recording)
+        if on_recording is not None:
+            on_recording(recording)
         stall_s = 0.0 if program.compute_s is None else max(0.0, device_s - program.compute_s)
         timeline = _timeline(program, recording.measured(start)) if traced else None
         return Result(outputs, latency_s, stall_s, program.link_bytes, timeline, device_s)
@@ -315,10 +315,10 @@ class CudaExecutor:
             perform = watch.timing(perform)
             with self._driver.on(self._streams.compute):
                 watch.start()
-        feeder = self._feeder if program.staged else None
+        issuing = self._issuing if program.staged else None
         try:
             with self._driver.allocating(program.pool):
-                issue_inference(self._streams, program, frame, perform, feeder)
+                issue_inference(self._streams, program, frame, perform, issuing)
         except BaseException:
             frame.clear()  # tracebacks keep the frame, and its tensors must not outlive the pool
             raise

@@ -37,7 +37,7 @@ class Streams:
         return Streams(driver, driver.stream(), driver.stream(urgent=True), driver.stream())
 
 
-class Feeder(ThreadPoolExecutor):
+class IssueThread(ThreadPoolExecutor):
     """Thread that issues copies which need host work, in order; calls must not raise. Started on first use."""
 
     def __init__(self) -> None:
@@ -49,19 +49,19 @@ class Feeder(ThreadPoolExecutor):
 
 
 def issue_inference(
-    streams: Streams, program: CudaProgram, frame: Frame, perform: Perform, feeder: Feeder | None = None
+    streams: Streams, program: CudaProgram, frame: Frame, perform: Perform, issuing: IssueThread | None = None
 ) -> None:
-    """Issue inputs, commands and outputs. With a feeder, its thread issues the copies.
+    """Issue inputs, commands and outputs. With a issuing, its thread issues the copies.
 
-    Raises the error of a kernel or copy. With a feeder, waits for its thread first; its copies raise DeviceError.
+    Raises the error of a kernel or copy. With a issuing, waits for its thread first; its copies raise DeviceError.
     """
     driver, commands = streams.driver, program.schedule.inference
     events = [driver.event() for _ in range(program.schedule.events)]
     with driver.tf32(program.tf32), torch.inference_mode():
         with driver.on(streams.compute):
             driver.launch(lambda: program.begin(frame))
-        if feeder is not None:
-            _issue_by_two(streams, commands, events, perform, feeder)
+        if issuing is not None:
+            _issue_by_two(streams, commands, events, perform, issuing)
         else:
             _issue(streams, commands, events, perform)
         with driver.on(streams.compute):
@@ -69,7 +69,7 @@ def issue_inference(
 
 
 def _issue_by_two(
-    streams: Streams, commands: Commands, events: Sequence[Event], perform: Perform, feeder: Feeder
+    streams: Streams, commands: Commands, events: Sequence[Event], perform: Perform, issuing: IssueThread
 ) -> None:
     marks = [threading.Event() for _ in events]
     errors: list[Exception] = []
@@ -80,13 +80,13 @@ def _issue_by_two(
         except Exception as error:  # the lane goes on, because the other thread waits for its records
             errors.append(error)
 
-    feeder.submit(lambda: _issue(streams, commands, events, attempt, ["swap_in"], marks))
+    issuing.submit(lambda: _issue(streams, commands, events, attempt, ["swap_in"], marks))
     try:
         _issue(streams, commands, events, perform, ["compute", "swap_out"], marks)
     finally:
         for mark in marks:  # after an error, the remaining records are not issued
             mark.set()
-        feeder.drain()
+        issuing.drain()
     if errors:
         raise DeviceError(f"a copy from the store failed: {errors[0]}") from errors[0]
 

@@ -18,7 +18,7 @@ from cohabit.runtime.backend import Executor
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.lowering.weights import BLOCK_BYTES, Manifest
 from cohabit.runtime.memory import Copy, DeviceArena, HostStore
-from cohabit.runtime.profiling.stopwatch import ColdCaches, followed, repeat, repeating
+from cohabit.runtime.profiling.stopwatch import ColdCaches, recorded_latency, repeat, repeating
 
 ROUNDS = 5
 """Number of times that all segments are copied to measure a link."""
@@ -149,7 +149,7 @@ def measure_contention(
         latencies = []
         for _ in repeat():
             cold()
-            latencies.append(followed(program, examples(), executor))
+            latencies.append(recorded_latency(program, examples(), executor))
     copy_s = statistics.median(rounds) if rounds else alone_copy_s
     return max(1.0, statistics.median(latencies) / alone_s), max(1.0, copy_s / alone_copy_s)
 

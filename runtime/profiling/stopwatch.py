@@ -102,11 +102,11 @@ def tiny_op_seconds() -> float:
     return min(seconds() for _ in range(_TINY_OPS))
 
 
-def followed(program: Program, examples: Sequence[torch.Tensor], executor: Executor) -> float:
+def recorded_latency(program: Program, examples: Sequence[torch.Tensor], executor: Executor) -> float:
     """Run one inference as served. Returns the seconds until its last step ended."""
     recordings: SimpleQueue[Recording] = SimpleQueue()
     start_s = time.perf_counter()
-    executor.run(program, examples, follow=recordings.put)
+    executor.run(program, examples, on_recording=recordings.put)
     return max((note.end_s for note in recordings.get().notes), default=start_s) - start_s
 
 

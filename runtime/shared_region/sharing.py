@@ -22,7 +22,7 @@ from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import DeviceArena, HostStore
-from cohabit.runtime.recording import Follow
+from cohabit.runtime.recording import OnRecording
 from cohabit.runtime.shared_region.region import PLACEMENTS_KEPT, FetchPlan, Keeps, ParameterRegion
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
@@ -118,7 +118,7 @@ class SharedRegion:
         inputs: Sequence[torch.Tensor],
         *,
         traced: bool = False,
-        follow: Follow | None = None,
+        on_recording: OnRecording | None = None,
     ) -> Result:
         """Run one inference of a program that `add` returned. See `runtime.backend.ProgramRunner.run`."""
         model = self._models[program.name, program.bucket]
@@ -128,8 +128,8 @@ class SharedRegion:
         try:
             placed = self._program(model, fetch_plan)
             must_load = self._sharing.blocking and fetch_plan.fetches
-            waited_s = self._executor.load(placed, follow=follow) if must_load else 0.0
-            result = self._executor.run(placed, inputs, traced=traced, follow=follow)
+            waited_s = self._executor.load(placed, on_recording=on_recording) if must_load else 0.0
+            result = self._executor.run(placed, inputs, traced=traced, on_recording=on_recording)
         except BaseException:
             self.region.forget(program.name)
             raise

@@ -40,7 +40,7 @@ _STEP_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Resizing:
-    """New partition sizes for loaded models, and new plans for some; all by load id (`Model.owner`)."""
+    """New partition sizes for loaded models, and new plans for some; all by load id (`Model.load_id`)."""
 
     models: Mapping[str, Model]
     sizes: Mapping[str, int]
@@ -114,7 +114,7 @@ class Decider:
         """Return the free memory in which a model is fastest, counting that of `without` as free; else None."""
         partitions = copy.deepcopy(self._memory.partitions)
         if without is not None:
-            partitions.release(without.owner)
+            partitions.release(without.load_id)
         memory = await in_thread(self._planner.memory_for, model.demand, partitions)
         if memory is None or (self._all_resident and memory.partition_bytes < model.parameter_bytes):
             return None
@@ -135,15 +135,15 @@ class Decider:
 
         # Loaded models keep their partitions, or shrink to their share.
         workspace = division.workspace_bytes
-        held = {model.owner: partitions.held[model.owner] for model in others}
+        held = {model.load_id: partitions.held[model.load_id] for model in others}
         shares, own = division.partition_bytes[: len(others)], division.partition_bytes[len(others) :]
-        kept = {m.owner: min(nbytes, held[m.owner].nbytes) for m, nbytes in zip(others, shares, strict=True)}
+        kept = {m.load_id: min(nbytes, held[m.load_id].nbytes) for m, nbytes in zip(others, shares, strict=True)}
         plans = {
-            model.owner: await in_thread(self._first_plans, model, Memory(workspace, kept[model.owner]))
+            model.load_id: await in_thread(self._first_plans, model, Memory(workspace, kept[model.load_id]))
             for model in others
-            if kept[model.owner] < held[model.owner].nbytes
+            if kept[model.load_id] < held[model.load_id].nbytes
         }
-        resizing = Resizing({model.owner: model for model in others}, kept, workspace, plans)
+        resizing = Resizing({model.load_id: model for model in others}, kept, workspace, plans)
         return Decision([Memory(workspace, nbytes) for nbytes in own], old, resizing)
 
     def _division(self, others: list[Model], models: Sequence[Model], on_divided: Callable[[], None]) -> Division:
@@ -193,7 +193,7 @@ class Decider:
                 f" {partitions.lanes} lanes has {format_bytes(partitions.workspace_bytes)}; load it at the start, or"
                 " before the others"
             )
-        taken = sum(partitions.held[other.owner].nbytes for other in others) + partitions.workspaces.nbytes
+        taken = sum(partitions.held[other.load_id].nbytes for other in others) + partitions.workspaces.nbytes
         return InfeasibleBudget(name, None, partitions.arena_bytes, taken + model.parameter_bytes)
 
     def _first_plans(self, model: Model, memory: Memory) -> PlansFound:

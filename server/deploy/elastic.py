@@ -25,7 +25,7 @@ LEAST_GAIN = 0.1
 """Share of the predicted latency that a division must save; smaller gains are within the noise of measured rates."""
 
 Requests = Callable[[], Mapping[str, int]]
-"""Returns each served model's number of requests since it was loaded, by load id (`Model.owner`)."""
+"""Returns each served model's number of requests since it was loaded, by load id (`Model.load_id`)."""
 
 
 @dataclass(slots=True)
@@ -100,8 +100,8 @@ class Elastic:
         memory_bytes = partitions.arena_bytes - partitions.workspaces.nbytes
         workspace_bytes = partitions.workspace_bytes
         sizes = {
-            owner: self._sizes.get(owner) or _Sizes(workspace_bytes, model.profiles, {})
-            for owner, model in models.items()
+            load_id: self._sizes.get(load_id) or _Sizes(workspace_bytes, model.profiles, {})
+            for load_id, model in models.items()
         }
         chosen, gain = await in_thread(_share_out, models, sizes, rates_per_s, memory_bytes)
         if gain < LEAST_GAIN:
@@ -111,40 +111,40 @@ class Elastic:
         def choose() -> dict[str, PlansFound] | None:
             if placement.memory.models != models or workspace_bytes != partitions.workspace_bytes:
                 return None  # models were loaded, unloaded or moved meanwhile
-            for owner, size in chosen.items():
-                if size != partitions.held[owner].nbytes:
-                    changed[owner] = sizes[owner].plans[size]
+            for load_id, size in chosen.items():
+                if size != partitions.held[load_id].nbytes:
+                    changed[load_id] = sizes[load_id].plans[size]
             return changed
 
         start_s = self._clock()
         if not await placement.redivide(choose):
             return
         scale = sum(model.rate_per_s for model in models.values()) / sum(rates_per_s.values())
-        for owner, model in models.items():  # models that are loaded later are compared with these rates
-            model.rate_per_s = rates_per_s[owner] * scale
+        for load_id, model in models.items():  # models that are loaded later are compared with these rates
+            model.rate_per_s = rates_per_s[load_id] * scale
         self.divisions += 1
         self._counted.clear()
         fields = {
-            "models": [models[owner].key.name for owner in changed],
+            "models": [models[load_id].key.name for load_id in changed],
             "predicted_gain": round(gain, 2),
             "seconds": round(self._clock() - start_s, 2),
         }
         _log.info("memory was divided again by measured request rates", extra={"fields": fields})
-        self._replanner.begin([models[owner] for owner in changed if owner in placement.memory.models])
+        self._replanner.begin([models[load_id] for load_id in changed if load_id in placement.memory.models])
 
     def _rates_per_s(self) -> dict[str, float] | None:
         """Return each model's requests per second in the shortest sufficient window; None if there is none yet."""
         counts = dict(self._requests())
-        self._first = {owner: self._first.get(owner, count) for owner, count in counts.items()}
+        self._first = {load_id: self._first.get(load_id, count) for load_id, count in counts.items()}
         self._counted.append((self._clock(), counts))
 
-        def before_of(counted: Mapping[str, int], owner: str) -> int:
-            return counted.get(owner, self._first[owner])
+        def before_of(counted: Mapping[str, int], load_id: str) -> int:
+            return counted.get(load_id, self._first[load_id])
 
         now_s = self._counted[-1][0]
 
         def is_enough(begin: tuple[float, dict[str, int]]) -> bool:
-            requests = sum(count - before_of(begin[1], owner) for owner, count in counts.items())
+            requests = sum(count - before_of(begin[1], load_id) for load_id, count in counts.items())
             return now_s - begin[0] >= LEAST_WINDOW_S and requests >= REQUESTS_PER_MODEL * len(counts)
 
         while len(self._counted) > 1 and is_enough(self._counted[1]):
@@ -154,44 +154,45 @@ class Elastic:
             return None
         # Add one request each: a model without requests in this window may get some in the next.
         return {
-            owner: (count - before_of(before, owner) + 1) / (now_s - begin_s) for owner, count in counts.items()
+            load_id: (count - before_of(before, load_id) + 1) / (now_s - begin_s)
+            for load_id, count in counts.items()
         }
 
     def _unplanned(self, models: Mapping[str, Model]) -> dict[str, Model]:
         """Return the models without plans for several sizes, and forget unloaded ones."""
         workspace_bytes = self._placement.memory.partitions.workspace_bytes
-        known = {owner: sizes for owner, sizes in self._sizes.items() if owner in models}
+        known = {load_id: sizes for load_id, sizes in self._sizes.items() if load_id in models}
         unplanned = {
-            owner: model
-            for owner, model in models.items()
-            if owner not in known
-            or (known[owner].workspace_bytes, known[owner].profiles) != (workspace_bytes, model.profiles)
+            load_id: model
+            for load_id, model in models.items()
+            if load_id not in known
+            or (known[load_id].workspace_bytes, known[load_id].profiles) != (workspace_bytes, model.profiles)
         }
-        self._sizes = {owner: sizes for owner, sizes in known.items() if owner not in unplanned}
+        self._sizes = {load_id: sizes for load_id, sizes in known.items() if load_id not in unplanned}
         return unplanned
 
     async def _plan(self, models: Mapping[str, Model]) -> None:
         """Plan models for several sizes. Stops while the replanner is busy, because profiles may still change."""
         workspace_bytes = self._placement.memory.partitions.workspace_bytes
-        for owner, model in models.items():
+        for load_id, model in models.items():
             if self._replanner.is_busy:
                 return
             found = await in_thread(self._placement.planner.plans_by_size, model.demand, workspace_bytes)
             plans = {_bytes_of(made): (made, False) for made in found}
-            self._sizes[owner] = _Sizes(workspace_bytes, model.profiles, plans)
+            self._sizes[load_id] = _Sizes(workspace_bytes, model.profiles, plans)
 
 
 def _share_out(
     models: Mapping[str, Model], sizes: Mapping[str, _Sizes], rates_per_s: Mapping[str, float], memory_bytes: int
 ) -> tuple[dict[str, int], float]:
     """Return the best partition sizes, by load id, and the share of the predicted latency that they save."""
-    curves = [sizes[owner].curve(model) for owner, model in models.items()]
+    curves = [sizes[load_id].curve(model) for load_id, model in models.items()]
     compute_s = [model.profiles[min(model.profiles)].compute_s for model in models.values()]
-    weights = latency_weights([rates_per_s[owner] for owner in models], compute_s)
+    weights = latency_weights([rates_per_s[load_id] for load_id in models], compute_s)
     now = [Point(_bytes_of(model.plans), model.latency_s(model.plans)) for model in models.values()]
     chosen = share_out(curves, weights, memory_bytes)
     gain = 1 - weighted_latency_s(chosen, weights) / weighted_latency_s(now, weights)
-    return {owner: point.partition_bytes for owner, point in zip(models, chosen, strict=True)}, gain
+    return {load_id: point.partition_bytes for load_id, point in zip(models, chosen, strict=True)}, gain
 
 
 def _bytes_of(plans: Plans) -> int:

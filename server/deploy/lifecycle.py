@@ -15,9 +15,9 @@ from cohabit.server.deploy.worker import (
     MOST_AT_START,
     PLANNING,
     PREPARING,
+    count_uncached,
     failure_reason,
     in_thread,
-    unknown,
     worker_processes,
 )
 from cohabit.server.engine.compute_lane import ComputeLane
@@ -64,7 +64,7 @@ def open_placement(
     Workers that will prepare uncached models import it at the same time.
     """
     workers = worker_processes(config)
-    missing = 0 if workers.inline else unknown(sources, config)
+    missing = 0 if workers.inline else count_uncached(sources, config)
     if missing:
         workers.start(PREPARING, min(missing, MOST_AT_START))
     from cohabit.server.deploy.place import ModelPlacement
@@ -120,9 +120,11 @@ class Lifecycle:
         return failures
 
     def _requests(self) -> dict[str, int]:
-        """Return each model's number of requests, by load id (`Model.owner`)."""
-        counted = {model.owner: self._registry.statistics(key) for key, model in self.serving.items()}
-        return {owner: statistics.answered.count + statistics.failed_count for owner, statistics in counted.items()}
+        """Return each model's number of requests, by load id (`Model.load_id`)."""
+        counted = {model.load_id: self._registry.statistics(key) for key, model in self.serving.items()}
+        return {
+            load_id: statistics.answered.count + statistics.failed_count for load_id, statistics in counted.items()
+        }
 
     async def _deploy(
         self,

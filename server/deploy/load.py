@@ -39,7 +39,7 @@ class PartitionedMemory:
         self.arena: DeviceArena[object] | None = None
         """None until `open`."""
         self.models: dict[str, Model] = {}
-        """Loaded models, by load id (`Model.owner`)."""
+        """Loaded models, by load id (`Model.load_id`)."""
         self.shared: SharedRegion | None = None
         """The region that all models share; None if each has a partition."""
         self._admitted = 0
@@ -66,7 +66,7 @@ class PartitionedMemory:
         for model, lane in zip(models, assign_lanes([m.expected_load for m in models], busy), strict=True):
             model.lane = lane
 
-    def new_owner(self, model: ModelKey) -> str:
+    def new_load_id(self, model: ModelKey) -> str:
         """Return a unique load id for a version."""
         self._admitted += 1
         return f"{model.name}:{model.version}#{self._admitted}"
@@ -94,7 +94,7 @@ class PartitionedMemory:
             profile = model.profiles[bucket]
             program = self.backend.build(model.lowered, plan, profile, self.arena, bases, model.store)
             # A name per load, because residents are not shared between versions, or between loads of one.
-            programs[bucket] = replace(program, name=model.owner)
+            programs[bucket] = replace(program, name=model.load_id)
             if throttle:
                 time.sleep(time.perf_counter() - start_s)
         return programs
@@ -125,7 +125,7 @@ class PartitionedMemory:
         runner = self.executors[model.lane] if self.shared is None else self.shared
         model.servable = ProgramServable(info, programs, lowered.inputs, lowered.outputs, lowered.dynamic, runner)
         model.shares = self.shared is not None
-        self.models[model.owner] = model
+        self.models[model.load_id] = model
 
     def resident_load(self, programs: Programs, lane: int) -> BackgroundWork:
         """Return background work that loads a model's residents, which all buckets share."""
@@ -141,7 +141,7 @@ class PartitionedMemory:
 
     def extent_of(self, model: Model) -> Extent:
         """Return a model's partition, or the shared region."""
-        return self.partitions.held[_SHARED if model.shares else model.owner]
+        return self.partitions.held[_SHARED if model.shares else model.load_id]
 
     @property
     def taken_bytes(self) -> int:
@@ -150,8 +150,8 @@ class PartitionedMemory:
 
     def remove(self, model: Model) -> None:
         """Release a model's bytes. The lanes must no longer use it; the caller closes its store."""
-        self.partitions.release(model.owner)
-        self.models.pop(model.owner, None)
+        self.partitions.release(model.load_id)
+        self.models.pop(model.load_id, None)
 
     def use(self) -> DeviceUse:
         """Return memory use, and the swap-in lanes' busy time if the device measures it."""
@@ -178,8 +178,8 @@ class PartitionedMemory:
         partitions = self.partitions
         for lane in range(partitions.lanes):
             yield ArenaExtent("workspace", lane * partitions.workspace_bytes, partitions.workspace_bytes)
-        for owner, extent in partitions.held.items():
-            model = self.models.get(owner)
+        for load_id, extent in partitions.held.items():
+            model = self.models.get(load_id)
             use: Literal["partition", "shared"] = "partition" if self.shared is None else "shared"
             yield ArenaExtent(use, extent.offset, extent.nbytes, None if model is None else model.key)
         for gap in partitions.gaps():

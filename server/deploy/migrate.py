@@ -37,7 +37,7 @@ class _MemoryMap:
     held: Mapping[str, Extent]
     models: Mapping[str, Model]
     deployed: Mapping[str, _Deployed]
-    """All three by load id (`Model.owner`)."""
+    """All three by load id (`Model.load_id`)."""
 
 
 class Migrator:
@@ -63,9 +63,9 @@ class Migrator:
         except Exception:
             await self._restore(before)
             raise
-        for owner, model in before.models.items():
-            programs = before.deployed[owner].programs
-            if owner not in self._memory.partitions.held:
+        for load_id, model in before.models.items():
+            programs = before.deployed[load_id].programs
+            if load_id not in self._memory.partitions.held:
                 await self._release_programs(model, programs)
                 await self._remove(model)
             elif model.servable.programs is not programs:
@@ -92,7 +92,7 @@ class Migrator:
         """Pack partitions of new sizes; some models get new plans, and `displaced` releases its partition."""
         memory, partitions, models = self._memory, self._memory.partitions, resizing.models
         workspace = resizing.workspace_bytes
-        held = {owner: partitions.held[owner] for owner in models}
+        held = {load_id: partitions.held[load_id] for load_id in models}
         wanted = packed(resizing.sizes, held, partitions.arena_bytes)
         # With several lanes, growing moves all workspaces but the first. Shrinking needs all of them idle.
         elsewhere = workspace < partitions.workspace_bytes or (
@@ -103,21 +103,21 @@ class Migrator:
         programs: dict[str, Programs] = {}
         try:
             for (
-                owner,
+                load_id,
                 model,
             ) in models.items():  # bind all before any move: an unsupported plan then changes nothing
-                if owner in moving:
-                    plans, _ = resizing.plans.get(owner, (model.plans, model.searched))
-                    programs[owner] = await in_thread(
-                        memory.bind, model, plans, wanted[owner], workspace_bytes=workspace, throttle=True
+                if load_id in moving:
+                    plans, _ = resizing.plans.get(load_id, (model.plans, model.searched))
+                    programs[load_id] = await in_thread(
+                        memory.bind, model, plans, wanted[load_id], workspace_bytes=workspace, throttle=True
                     )
             if displaced is not None:
                 await self._displace(displaced)
             await self._move_all(steps, resizing, programs)
         except Exception:
-            for owner, bound in programs.items():
-                if models[owner].servable.programs is not bound:
-                    await self._release_programs(models[owner], bound)
+            for load_id, bound in programs.items():
+                if models[load_id].servable.programs is not bound:
+                    await self._release_programs(models[load_id], bound)
             raise
 
     async def switch(self, model: Model, plans: Plans) -> None:
@@ -125,7 +125,7 @@ class Migrator:
 
         Raises CohabitError; the model then keeps its current plans.
         """
-        extent, before = self._memory.partitions.held[model.owner], model.plans
+        extent, before = self._memory.partitions.held[model.load_id], model.plans
         programs = await in_thread(self._memory.bind, model, plans, extent, throttle=True)
         async with self.restoring_on_failure():
             if plans[min(plans)].residents == before[min(before)].residents:
@@ -142,31 +142,31 @@ class Migrator:
     def _memory_map(self) -> _MemoryMap:
         memory = self._memory
         models = dict(memory.models)
-        deployed = {owner: _Deployed(m.plans, m.searched, m.servable.programs) for owner, m in models.items()}
+        deployed = {load_id: _Deployed(m.plans, m.searched, m.servable.programs) for load_id, m in models.items()}
         return _MemoryMap(memory.partitions.workspace_bytes, dict(memory.partitions.held), models, deployed)
 
     async def _restore(self, before: _MemoryMap) -> None:
         """Restore the memory map. Each moved model loads its residents at its next run."""
         memory, held = self._memory, self._memory.partitions.held
         moved = {
-            owner: model
-            for owner, model in before.models.items()
-            if held.get(owner) != before.held.get(owner)
-            or model.servable.programs is not before.deployed[owner].programs
+            load_id: model
+            for load_id, model in before.models.items()
+            if held.get(load_id) != before.held.get(load_id)
+            or model.servable.programs is not before.deployed[load_id].programs
         }
         for model in moved.values():
-            self._lanes[model.lane].hold(model.key, True)
+            self._lanes[model.lane].pause(model.key)
         for lane, executor in zip(self._lanes, memory.executors, strict=True):
             await lane.call_on_lane(executor.settle)
         memory.partitions.workspace_bytes = before.workspace_bytes
         memory.partitions.held = dict(before.held)
-        for owner, model in moved.items():
-            was, replaced = before.deployed[owner], model.servable.programs
+        for load_id, model in moved.items():
+            was, replaced = before.deployed[load_id], model.servable.programs
             await self._lanes[model.lane].call_on_lane(partial(self._revert, model, was.programs))
             if replaced is not was.programs:
                 await self._release_programs(model, replaced)
             self._switched(model, was.plans, searched=was.searched)
-            self._lanes[model.lane].hold(model.key, False)
+            self._lanes[model.lane].resume(model.key)
 
     def _revert(self, model: Model, programs: Programs) -> None:
         """Switch a model back to earlier programs. Called on the compute lane's thread."""
@@ -177,13 +177,13 @@ class Migrator:
     async def _load(self, model: Model, *, throttle: bool) -> None:
         """Allocate the memory of a model's plans, bind them, and load residents. The memory must be free."""
         memory, lane = self._memory, self._lanes[model.lane]
-        model.owner = memory.new_owner(model.key)
+        model.load_id = memory.new_load_id(model.key)
         if memory.shared is not None:
             memory.add(model, await in_thread(memory.bind_shared, model))
             return
         wanted = model.plans[min(model.plans)].memory
         grown = memory.partitions.grow_workspace(wanted.workspace_bytes)
-        extent = memory.partitions.take(model.owner, wanted.partition_bytes)
+        extent = memory.partitions.take(model.load_id, wanted.partition_bytes)
         assert grown
         assert extent is not None
         programs: Programs = {}
@@ -193,7 +193,7 @@ class Migrator:
             memory.add(model, programs)
         except BaseException:
             await self._release_programs(model, programs)
-            memory.partitions.release(model.owner)
+            memory.partitions.release(model.load_id)
             raise
 
     async def _move_all(
@@ -204,7 +204,7 @@ class Migrator:
         for step in steps:
             if isinstance(step, ReleaseForMove):
                 model = models[step.owner]
-                self._lanes[model.lane].hold(model.key, True)
+                self._lanes[model.lane].pause(model.key)
                 partitions.release(step.owner)
         if partitions.lanes > 1:  # a single lane's background work is in order already
             for lane in sorted({models[s.owner].lane for s in steps if isinstance(s, ReleaseForMove)}):
@@ -220,11 +220,11 @@ class Migrator:
     async def _move(self, model: Model, plans: Plans, searched: bool, programs: Programs) -> None:
         """Pause a model, switch it to new programs, load their residents, then resume it."""
         lane = self._lanes[model.lane]
-        lane.hold(model.key, True)
+        lane.pause(model.key)
         await lane.call_on_lane(lambda: model.servable.switch(programs))
         await lane.perform(self._memory.resident_load(programs, model.lane))
         self._switched(model, plans, searched=searched)
-        lane.hold(model.key, False)
+        lane.resume(model.key)
 
     def _switched(self, model: Model, plans: Plans, *, searched: bool) -> None:
         model.plans, model.searched = plans, searched
@@ -235,9 +235,9 @@ class Migrator:
     async def _displace(self, model: Model) -> None:
         """Release a model's partition for its successor. Requests wait; store and programs are kept."""
         lane = self._lanes[model.lane]
-        lane.hold(model.key, True)
+        lane.pause(model.key)
         await lane.call_on_lane(self._memory.executors[model.lane].settle)
-        self._memory.partitions.release(model.owner)
+        self._memory.partitions.release(model.load_id)
 
     async def _release_programs(self, model: Model, programs: Programs) -> None:
         """Release unused programs, unless the lane has stopped."""

@@ -49,7 +49,7 @@ class Model:
     """Whether a full search found `plans`, for measured profiles."""
 
     # Place.
-    owner: str = field(init=False)
+    load_id: str = field(init=False)
     """Load id: the key in `Partitions`, unique per load."""
     lane: int = 0
     """The compute lane whose executor and workspace it uses."""

@@ -86,7 +86,7 @@ class ModelPlacement:
 
     def has_displaced(self, model: Model) -> bool:
         """Whether a successor has taken over a model's memory."""
-        return model.owner not in self.memory.models
+        return model.load_id not in self.memory.models
 
     def use(self) -> DeviceUse:
         return self.memory.use()
@@ -200,7 +200,7 @@ class ModelPlacement:
         return failures
 
     async def redivide(self, choose: Callable[[], Mapping[str, PlansFound] | None]) -> bool:
-        """Resize models, by load id (`Model.owner`), to the memory of chosen plans, and move others out of the way.
+        """Resize models, by load id (`Model.load_id`), to the memory of chosen plans, and move others out of the way.
 
         `choose` is called once nothing else changes the memory map. It returns None if its choice no longer fits the
         loaded models; then nothing changes. Sizes must fit together. To change the workspace, it returns plans for all
@@ -210,9 +210,9 @@ class ModelPlacement:
             plans = choose()
             if not plans:
                 return False
-            memories = {owner: found[min(found)].memory for owner, (found, _) in plans.items()}
-            sizes = {owner: self.memory.partitions.held[owner].nbytes for owner in self.memory.models}
-            sizes |= {owner: memory.partition_bytes for owner, memory in memories.items()}
+            memories = {load_id: found[min(found)].memory for load_id, (found, _) in plans.items()}
+            sizes = {load_id: self.memory.partitions.held[load_id].nbytes for load_id in self.memory.models}
+            sizes |= {load_id: memory.partition_bytes for load_id, memory in memories.items()}
             (workspace,) = {memory.workspace_bytes for memory in memories.values()}
             async with self.migrator.restoring_on_failure():
                 await self.migrator.resize(Resizing(dict(self.memory.models), sizes, workspace, plans))

@@ -41,7 +41,7 @@ class Replanner:
         self._lanes = lanes
         self._background = Background()
         self._measured_again: set[str] = set()
-        """Load ids (`Model.owner`)."""
+        """Load ids (`Model.load_id`)."""
 
     @property
     def is_busy(self) -> bool:
@@ -91,12 +91,12 @@ class Replanner:
             _log.info("profiles are in doubt, and are measured again", extra={"fields": fields})
         for model in doubtful:
             await self.improve(model, again=True)
-            self._measured_again.add(model.owner)
+            self._measured_again.add(model.load_id)
         if doubtful:
             await in_thread(self._placement.workers.release)
 
     def _is_doubtful(self, model: Model) -> bool:
-        if model.owner in self._measured_again or model.is_provisional:
+        if model.load_id in self._measured_again or model.is_provisional:
             return False
         correction = self._lanes[model.lane].correction(model.key)
         noise = max(profile.noise for profile in model.profiles.values())
@@ -136,10 +136,10 @@ class Replanner:
             models, demands, division.partition_bytes, division.most_batches, strict=True
         ):
             memory = Memory(division.workspace_bytes, partition_bytes)
-            found[model.owner] = await in_thread(planner.best_plans, demand.up_to(most), memory)
-        await self._adopt(found)
+            found[model.load_id] = await in_thread(planner.best_plans, demand.up_to(most), memory)
+        await self._redivide(found)
 
-    async def _adopt(self, found: Mapping[str, Plans]) -> None:
+    async def _redivide(self, found: Mapping[str, Plans]) -> None:
         """Divide memory for these plans, by load id, if that saves enough and the loaded models are still the same."""
         memory = self._placement.memory
         gain = 0.0
@@ -151,10 +151,10 @@ class Replanner:
                 return None
             memories = [plans[min(plans)].memory for plans in found.values()]
             needed = partitions.lanes * memories[0].workspace_bytes + sum(m.partition_bytes for m in memories)
-            gain = _gain(list(models.values()), [found[owner] for owner in models])
+            gain = _gain(list(models.values()), [found[load_id] for load_id in models])
             if needed > partitions.arena_bytes or gain < LEAST_GAIN:
                 return None
-            return {owner: (plans, True) for owner, plans in found.items()}
+            return {load_id: (plans, True) for load_id, plans in found.items()}
 
         if await self._placement.redivide(chosen):
             _log.info("memory is divided better", extra={"fields": {"predicted_gain": round(gain, 2)}})

@@ -269,7 +269,7 @@ def worker_processes(config: ServeConfig) -> WorkerProcesses:
     )
 
 
-def unknown(sources: Sequence[ModelSource], config: ServeConfig) -> int:
+def count_uncached(sources: Sequence[ModelSource], config: ServeConfig) -> int:
     """Return the number of models that the cache lacks, because it has no note of their archives."""
     notes, count = notes_of(cache_of(config) / "weights"), 0
     for source in sources:

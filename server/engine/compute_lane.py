@@ -125,12 +125,16 @@ class ComputeLane:
         for ticket in older:
             self._settle(ticket, ModelNotFound(*model, reason="replaced"))
         self._forget_older(model)
-        self.hold(model, False)
+        self.resume(model)
 
-    def hold(self, model: ModelKey, held: bool) -> None:
-        """Pause a model's dispatch while its memory changes, or resume it."""
+    def pause(self, model: ModelKey) -> None:
+        """Stop dispatching a model's requests while its memory changes."""
         with self.device.changed:
-            self._scheduler.hold(model, held)
+            self._scheduler.pause(model)
+
+    def resume(self, model: ModelKey) -> None:
+        with self.device.changed:
+            self._scheduler.resume(model)
             self.device.changed.notify()
 
     def start(self) -> None:
@@ -150,7 +154,7 @@ class ComputeLane:
                 if (sequences := self._sequences_of(ticket)) is not None:
                     sequences.enter(request)
                 if on_spans is not None:
-                    self.device.followed[ticket] = on_spans
+                    self.device.on_spans[ticket] = on_spans
                 self.device.changed.notify()
         except RequestTimedOut:
             self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
@@ -297,7 +301,7 @@ class ComputeLane:
 
     def _forget(self, ticket: Ticket) -> asyncio.Future[tuple[Answer, float]] | None:
         """Remove a completed request, and return its future unless it was already removed."""
-        self.device.followed.pop(ticket, None)
+        self.device.on_spans.pop(ticket, None)
         self._answered.set()
         future = self._waiting.pop(ticket, None)
         if future is not None and (sequences := self._sequences_of(ticket)) is not None:
@@ -391,16 +395,16 @@ def _hand_out(request: Request, answer: Answer) -> Answer:
     missing = [wanted.name for wanted in request.outputs if wanted.name not in answer.outputs]
     if missing:
         raise ExecutionFailed(request.model.name, f"it returned no {', '.join(missing)}")
-    if (room := request.room) is None:
+    if (output_buffer := request.output_buffer) is None:
         return answer
     written: dict[str, Array] = {}
     offset = MARK_BYTES
     for wanted in request.outputs:
         array = answer.outputs[wanted.name]
-        if offset + array.nbytes > room.nbytes:
+        if offset + array.nbytes > output_buffer.nbytes:
             reason = f"output '{wanted.name}' is larger than the model's description says"
             raise ExecutionFailed(request.model.name, reason)
-        written[wanted.name] = own = np.ndarray(array.shape, array.dtype, room, offset)
+        written[wanted.name] = own = np.ndarray(array.shape, array.dtype, output_buffer, offset)
         own[...] = array
         offset += round_up(array.nbytes)
     return replace(answer, outputs=written)

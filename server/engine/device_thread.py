@@ -25,7 +25,7 @@ from cohabit.server.scheduling.queues import Ticket
 from cohabit.server.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from cohabit.runtime.recording import Follow, Recording
+    from cohabit.runtime.recording import OnRecording, Recording
     from cohabit.server.engine.compute_lane import ComputeLane
 
 _log = logging.getLogger("cohabit.engine")
@@ -60,12 +60,12 @@ class LoadedServable:
     sequences: Sequences | None = None
     """Sequences of its requests; None for a model without sequences."""
 
-    def execute(self, tickets: Sequence[Ticket], follow: "Follow | None" = None) -> Answer:
+    def execute(self, tickets: Sequence[Ticket], on_recording: "OnRecording | None" = None) -> Answer:
         """Execute requests together. For a model with sequences, keeps the resulting states."""
         rows = sum([ticket.request.batch for ticket in tickets])
         if self.sequences is None:
-            return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, follow)
-        answer = self.servable.execute([self.sequences.inputs_of(tickets)], rows, follow)
+            return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, on_recording)
+        answer = self.servable.execute([self.sequences.inputs_of(tickets)], rows, on_recording)
         self.sequences.keep(tickets, answer.outputs, time.monotonic())
         return answer
 
@@ -81,7 +81,7 @@ class DeviceThread:
         self.stopped = False
         self.models: dict[tuple[ModelKey, int], LoadedServable] = {}
         """By key and generation."""
-        self.followed: dict[Ticket, OnSpans] = {}
+        self.on_spans: dict[Ticket, OnSpans] = {}
         """Traced requests, and the receivers of their spans. Changed by the event loop."""
         self.computed_s = 0.0
         """Seconds of computation since the start."""
@@ -177,7 +177,7 @@ class DeviceThread:
         for ticket in tickets:
             ticket.request.mark(*self.executing)
         try:
-            together = model.execute(tickets, self._follow(tickets))
+            together = model.execute(tickets, self._on_recording(tickets))
         except RequestError as error:
             return [error] * len(tickets)
         except Exception as error:
@@ -213,20 +213,20 @@ class DeviceThread:
             for ticket, own in zip(tickets, parts, strict=True)
         ]
 
-    def _follow(self, tickets: Iterable[Ticket]) -> "Follow | None":
+    def _on_recording(self, tickets: Iterable[Ticket]) -> "OnRecording | None":
         """Return a recorder that passes its spans to the first traced request; None if none is traced.
 
         On Linux, the spans' clock (`perf_counter`) equals `time.monotonic`.
         """
-        on_spans = next((found for t in tickets if (found := self.followed.get(t)) is not None), None)
+        on_spans = next((found for t in tickets if (found := self.on_spans.get(t)) is not None), None)
         if on_spans is None:
             return None
         lane = self._lane
 
-        def follow(recording: "Recording") -> None:
+        def on_recording(recording: "Recording") -> None:
             on_spans([DeviceSpan(**asdict(span), compute_lane=lane) for span in recording.spans()])
 
-        return follow
+        return on_recording
 
 
 def _error_of(request: Request, error: Exception) -> RequestError:

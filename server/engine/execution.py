@@ -8,7 +8,7 @@ from cohabit.server.ipc.model import GraphCapture, Inputs, ModelInfo
 from cohabit.server.ipc.request import Answer
 
 if TYPE_CHECKING:
-    from cohabit.runtime.recording import Follow
+    from cohabit.runtime.recording import OnRecording
 
 
 class Servable(Protocol):
@@ -35,8 +35,8 @@ class Servable(Protocol):
         """How executions are issued on a device with graphs, by bucket. Any thread."""
         ...
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: "Follow | None" = None) -> Answer:
-        """Run one execution, on the compute lane's thread. `follow` receives the spans of the device's lanes.
+    def execute(self, requests: Sequence[Inputs], rows: int, on_recording: "OnRecording | None" = None) -> Answer:
+        """Run one execution, on the compute lane's thread. `on_recording` receives the spans of the device's lanes.
 
         Every request has every input. Their rows are concatenated along the first dimension and add up to `rows`;
         without a batch (`max_batch_size` is 0) there is one request, and `rows` is 1. Inputs are little-endian, may be

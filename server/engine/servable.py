@@ -16,7 +16,7 @@ from cohabit.runtime.errors import DeviceError, UnsupportedModel
 from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.model import Port
-from cohabit.runtime.recording import Follow
+from cohabit.runtime.recording import OnRecording
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, GraphCapture, Inputs, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Answer, Timing
@@ -134,11 +134,11 @@ class ProgramServable:
         found = {bucket: self.executor.capture(program) for bucket, program in self.programs.items()}
         return {b: GraphCapture(c.graphs, c.graph_bytes, c.refused) for b, c in found.items() if c is not None}
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Answer:
+    def execute(self, requests: Sequence[Inputs], rows: int, on_recording: OnRecording | None = None) -> Answer:
         """Run one execution, or several in turn if there are more rows than planned. Compute lane's thread."""
         most = max(self.programs).batch
         if self.info.max_batch_size and rows > most:
-            return self._in_parts(requests, most, follow)
+            return self._in_parts(requests, most, on_recording)
         sizes = self._sizes(requests[0])
         program = self._planned(rows, sizes)
         planned, symbols = program.bucket.batch, self.dynamic.symbols(sizes)
@@ -148,7 +148,7 @@ class ProgramServable:
             for p in self.inputs
         ]
         try:
-            result = self.executor.run(program, tensors, follow=follow)
+            result = self.executor.run(program, tensors, on_recording=on_recording)
         except DeviceError as error:
             if (reason := self._out_of_range(requests)) is not None:
                 raise InvalidRequest(reason) from error
@@ -166,12 +166,12 @@ class ProgramServable:
         )
         return Answer(self.info.key, outputs, timing)
 
-    def _in_parts(self, requests: Sequence[Inputs], most: int, follow: Follow | None) -> Answer:
+    def _in_parts(self, requests: Sequence[Inputs], most: int, on_recording: OnRecording | None) -> Answer:
         """Run the rows of requests in several executions of at most `most` rows each."""
         rows = {port.name: np.concatenate([inputs[port.name] for inputs in requests]) for port in self.inputs}
         count = len(next(iter(rows.values())))
         answers = [
-            self.execute([{name: array[start : start + most] for name, array in rows.items()}], own, follow)
+            self.execute([{name: array[start : start + most] for name, array in rows.items()}], own, on_recording)
             for start in range(0, count, most)
             for own in [min(most, count - start)]
         ]

@@ -186,7 +186,7 @@ def inputs_in(lease: Lease, inputs: Inputs) -> Inputs:
     }
 
 
-def room_for(request: Request, info: ModelInfo, lease: Lease) -> Array:
+def output_buffer_for(request: Request, info: ModelInfo, lease: Lease) -> Array:
     """Return leased memory for a request's mark and outputs. Raises Overloaded."""
     rows = request.batch if info.max_batch_size else 1
     wanted = [output.name for output in request.outputs]

@@ -72,7 +72,7 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True, tag="in
     """Its position in a sequence; None for a model without sequences."""
     arrived_s: float | None = None
     """Arrival time by `time.monotonic`; None for now."""
-    room: Array | None = None
+    output_buffer: Array | None = None
     """Output buffer: bytes for the mark, then for the outputs in order. None leaves outputs in the engine's memory."""
     number: int = 0
     """Unique on its connection: identifies the request in `Answer`, `Failed`, `Cancel` and `Traced`."""
@@ -81,15 +81,15 @@ class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True, tag="in
 
     def mark(self, started_s: float, predicted_s: float) -> None:
         """Write the start of its execution, by `time.monotonic`, and its predicted seconds, for the watchdog."""
-        if self.room is not None:
-            _MARK.pack_into(self.room.data, 0, started_s, predicted_s)
+        if self.output_buffer is not None:
+            _MARK.pack_into(self.output_buffer.data, 0, started_s, predicted_s)
 
     @property
     def marked(self) -> tuple[float, float]:
         """The last mark; zeros before the request's execution."""
-        if self.room is None:
+        if self.output_buffer is None:
             return 0.0, 0.0
-        started_s, predicted_s = _MARK.unpack_from(self.room.data)
+        started_s, predicted_s = _MARK.unpack_from(self.output_buffer.data)
         return started_s, predicted_s
 
 

@@ -21,7 +21,7 @@ from cohabit.server.errors import (
     from_wire,
     shutting_down,
 )
-from cohabit.server.frontend.memory import Lease, RequestMemory, room_for
+from cohabit.server.frontend.memory import Lease, RequestMemory, output_buffer_for
 from cohabit.server.ipc import messages
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.channel import MessageChannel
@@ -213,8 +213,8 @@ class EngineConnection:
             raise shutting_down()
         self._next_id += 1
         number = self._next_id
-        room = room_for(request, info, lease)
-        request = replace(request, room=room, number=number, traced=on_spans is not None)
+        output_buffer = output_buffer_for(request, info, lease)
+        request = replace(request, output_buffer=output_buffer, number=number, traced=on_spans is not None)
         request.mark(0.0, 0.0)
         pending = PendingRequest(request, asyncio.get_running_loop().create_future(), lease)
         lease.hold()

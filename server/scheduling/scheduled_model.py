@@ -23,7 +23,7 @@ class ScheduledModel:
         """Maximum rows of a batch; 0 executes requests alone."""
         self.recovery_s = 0.0
         """Seconds lost directly after an execution of the same model, while its residents are still copied back."""
-        self.held = False
+        self.paused = False
         self.returning: set[SequenceId] = set()
         """Sequences of the last execution whose next requests have not arrived yet; those of a text arrive at once."""
         self.free_s = -math.inf

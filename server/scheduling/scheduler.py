@@ -102,10 +102,16 @@ class Scheduler:
             self.cancel(ticket)
         return older
 
-    def hold(self, model: ModelKey, held: bool) -> None:
-        """Pause a model's dispatch while its memory changes, or resume it."""
+    def pause(self, model: ModelKey) -> None:
+        """Stop dispatching a model's requests while its memory changes."""
+        self._set_paused(model, paused=True)
+
+    def resume(self, model: ModelKey) -> None:
+        self._set_paused(model, paused=False)
+
+    def _set_paused(self, model: ModelKey, *, paused: bool) -> None:
         known = self._models[model]
-        known.held = held
+        known.paused = paused
         self._update_waiting(model, known)
 
     def submit(self, now_s: float, request: Request) -> Ticket:
@@ -126,7 +132,7 @@ class Scheduler:
         known.queue.push(ticket)
         if request.sequence is not None:
             known.returning.discard(request.sequence.id)
-        if not known.held:
+        if not known.paused:
             self._waiting[request.model] = known
         if ticket.expires:
             self._watch(ticket, now_s)
@@ -212,7 +218,7 @@ class Scheduler:
 
     def _update_waiting(self, model: ModelKey, known: ScheduledModel) -> None:
         """Update whether a model has requests that may be dispatched."""
-        if known.held or not known.queue:
+        if known.paused or not known.queue:
             self._waiting.pop(model, None)
         else:
             self._waiting[model] = known

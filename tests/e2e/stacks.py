@@ -130,4 +130,4 @@ def under_load(server: Running, seeds: Mapping[str, int | set[int]]) -> Iterator
 def held(server: Running) -> dict[str, int]:
     """Bytes of each model's partition."""
     memory = server.placement.memory
-    return {t.key.name: memory.partitions.held[t.owner].nbytes for t in memory.models.values()}
+    return {t.key.name: memory.partitions.held[t.load_id].nbytes for t in memory.models.values()}

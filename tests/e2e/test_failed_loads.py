@@ -44,8 +44,10 @@ def state_of(server: Running) -> dict[str, Any]:
         "workspace": memory.partitions.workspace_bytes,
         "held": dict(memory.partitions.held),
         "plans": {owner: dict(model.plans) for owner, model in memory.models.items()},
-        "serving": {key: model.owner for key, model in server.engine.lifecycle.serving.items()},
-        "held back": [key for lane in server.engine.lanes for key, m in lane._scheduler._models.items() if m.held],
+        "serving": {key: model.load_id for key, model in server.engine.lifecycle.serving.items()},
+        "held back": [
+            key for lane in server.engine.lanes for key, m in lane._scheduler._models.items() if m.paused
+        ],
     }
 
 

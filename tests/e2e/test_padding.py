@@ -97,8 +97,8 @@ def infer_together(
     """Send requests, which are queued in this order before the first one is executed; return answers or errors."""
     lane = server.engine.lane_of(ModelKey(name, 1))
 
-    async def hold(held: bool) -> None:
-        lane.hold(ModelKey(name, 1), held)
+    async def pause(paused: bool) -> None:
+        (lane.pause if paused else lane.resume)(ModelKey(name, 1))
 
     def answer(x: NDArray[Any]) -> NDArray[Any] | InferenceServerException:
         try:
@@ -108,13 +108,13 @@ def infer_together(
 
     answers: list[Future[Any]] = []
     with ThreadPoolExecutor(len(requests)) as clients:
-        server.on_loop(hold(True))
+        server.on_loop(pause(True))
         try:
             for x in requests:
                 answers.append(clients.submit(answer, x))
                 eventually(lambda: lane.pending(ModelKey(name, 1)) + sum(a.done() for a in answers) == len(answers))
         finally:
-            server.on_loop(hold(False))
+            server.on_loop(pause(False))
         return [answer.result() for answer in answers]
 
 

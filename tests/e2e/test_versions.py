@@ -30,7 +30,8 @@ def extents(server: Running) -> dict[int, tuple[int, int]]:
     memory = server.placement.memory
     placed = [t for t in memory.models.values() if t.key.name == "a"]
     return {
-        t.key.version: (memory.partitions.held[t.owner].offset, memory.partitions.held[t.owner].end) for t in placed
+        t.key.version: (memory.partitions.held[t.load_id].offset, memory.partitions.held[t.load_id].end)
+        for t in placed
     }
 
 

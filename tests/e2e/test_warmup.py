@@ -24,9 +24,9 @@ def test_models_are_warmed_up_before_they_are_ready(
     executed: list[tuple[str, int, float]] = []
     execute = ProgramServable.execute
 
-    def noted(self: ProgramServable, requests: Any, rows: int, *follow: Any) -> Any:
+    def noted(self: ProgramServable, requests: Any, rows: int, *on_recording: Any) -> Any:
         executed.append((self.info.name, rows, float(requests[0]["x"][0, 0])))
-        return execute(self, requests, rows, *follow)
+        return execute(self, requests, rows, *on_recording)
 
     monkeypatch.setattr(ProgramServable, "execute", noted)
     for number, name in enumerate("abc"):

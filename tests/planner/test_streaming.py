@@ -20,8 +20,8 @@ from cohabit.planner.streaming.page_map import (
     Hole,
     PageMap,
     empty_page_map,
+    find_free,
     find_hole,
-    find_room,
     put,
     remove,
     tidy,
@@ -111,7 +111,7 @@ def check_room(memory: PageMap, pages: Pages, count: int, op: int, upcoming: Int
         latest = max(pages.last[page : page + count])
         return min((int(upcoming[owner]) for owner in owners), default=NO_MORE), -latest
 
-    found = find_room(memory, count, op, upcoming, early)
+    found = find_free(memory, count, op, upcoming, early)
     rooms = [page for page in starts(memory, count) if worth_of(page)[0] > op > -worth_of(page)[1]]
     assert (found in rooms) if rooms else (found == NOWHERE)
     if rooms:

@@ -229,7 +229,7 @@ def test_a_slow_link_slows_both_ways(bench: Bench, monkeypatch: pytest.MonkeyPat
 def test_a_recording_has_all_three_lanes_with_their_names(bench: Bench) -> None:
     program = bench.program(offloading_plan(bench.graph))
     recordings: queue.Queue[Recording] = queue.Queue()
-    bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=recordings.put)
+    bench.executor.run(program, bench.lowered.examples(Bucket(2)), on_recording=recordings.put)
     spans = list(recordings.get(timeout=20).spans())
     assert [s.name for s in spans if s.lane == "swap_out"] == [
         bench.graph.tensors[s.tensor].name for s in program.swap_outs

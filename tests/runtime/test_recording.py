@@ -54,7 +54,7 @@ def test_a_followed_run_says_what_each_lane_did_in_order(bench: Bench) -> None:
     plan, mail = evicting_plan(bench.graph), Mailbox()
     program = bench.program(plan)
     for _ in range(3):
-        bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=mail)
+        bench.executor.run(program, bench.lowered.examples(Bucket(2)), on_recording=mail)
     for _ in range(3):
         spans = mail.next()
         graph, steps = bench.graph, plan.steps
@@ -80,7 +80,7 @@ def test_a_run_does_not_wait_for_the_epilogue_that_it_will_tell_about(bench: Ben
         if step == last:  # its own copies have ended: what comes now is the epilogue
             store.open.clear()
 
-    bench.executor.run(observed(program, close_the_gate), bench.lowered.examples(Bucket(2)), follow=mail)
+    bench.executor.run(observed(program, close_the_gate), bench.lowered.examples(Bucket(2)), on_recording=mail)
     assert not mail.recordings, "the epilogue is still to come"
     store.open.set()
     spans = mail.next()
@@ -100,7 +100,7 @@ def test_a_stall_is_told_with_the_op_that_waited(bench: Bench, monkeypatch: pyte
 
     program = bench.program(streaming_plan(bench.graph), store)
     monkeypatch.setattr(Counter, "wait", opening)
-    result = bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=mail)
+    result = bench.executor.run(program, bench.lowered.examples(Bucket(2)), on_recording=mail)
     spans = mail.next()
     stalls = [s for s in spans if s.stalled]
     assert stalls[0].name == on("compute", spans)[0].name
@@ -112,7 +112,7 @@ def test_a_run_that_failed_is_told_as_far_as_it_came(bench: Bench) -> None:
     mail = Mailbox()
     program = bench.program(resident_plan(bench.graph))
     with pytest.raises(DeviceError):
-        bench.executor.run(program, [torch.zeros(2, 7)], follow=mail)
+        bench.executor.run(program, [torch.zeros(2, 7)], on_recording=mail)
     assert on("compute", mail.next()) == []
 
 
@@ -122,7 +122,7 @@ def test_whoever_fails_to_take_a_recording_harms_nobody(bench: Bench, caplog: py
 
     program = bench.program(streaming_plan(bench.graph))
     expected = bench.run(program).outputs[0]
-    bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=fail)
+    bench.executor.run(program, bench.lowered.examples(Bucket(2)), on_recording=fail)
     assert torch.equal(bench.run(program).outputs[0], expected)
     assert "could not be handed over" in caplog.text
 
@@ -135,7 +135,7 @@ def test_copies_of_a_model_that_comes_to_a_shared_region_are_told(wide: Lowered,
     plan = resident_plan(wide.graphs[Bucket(2)])
     shared = SharedRegion(backend, SHARINGS[layout], arena, 1 << 20, ARENA_BYTES - (1 << 20))
     program = shared.add(wide, plan, None, store)
-    result = shared.run(program, wide.examples(Bucket(2)), follow=mail)
+    result = shared.run(program, wide.examples(Bucket(2)), on_recording=mail)
     spans = mail.next()
     if SHARINGS[layout].blocking:
         spans += mail.next()
@@ -152,7 +152,7 @@ def test_a_device_that_knows_no_times_of_steps_tells_when_the_inference_ran(wide
     mail = Mailbox()
     with opened(make, wide) as bench:
         program = bench.program(streaming_plan(bench.graph))
-        result = bench.executor.run(program, bench.lowered.examples(Bucket(2)), follow=mail)
+        result = bench.executor.run(program, bench.lowered.examples(Bucket(2)), on_recording=mail)
     (span,) = mail.next()
     assert (span.model, span.lane, span.name) == ("wide", "compute", "inference")
     assert span.end_s - span.start_s == pytest.approx(result.latency_s)

@@ -62,7 +62,7 @@ class FakeServable:
         default_factory=lambda: {Bucket(1): GraphCapture(1, 4096, None)}
     )
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: object = None) -> Answer:
+    def execute(self, requests: Sequence[Inputs], rows: int, on_recording: object = None) -> Answer:
         self.calls.append(rows)
         started_s = time.monotonic()
         outputs = self.function(**(requests[0] if len(requests) == 1 else joined(requests)))

@@ -112,7 +112,7 @@ async def test_a_request_that_fails_in_a_batch_fails_alone() -> None:
 
 async def test_the_start_of_an_execution_is_marked_with_its_prediction() -> None:
     async with lane_of(replace(identity("m", "FP32"), predicted_s=FASTER)) as lane:
-        asked = structs.replace(request(batch=2), room=np.zeros(MARK_BYTES, np.uint8))
+        asked = structs.replace(request(batch=2), output_buffer=np.zeros(MARK_BYTES, np.uint8))
         timing = (await lane.infer(asked)).timing
     assert asked.marked == (timing.started_s, FASTER[Bucket(2)])
 
@@ -208,11 +208,11 @@ async def test_requests_that_still_wait_for_a_replaced_or_removed_model_are_refu
 
 async def test_a_held_model_waits_while_the_others_are_served() -> None:
     async with lane_of(identity("m", "FP32"), identity("other", "FP32")) as lane:
-        lane.hold(ModelKey("m", 1), True)
+        lane.pause(ModelKey("m", 1))
         kept = infer(lane)
         await lane.infer(request("other"))
         assert not kept.done()
-        lane.hold(ModelKey("m", 1), False)
+        lane.resume(ModelKey("m", 1))
         await kept
 
 
@@ -240,7 +240,7 @@ async def test_failed_and_cancelled_requests_are_counted_once() -> None:
         lane.add(FakeServable(identity("m", "FP32").info, explode), statistics)
         with pytest.raises(ExecutionFailed, match="fire"):
             await lane.infer(request())
-        lane.hold(ModelKey("m", 1), True)
+        lane.pause(ModelKey("m", 1))
         leaving = infer(lane)
         await queued(lane, "m", 1)
         leaving.cancel()

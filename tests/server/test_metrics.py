@@ -16,7 +16,7 @@ from server_fakes import FakeServable, Gate, Running, eventually, identity, runn
 from server_http import ask, infer, x
 from tritonclient.grpc import service_pb2 as pb
 
-from cohabit.runtime.recording import Follow
+from cohabit.runtime.recording import OnRecording
 from cohabit.server.ipc.model import DeviceUse, Inputs
 from cohabit.server.ipc.request import Answer
 from cohabit.server.ipc.statistics import REQUEST_SECONDS, SECONDS, Histogram
@@ -267,8 +267,8 @@ def test_labels_are_escaped() -> None:
 class HandingOut(FakeServable):
     """Takes a while to convert its outputs."""
 
-    def execute(self, requests: Sequence[Inputs], rows: int, follow: Follow | None = None) -> Answer:
-        answer = super().execute(requests, rows, follow)
+    def execute(self, requests: Sequence[Inputs], rows: int, on_recording: OnRecording | None = None) -> Answer:
+        answer = super().execute(requests, rows, on_recording)
         time.sleep(0.01)
         return structs.replace(answer, timing=structs.replace(answer.timing, output_s=0.01))
 

@@ -188,7 +188,7 @@ def test_work_that_begins_dooms_what_can_no_longer_follow_it() -> None:
     assert scheduler.next(0.0) is not None
     hasty = scheduler.submit(0.0, request("short", timeout_s=5.0))
     scheduler.submit(0.0, request("long"))
-    scheduler.hold(key("short"), True)
+    scheduler.pause(key("short"))
     assert scheduler.shed(0.0) == []
     assert scheduler.next(1.0) is not None, "long begins"
     assert scheduler.shed(1.0) == [hasty]
@@ -574,9 +574,9 @@ def test_held_model_waits_and_keeps_its_requests() -> None:
     scheduler = scheduler_of("a", "b")
     scheduler.submit(0.0, request("a"))
     scheduler.submit(0.0, request("b"))
-    scheduler.hold(key("a"), True)
+    scheduler.pause(key("a"))
     assert served(scheduler) == ["b"]
-    scheduler.hold(key("a"), False)
+    scheduler.resume(key("a"))
     assert served(scheduler) == ["a"]
 
 
