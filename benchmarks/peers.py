@@ -44,12 +44,12 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.cpu.executor import CpuExecutor
-from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import lower
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import open_store
 
 MODELS = ("resnet152", "resnet50", "mobilenet_v2", "vit_small", "bert_base", "bert_small", "lstm", "ranker")
 UNTUNED: Mapping[str, Callable[[], tuple[torch.nn.Module, Inputs]]] = {**EARLIER, **UNSEEN}

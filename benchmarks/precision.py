@@ -20,12 +20,12 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.cpu.executor import CpuExecutor
-from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.model import Port
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Dtype, Options
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import open_store
 
 MODELS = (
     "resnet50",

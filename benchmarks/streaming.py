@@ -33,13 +33,13 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.cpu.executor import CpuExecutor
-from cohabit.runtime.host.store import Store, open_store
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import Store, open_store
 
 MODELS = ("resnet152", "bert_base", "minilm")
 SHARES = (0.25, 0.5)

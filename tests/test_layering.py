@@ -130,15 +130,14 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
     },
     "runtime": {
         "lowering": set(),
-        "host": {"lowering"},
-        "offload": {"lowering"},
-        "binding": {"lowering", "offload"},
+        "stores": {"lowering"},
+        "binding": {"lowering"},
         "shared_region": {"binding", "lowering"},
-        "profiling": {"binding", "lowering"},
+        "measure": {"binding", "lowering"},
         "tiling": {"lowering"},
-        "cpu": {"binding", "host", "lowering", "profiling", "shared_region"},
-        "cuda": {"binding", "host", "lowering", "offload", "profiling", "shared_region"},
-        "training": {"host"},
+        "cpu": {"binding", "lowering", "measure", "shared_region", "stores"},
+        "cuda": {"binding", "lowering", "measure", "shared_region", "stores"},
+        "training": {"stores"},
     },
 }
 PUT_TOGETHER = {

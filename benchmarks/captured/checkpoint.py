@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from benchmarks.captured.state import RNG, StateTensor, TrainingState
 from cohabit.planner.cache_file import unfinished
 from cohabit.planner.errors import FormatError
-from cohabit.runtime.host.spill_buffers import bytes_of
 from cohabit.runtime.memory import SpillBuffer
+from cohabit.runtime.stores.spill_buffers import bytes_of
 
 GENERATOR: Final = "torch.random"
 """Name of the state of torch's generator, from which random ops take their numbers."""

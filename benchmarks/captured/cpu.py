@@ -19,15 +19,15 @@ from cohabit.planner.profile import Link
 from cohabit.runtime.allocations import measuring_allocations
 from cohabit.runtime.binding.build import bind
 from cohabit.runtime.binding.draft import Draft
+from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.heap import keep_freed_memory
-from cohabit.runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
 from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.measure.stopwatch import repeating
 from cohabit.runtime.memory import StoreKind
-from cohabit.runtime.offload.storage import OffloadedTensor
-from cohabit.runtime.profiling.stopwatch import repeating
+from cohabit.runtime.stores.spill_buffers import file_spill_buffers, ram_spill_buffers
 
 KEPT_BYTES: Final = 256 << 10
 """Of freed memory, where it is to be had by others. Smaller tensors leave holes in the heap: with 1 MiB, an LSTM whose

@@ -19,6 +19,7 @@ from benchmarks.captured.store import StateStore
 from cohabit.planner.profile import Link
 from cohabit.runtime.binding.build import bind
 from cohabit.runtime.binding.draft import Draft
+from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.backend import CudaBackend
@@ -28,7 +29,6 @@ from cohabit.runtime.cuda.program import ALIGNMENT_BYTES, CudaProgram, prepare
 from cohabit.runtime.cuda.stores import pinned_spill_buffers
 from cohabit.runtime.devices import open_device
 from cohabit.runtime.lowering.lower import Lowered
-from cohabit.runtime.offload.storage import OffloadedTensor
 
 ALLOCATOR_SHARE: Final = 0.05
 """Of the memory: what torch's allocator is left for rounding sizes up, and for gaps between tensors."""

@@ -12,11 +12,11 @@ from benchmarks.captured.store import StateStore
 from cohabit.planner.profile import Link
 from cohabit.runtime.backend import Executor
 from cohabit.runtime.binding.draft import Draft
+from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
-from cohabit.runtime.offload.storage import OffloadedTensor
 
 
 class TrainingDevice(Meter, Protocol):

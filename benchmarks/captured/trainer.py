@@ -29,12 +29,12 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from cohabit.runtime.binding.build import draft
+from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import DeviceError, MemoryExceeded, UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import StoreKind
-from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import Recording
 
 OnProgress = Callable[[str, int, int], None]

@@ -38,14 +38,14 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.cpu.executor import CpuExecutor
-from cohabit.runtime.host.direct import open_direct, read_fully
-from cohabit.runtime.host.pages import anonymous_memory, use_huge_pages
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.direct import open_direct, read_fully
+from cohabit.runtime.stores.pages import anonymous_memory, use_huge_pages
 
 MODEL = "resnet152"
 MEMORY_MIB = (192, 128, 96, 64, 32, 20)

@@ -14,11 +14,11 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.calls import Call, bind_with_store, static_value, weight_at
 from cohabit.runtime.binding.draft import ComputeStep, Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
+from cohabit.runtime.binding.offloaded import OffloadedTensor, ParameterSource
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import Destination, DeviceArena, HostStore
-from cohabit.runtime.offload.storage import OffloadedTensor, ParameterSource
 
 
 def draft(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Draft:

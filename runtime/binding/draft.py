@@ -15,11 +15,11 @@ from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.calls import CallTemplate, template_of
+from cohabit.runtime.binding.offloaded import OffloadedTensor
+from cohabit.runtime.binding.spills import Spill, spills_of
 from cohabit.runtime.lowering.trace import Instruction, Trace
 from cohabit.runtime.lowering.weights import Manifest, Piece
 from cohabit.runtime.memory import Copy
-from cohabit.runtime.offload.spills import Spill, spills_of
-from cohabit.runtime.offload.storage import OffloadedTensor
 
 C = TypeVar("C")
 D = TypeVar("D")

@@ -11,7 +11,7 @@ from cohabit.planner.plan import Address, Plan
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep, Draft, SwapStep
-from cohabit.runtime.offload.storage import OffloadedTensor
+from cohabit.runtime.binding.offloaded import OffloadedTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from cohabit.runtime.host.pages import Bytes, anonymous_memory
 from cohabit.runtime.memory import require_inside
+from cohabit.runtime.stores.pages import Bytes, anonymous_memory
 
 
 class CpuArena:

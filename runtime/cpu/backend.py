@@ -15,16 +15,16 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.heap import KEPT_BYTES, keep_freed_memory
-from cohabit.runtime.host.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_are_off
-from cohabit.runtime.host.store import LimitedStore, Links, open_store
 from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.lowering.packing import processor
 from cohabit.runtime.lowering.weights import BLOCK_BYTES, Manifest
+from cohabit.runtime.measure.link import measured_bytes
+from cohabit.runtime.measure.profile import cached_profiles, measure, traced_profiles
+from cohabit.runtime.measure.stopwatch import last_level_cache_bytes
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
-from cohabit.runtime.profiling.link import measured_bytes
-from cohabit.runtime.profiling.profile import cached_profiles, measure, traced_profiles
-from cohabit.runtime.profiling.stopwatch import last_level_cache_bytes
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
+from cohabit.runtime.stores.host import LimitedStore, Links, open_store
+from cohabit.runtime.stores.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_are_off
 
 _log = logging.getLogger("cohabit.runtime")
 

@@ -20,10 +20,10 @@ from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.profiling.measure import measured
 from cohabit.runtime.cuda.program import CudaProgram, CudaRelocatableModel, prepare
 from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, Ring, StagedStore
-from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
+from cohabit.runtime.stores.host import open_store
 
 _log = logging.getLogger("cohabit.cuda")
 PINNED_SHARE = 0.5

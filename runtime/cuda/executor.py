@@ -21,6 +21,7 @@ import torch
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
+from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.cuda.api import CapturedGraph, Driver
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
 from cohabit.runtime.cuda.issue import IssueThread, Streams, issue_inference
@@ -29,7 +30,6 @@ from cohabit.runtime.cuda.profiling.stopwatch import CudaStopwatch
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
 from cohabit.runtime.cuda.transfers import Transfer, Transfers, pieces_of
 from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded, StoreChanged
-from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.recording import OnRecording, Recording
 
 _log = logging.getLogger("cohabit.cuda")

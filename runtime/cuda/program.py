@@ -11,6 +11,7 @@ from torch._ops import HigherOrderOperator
 from cohabit.planner.graph import aligned
 from cohabit.planner.plan import Compute, Plan, SwapIn
 from cohabit.planner.profile import Profile
+from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from cohabit.runtime.cuda.buffers import Buffers, Shapes
@@ -21,7 +22,6 @@ from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import DeviceArena, HostStore
-from cohabit.runtime.offload.storage import OffloadedTensor
 from cohabit.runtime.options import Tf32
 from cohabit.runtime.shared_region.region import FetchPlan
 from cohabit.runtime.shared_region.relocatable import RelocatableModel

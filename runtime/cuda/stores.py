@@ -17,10 +17,10 @@ from cohabit.planner.errors import format_bytes
 from cohabit.runtime.cuda.api import Driver, Event, HostBytes
 from cohabit.runtime.cuda.decoding import EncodedCopy
 from cohabit.runtime.errors import MemoryExceeded
-from cohabit.runtime.host.pages import anonymous_memory, use_huge_pages
-from cohabit.runtime.host.store import decodings, find_table, read_weights, table_view
 from cohabit.runtime.lowering.weights import Manifest, Segment
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
+from cohabit.runtime.stores.host import decodings, find_table, read_weights, table_view
+from cohabit.runtime.stores.pages import anonymous_memory, use_huge_pages
 
 RING_SLOTS = 3
 _HUGE_PAGE_BYTES = 2 << 20

@@ -14,8 +14,8 @@ import numpy as np
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import aligned
 from cohabit.runtime.errors import MemoryExceeded
-from cohabit.runtime.host.direct import open_direct, read_fully, write_fully
-from cohabit.runtime.host.pages import Bytes, anonymous_memory
+from cohabit.runtime.stores.direct import open_direct, read_fully, write_fully
+from cohabit.runtime.stores.pages import Bytes, anonymous_memory
 
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 4 << 20

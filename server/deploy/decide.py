@@ -12,8 +12,8 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.sizing.deployment import Division
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.heap import release_free_memory
-from cohabit.runtime.host.pages import release_code_pages
 from cohabit.runtime.lowering.lower import NotCached
+from cohabit.runtime.stores.pages import release_code_pages
 from cohabit.server.config.bundle import Bundle
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.machine import resident_bytes

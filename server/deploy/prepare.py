@@ -20,9 +20,9 @@ from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, fingerprint, noted_fingerprint, notes_of
 from cohabit.runtime.lowering.lower import Entry, Lowered, NotCached, cached, lower
+from cohabit.runtime.measure.profile import cached_profiles, forget
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import cached_profiles, forget
 from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.config.machine import available_cpus, available_memory
 from cohabit.server.config.values import shape_buckets as parse_sizes

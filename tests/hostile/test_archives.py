@@ -22,12 +22,12 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import ArchiveError, UnsupportedModel
-from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering import archive, archive_file, artifact
 from cohabit.runtime.lowering.allowed_ops import allows, allows_lowered, allows_target
 from cohabit.runtime.lowering.archive_file import ArchiveFile, fingerprint
 from cohabit.runtime.lowering.lower import Lowered, lower
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
+from cohabit.runtime.stores.host import open_store
 from tests.runtime import models
 from tests.runtime.test_archive import read
 

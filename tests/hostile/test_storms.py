@@ -14,9 +14,9 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.attacks import Target, attack_until
-from cohabit.runtime.host import store
-from cohabit.runtime.host.direct import read_fully
-from cohabit.runtime.host.pages import Bytes
+from cohabit.runtime.stores import host
+from cohabit.runtime.stores.direct import read_fully
+from cohabit.runtime.stores.pages import Bytes
 from tests.e2e.serving import READY_S, Process, ask, eventually, infer, process, serving
 from tests.e2e.stacks import Stacks, X, is_answer_of
 from tests.e2e.stacks import answer as stack_answer
@@ -204,7 +204,7 @@ def test_reads_that_fail_now_and_then_fail_their_request_alone(
         read_fully(fd, destination, offset)
 
     with serving(tmp_path / "models", "3MiB", tmp_path / "cache", store="file", batch_sizes=(1,)) as server:
-        monkeypatch.setattr(store, "read_fully", failing)
+        monkeypatch.setattr(host, "read_fully", failing)
         failures = []
         for _ in range(30):
             try:

@@ -17,12 +17,12 @@ from cohabit.runtime.backend import Backend, Executor, Result
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.cuda.backend import CudaBackend
-from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering import fusion
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
 from cohabit.runtime.options import Options
+from cohabit.runtime.stores.host import open_store
 from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.plans import with_room
 

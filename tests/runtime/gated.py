@@ -3,9 +3,9 @@
 import threading
 from typing import Any
 
-from cohabit.runtime.host.pages import Bytes
-from cohabit.runtime.host.store import RamStore
 from cohabit.runtime.memory import Copy
+from cohabit.runtime.stores.host import RamStore
+from cohabit.runtime.stores.pages import Bytes
 
 WAIT_S = 20.0
 

@@ -18,11 +18,11 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket, ShapeBuckets
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.errors import UnsupportedModel
-from cohabit.runtime.host.store import StoreKind
 from cohabit.runtime.lowering.interaction import comparable, difference
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import StoreKind
 from tests.runtime.backends import opened
 from tests.runtime.plans import streaming_plan
 

@@ -2,9 +2,9 @@
 
 import time
 
-from cohabit.runtime.host.pages import Bytes
-from cohabit.runtime.host.store import RamStore
 from cohabit.runtime.memory import Copy
+from cohabit.runtime.stores.host import RamStore
+from cohabit.runtime.stores.pages import Bytes
 
 
 class LateStore(RamStore):

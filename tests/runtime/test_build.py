@@ -8,7 +8,7 @@ from msgspec import structs
 from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
 from cohabit.planner.plan import Plan
 from cohabit.runtime.lowering.lower import Lowered
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.plans import streaming_plan
 

@@ -17,10 +17,10 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.errors import DeviceError, DeviceLost
-from cohabit.runtime.host.store import LimitedStore, Links, RamStore, open_store
 from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import LimitedStore, Links, RamStore, open_store
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, Bench, cpu, opened
 from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.plans import streaming_plan, with_room

@@ -18,8 +18,8 @@ from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, fake_cuda, fake_staged, opened, packed

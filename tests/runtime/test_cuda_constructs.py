@@ -10,7 +10,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.lowering.lower import Lowered
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS
 from tests.runtime.plans import streaming_plan, with_room

@@ -16,8 +16,8 @@ from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
 from cohabit.runtime.cuda.transfers import Transfers
 from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_streams, opened
 from tests.runtime.cuda_fake import FakeDriver

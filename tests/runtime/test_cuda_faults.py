@@ -12,7 +12,7 @@ from cohabit.runtime.cuda.executor import CudaExecutor
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.lower import Lowered
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.runtime.backends import Bench, fake_cuda, opened
 from tests.runtime.cuda_fake import FakeDriver, pinned_array
 from tests.runtime.plans import streaming_plan

@@ -18,9 +18,9 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.errors import DeviceError
-from cohabit.runtime.host.pages import anonymous_memory
 from cohabit.runtime.lowering.lower import Lowered, lower
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
+from cohabit.runtime.stores.pages import anonymous_memory
 from tests.runtime import models
 from tests.runtime.backends import has_gpu, real_cuda
 from tests.runtime.plans import streaming_plan, with_room
@@ -176,7 +176,7 @@ from pathlib import Path
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.errors import DeviceError, DeviceLost
 from cohabit.runtime.lowering.lower import lower
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.binding.program import Bases
 from tests.runtime import models
 from tests.runtime.backends import real_cuda

@@ -21,9 +21,9 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.executor import CudaExecutor
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES
-from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.options import Options, Weights
+from cohabit.runtime.stores.host import open_store
 from tests.planner.graphs import PAGE, chain, profile_of
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver

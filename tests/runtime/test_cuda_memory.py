@@ -18,7 +18,7 @@ from cohabit.runtime.cuda.profiling.dry_run import large_bytes
 from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, StagedStore
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.planner.graphs import PAGE, chain
 from tests.runtime import models
 from tests.runtime.cuda_fake import FakeDriver

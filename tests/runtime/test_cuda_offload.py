@@ -19,7 +19,7 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.commands import FORK
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.planner.graphs import profile_of
 from tests.runtime import models
 from tests.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened

@@ -25,8 +25,8 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.exported import from_program
 from cohabit.runtime.lowering.lower import MOST_BUCKETS, Lowered, _buckets, cached, lower
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import DEFAULTS, Options
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, fake_cuda, fake_streams, has_gpu, real_cuda
 from tests.runtime.cuda_fake import FakeDriver
 from tests.runtime.observing import addresses, note_held

@@ -11,8 +11,8 @@ from torch import nn
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.lowering import fusion, packing
 from cohabit.runtime.lowering.rewrites import linear_forms
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, opened
 from tests.runtime.mixing import Computed

@@ -24,14 +24,14 @@ from cohabit.runtime.cuda import decoding as device_decoding
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.transfers import Transfers
 from cohabit.runtime.errors import DeviceError
-from cohabit.runtime.host.store import open_store
 from cohabit.runtime.lowering import lower as lowering
 from cohabit.runtime.lowering.encoding.choice import LEAST_COSINE, cosine
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import manifest_of, read
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.options import Options, Weights
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import open_store
 from tests.runtime import models
 from tests.runtime.backends import cpu, fake_cuda, fake_staged, fake_streams, has_gpu, opened, real_cuda
 from tests.runtime.plans import streaming_plan

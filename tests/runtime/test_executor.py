@@ -20,10 +20,10 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
-from cohabit.runtime.host.store import RamStore
 from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import RamStore
 from tests.planner.reference import live_bytes
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, Bench, cpu, opened

@@ -16,8 +16,8 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.lowering import fusion, packing
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.lowering.rewrites.functional import is_change, write_once
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime.backends import cpu, opened
 
 pytestmark = pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))

@@ -10,8 +10,8 @@ from torch.nn.functional import relu
 
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, opened
 from tests.runtime.plans import streaming_plan

@@ -15,8 +15,8 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.lowering import fused_ops as fused
 from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import ROOM_BYTES, has_gpu, real_cuda
 from tests.runtime.cuda_fake import FakeDriver

@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.lowering.lower import lower
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.runtime.backends import cpu, opened
 from tests.runtime.models import export
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cohabit.runtime.cpu.backend import CpuBackend
-from cohabit.runtime.host import pages
+from cohabit.runtime.stores import pages
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, fake_cuda, opened
 from tests.runtime.cuda_fake import FakeDriver

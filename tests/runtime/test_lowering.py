@@ -15,11 +15,11 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import UnsupportedModel
-from cohabit.runtime.host.store import StoreKind, open_store
 from cohabit.runtime.lowering import fusion
 from cohabit.runtime.lowering.lower import Lowered, NotCached, cached, lower
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import StoreKind, open_store
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 

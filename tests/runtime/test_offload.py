@@ -11,8 +11,8 @@ import pytest
 import torch
 from msgspec import structs
 
-import cohabit.runtime.host.store
-import cohabit.runtime.profiling.link
+import cohabit.runtime.measure.link
+import cohabit.runtime.stores.host
 from benchmarks.streaming import serialised
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph
@@ -20,13 +20,13 @@ from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import DeviceError, UnsupportedPlan
-from cohabit.runtime.host.store import LimitedStore, RamStore, open_store
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.measure.link import measure_swap_out
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import SpillBuffer, StoreKind
-from cohabit.runtime.profiling.link import measure_swap_out
-from cohabit.runtime.profiling.profile import resident_plan
 from cohabit.runtime.recording import Recording
+from cohabit.runtime.stores.host import LimitedStore, RamStore, open_store
 from tests.planner.reference import live_bytes
 from tests.runtime.backends import Bench, cpu, opened
 from tests.runtime.observing import addresses, note_held
@@ -213,9 +213,9 @@ def test_an_op_that_fails_leaves_no_activation_behind(bench: Bench) -> None:
 
 
 def test_a_slow_link_slows_both_ways(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep_until = cohabit.runtime.host.store._sleep_until
+    sleep_until = cohabit.runtime.stores.host._sleep_until
     monkeypatch.setattr(
-        cohabit.runtime.host.store, "_sleep_until", lambda end_s: 0.0 * sleep_until(end_s)
+        cohabit.runtime.stores.host, "_sleep_until", lambda end_s: 0.0 * sleep_until(end_s)
     )  # none too late
     store = LimitedStore(open_store("ram", bench.lowered.weights_path, bench.lowered.manifest), 1e12, 0.004)
     program = bench.program(offloading_plan(bench.graph), store)
@@ -309,7 +309,7 @@ class ClockedBuffers:
 
 def test_the_link_out_is_measured_by_a_large_activation_and_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ClockedBuffers()
-    monkeypatch.setattr(cohabit.runtime.profiling.link.time, "perf_counter", lambda: store.now_s)
+    monkeypatch.setattr(cohabit.runtime.measure.link.time, "perf_counter", lambda: store.now_s)
     link = measure_swap_out(store)  # type: ignore[arg-type]
     assert link.latency_s == pytest.approx(1e-3, rel=0.01)
     assert link.bandwidth_bytes_per_s == pytest.approx(1e9, rel=0.01)

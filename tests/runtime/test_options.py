@@ -13,8 +13,8 @@ from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.lowering.lower import Lowered
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import CUDA_DEFAULTS, Dtype, Options, Tf32
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, has_gpu, real_cuda
 from tests.runtime.plans import with_room

@@ -14,8 +14,8 @@ from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering import fusion, packing
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.rewrites import slicing
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, opened
 from tests.runtime.plans import streaming_plan

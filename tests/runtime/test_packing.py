@@ -177,7 +177,7 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.lowering import fusion
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.runtime.backends import cpu, opened
 
 fusion.LEAST_MULTIPLICATIONS = 0

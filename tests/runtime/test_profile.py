@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 import cohabit.runtime.cpu.backend
-import cohabit.runtime.profiling.stopwatch
+import cohabit.runtime.measure.stopwatch
 from cohabit.planner.graph import aligned
 from cohabit.planner.profile import NOISY, Link, Profile
 from cohabit.planner.shapes import Bucket
@@ -20,10 +20,10 @@ from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.lowering.allowed_ops import draws
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
+from cohabit.runtime.measure.link import leading, segment_copies
+from cohabit.runtime.measure.profile import without_extra
+from cohabit.runtime.measure.stopwatch import ColdCaches, StepTimes, measure_ops
 from cohabit.runtime.memory import StoreKind
-from cohabit.runtime.profiling.link import leading, segment_copies
-from cohabit.runtime.profiling.profile import without_extra
-from cohabit.runtime.profiling.stopwatch import ColdCaches, StepTimes, measure_ops
 from cohabit.server.deploy.notices import warn_of_noise, warn_of_random_ops
 from cohabit.server.ipc.model import ModelKey
 from tests.runtime import models
@@ -40,7 +40,7 @@ def bench(wide: Lowered) -> Iterator[Bench]:
 
 
 def test_every_op_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cohabit.runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(cohabit.runtime.measure.stopwatch, "_MEASURING_S", 0.0)
     profile = CpuBackend().measure(bench.lowered, bench.store, None, lambda text: None)[1][Bucket(2)]
     assert len(profile.op_seconds) == len(bench.graph.ops)
     assert min(profile.op_seconds) > 0
@@ -87,7 +87,7 @@ class ScriptedExecutor:
 def test_ops_are_timed_again_while_their_runs_are_noisy_and_the_quietest_try_counts(
     rounds: Sequence[Sequence[float]], latency_s: float, noise: float, unused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cohabit.runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(cohabit.runtime.measure.stopwatch, "_MEASURING_S", 0.0)
     executor = ScriptedExecutor([7.0, *(s for seconds in rounds for s in seconds)])
     program: Any = SimpleNamespace(computes=[None])
     times = measure_ops(program, list, cast(Any, executor), ColdCaches(0))
@@ -119,7 +119,7 @@ def test_a_measurement_that_is_disturbed_alike_in_every_run_is_noisy(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     medians = StepTimes.medians
-    monkeypatch.setattr(cohabit.runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(cohabit.runtime.measure.stopwatch, "_MEASURING_S", 0.0)
     monkeypatch.setattr(StepTimes, "medians", lambda times: tuple(s + 1.0 for s in medians(times)))
     profile = CpuBackend().measure(bench.lowered, bench.store, None, lambda text: None)[1][Bucket(2)]
     assert max(profile.op_seconds) < 1.0
@@ -199,7 +199,7 @@ def test_parameters_from_ram_are_measured_in_the_last_level_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where no other link limits the copies and every parameter fits."""
-    monkeypatch.setattr(cohabit.runtime.profiling.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(cohabit.runtime.measure.stopwatch, "_MEASURING_S", 0.0)
     monkeypatch.setattr(cohabit.runtime.cpu.backend, "last_level_cache_bytes", lambda: cache_bytes)
     models.export(torch.nn.Linear(512, 512), {"input": torch.zeros(2, 512)}, tmp_path / "m.pt2")
     lowered = lower(tmp_path / "m.pt2", "m", [2], tmp_path)

@@ -14,7 +14,7 @@ from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.cpu.swap_lane import Counter
 from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.lower import Lowered
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.recording import LaneSpan, Recording
 from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
 from tests.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_streams, opened

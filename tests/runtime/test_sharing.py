@@ -11,11 +11,11 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.errors import DeviceError, MemoryExceeded, UnsupportedPlan
-from cohabit.runtime.host.store import RamStore
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
-from cohabit.runtime.profiling.profile import resident_plan
 from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
+from cohabit.runtime.stores.host import RamStore
 from tests.runtime import models
 from tests.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
 from tests.runtime.plans import streaming_plan, with_room

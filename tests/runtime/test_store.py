@@ -17,10 +17,10 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import DeviceError, StoreChanged
-from cohabit.runtime.host.store import FileStore, LimitedStore, StoreKind, open_store
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import description_path
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
+from cohabit.runtime.stores.host import FileStore, LimitedStore, StoreKind, open_store
 from tests.runtime import models
 from tests.runtime.plans import streaming_plan
 
@@ -183,7 +183,7 @@ def test_what_a_sleep_takes_too_long_is_taken_off_the_next_copy(
         now_s += seconds + 0.125
 
     monkeypatch.setattr(
-        "cohabit.runtime.host.store.time", SimpleNamespace(perf_counter=lambda: now_s, sleep=oversleep)
+        "cohabit.runtime.stores.host.time", SimpleNamespace(perf_counter=lambda: now_s, sleep=oversleep)
     )
     destination = np.zeros(lowered.manifest.segments[0].nbytes, np.uint8)
     inner = open_store("ram", lowered.weights_path, lowered.manifest)

@@ -16,7 +16,7 @@ from cohabit.planner.search.driver import search
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.swap_lane import Counter
 from cohabit.runtime.lowering.lower import Lowered
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import ROOM_BYTES, cpu, opened
 from tests.runtime.plans import streaming_plan, with_room

@@ -17,7 +17,7 @@ import torch
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.lowering.lower import lower
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.measure.profile import resident_plan
 from tests.runtime.backends import cpu, opened
 
 torch.set_num_threads(1)

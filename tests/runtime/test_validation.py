@@ -15,8 +15,8 @@ from cohabit.runtime.lowering import fusion, packing, rewrite, validation
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.model import FxModel
 from cohabit.runtime.lowering.rewrites import in_place
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
 from tests.runtime import models
 from tests.runtime.backends import cpu, opened
 

@@ -19,12 +19,12 @@ from cohabit.planner import cache_file
 from cohabit.planner.plan import encode
 from cohabit.planner.profile import Link, Profile
 from cohabit.runtime.cuda.profiling.measure import Measurement
-from cohabit.runtime.host.pages import anonymous_memory
-from cohabit.runtime.host.store import FileStore
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.lowering.weights import manifest_of
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from cohabit.runtime.profiling.profile import resident_plan
+from cohabit.runtime.stores.host import FileStore
+from cohabit.runtime.stores.pages import anonymous_memory
 from cohabit.server.cli import main
 from cohabit.server.format import make_table, print_table
 from tests.runtime import models

@@ -16,7 +16,7 @@ from cohabit.planner.errors import format_bytes
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.devices import open_device
-from cohabit.runtime.host.pages import release_code_pages
+from cohabit.runtime.stores.pages import release_code_pages
 from cohabit.server.cli import main
 from cohabit.server.config import machine as machine_module
 from cohabit.server.config.config import ServeConfig, decode_config, encode_config
@@ -117,7 +117,7 @@ def test_code_that_only_an_import_needs_is_released() -> None:
     """In a process of its own. It goes on computing: what it needs is read again."""
     program = (
         "import torch\n"
-        "from cohabit.runtime.host.pages import release_code_pages\n"
+        "from cohabit.runtime.stores.pages import release_code_pages\n"
         "from cohabit.server.config.machine import resident_bytes\n"
         "before = resident_bytes()\n"
         "release_code_pages()\n"

@@ -14,8 +14,8 @@ from cohabit.runtime.cuda.api import Stream
 from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.stores import PinnedMemory, Ring
 from cohabit.runtime.lowering.weights import Manifest
+from cohabit.runtime.measure.link import leading
 from cohabit.runtime.memory import Copy, HostStore
-from cohabit.runtime.profiling.link import leading
 
 _COPY_BYTES = 4 << 20
 """Typical size of a program's copy."""

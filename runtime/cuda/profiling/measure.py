@@ -34,8 +34,8 @@ from cohabit.runtime.cuda.profiling.scratch import kernel_scratch, wasted_bytes,
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
 from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.lowering.lower import Lowered, NotCached
+from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
-from cohabit.runtime.profiling.profile import resident_plan
 
 FORMAT_VERSION = 6
 CudaDevice = DeviceBackend[CudaProgram]

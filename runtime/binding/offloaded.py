@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from cohabit.runtime.binding.spills import Spill
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.lowering.weights import Piece, dtype_of
 from cohabit.runtime.memory import DeviceArena, HostStore, SpillBuffer
-from cohabit.runtime.offload.spills import Spill
 
 
 class ParameterSource:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from cohabit.runtime.host.pages import Bytes
+from cohabit.runtime.stores.pages import Bytes
 
 
 def open_direct(path: Path, flags: int) -> int:

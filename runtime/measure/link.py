@@ -17,8 +17,8 @@ from cohabit.planner.profile import Link
 from cohabit.runtime.backend import Executor
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.lowering.weights import BLOCK_BYTES, Manifest
+from cohabit.runtime.measure.stopwatch import ColdCaches, recorded_latency, repeat, repeating
 from cohabit.runtime.memory import Copy, DeviceArena, HostStore
-from cohabit.runtime.profiling.stopwatch import ColdCaches, recorded_latency, repeat, repeating
 
 ROUNDS = 5
 """Number of times that all segments are copied to measure a link."""

@@ -21,8 +21,7 @@ from cohabit.runtime.backend import Executor
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.model import TABLE_OPS
-from cohabit.runtime.memory import DeviceArena, HostStore
-from cohabit.runtime.profiling.link import (
+from cohabit.runtime.measure.link import (
     leading,
     measure_contention,
     measure_swap_in,
@@ -30,7 +29,8 @@ from cohabit.runtime.profiling.link import (
     measured_bytes,
     segment_copies,
 )
-from cohabit.runtime.profiling.stopwatch import ColdCaches, measure_ops, tiny_op_seconds
+from cohabit.runtime.measure.stopwatch import ColdCaches, measure_ops, tiny_op_seconds
+from cohabit.runtime.memory import DeviceArena, HostStore
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from cohabit.runtime.errors import StoreChanged
-from cohabit.runtime.host.direct import open_direct, read_fully
-from cohabit.runtime.host.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
-from cohabit.runtime.host.spill_buffers import file_spill_buffers, ram_spill_buffers
 from cohabit.runtime.lowering.encoding.codec import Decoding, decoding, encoded_bytes
 from cohabit.runtime.lowering.weights import Manifest, Segment, Table, checksum, dtype_of, known_checksums
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
+from cohabit.runtime.stores.direct import open_direct, read_fully
+from cohabit.runtime.stores.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
+from cohabit.runtime.stores.spill_buffers import file_spill_buffers, ram_spill_buffers
 
 Store = HostStore[Bytes]
 """One model's host copy. Its copies run in the calling thread, without holding the GIL."""

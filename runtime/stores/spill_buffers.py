@@ -18,10 +18,10 @@ import torch
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import aligned
 from cohabit.runtime.errors import MemoryExceeded
-from cohabit.runtime.host.direct import open_direct, read_fully, write_fully
-from cohabit.runtime.host.pages import Bytes, anonymous_memory, release_pages
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.memory import SpillBuffer
+from cohabit.runtime.stores.direct import open_direct, read_fully, write_fully
+from cohabit.runtime.stores.pages import Bytes, anonymous_memory, release_pages
 
 BUFFER_BYTES = 1 << 20
 """Size of one read or write; a program has two such aligned buffers, one per direction."""
