@@ -160,7 +160,7 @@ class Budget:
             self._residency.start()
             context.callback(self._residency.stop)
             self._pins = context.enter_context(watching(self._residency, self._lock, partial(_Mode, self)))
-            self._residency.peak_bytes = self._residency.used_bytes
+            self._residency.peak_bytes = self._residency.recent_peak_bytes = self._residency.used_bytes
             if self._limit_bytes is not None and self._is_total:
                 self._process = ProcessLimit(self._limit_bytes)
                 self._measure(self._process)
@@ -467,6 +467,7 @@ class Budget:
     def _after_fork(self) -> None:
         """Continue in a forked process, which has no copy thread: swapped-in storages then stay in memory."""
         self._lock = threading.RLock()
+        self._process = None
         self._residency.after_fork()
 
 

@@ -494,6 +494,29 @@ def test_workers_of_a_loader_are_forked_in_the_middle() -> None:
     assert all(np.isfinite(losses))
 
 
+def test_a_forked_process_has_no_limit_of_its_own_which_would_evict_into_the_parent_s_file() -> None:
+    net, optimizer = made()
+    with cohabit.budget("16GiB total", net, optimizer, store="file") as limits:
+        plain(net, optimizer)
+        assert limits.limit_bytes is not None
+        child = os.fork()
+        if not child:
+            plain(net, optimizer)
+            os._exit(0 if limits.limit_bytes is None else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_total_leaves_tensors_what_the_process_does_not_take() -> None:
+    """The owners' own bytes, which are in the process when the context is entered, count once."""
+    tensor = torch.zeros(64 << 20, dtype=torch.uint8)
+    process_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    total_bytes = 2 * process_bytes
+    with cohabit.budget(f"{total_bytes}B total", tensor, store="file") as limits:
+        others_bytes = process_bytes - tensor.nbytes
+        assert limits.limit_bytes is not None
+        assert abs(total_bytes * 15 // 16 - others_bytes - limits.limit_bytes) < 16 << 20
+
+
 def test_a_context_that_is_collected_or_entered_again() -> None:
     net, optimizer = made()
     torch.manual_seed(3)
