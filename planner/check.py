@@ -1,7 +1,8 @@
 """Checks whether a plan may run. Shares no code with the simulator or any search.
 
-The checker replays a plan in its total order. It checks addressed tensors per byte range, and sums counted tensors,
-including released bytes that a pending step may still use. Lanes run concurrently: only lane order and `after` edges
+The checker replays a plan in its total order. It checks tensors with an address per byte range. The others are
+*counted*: it sums their bytes, including released ones that a pending step may still use. Lanes run concurrently: only
+lane order and `after` edges
 guarantee that one step has ended when another starts. Each step therefore has a *clock*: the number of steps of each
 lane that have certainly ended when it starts."""
 
@@ -41,17 +42,17 @@ def _unknown_names(graph: Graph, plan: Plan) -> Iterator[str]:
     count = len(graph.tensors)
     for placement in plan.residents:
         if not 0 <= placement.tensor < count:
-            yield f"tensor {placement.tensor} is placed at the start, the graph has {count} tensors"
+            yield f"tensor {placement.tensor} is a resident, but the graph has only {count} tensors"
     for index, step in enumerate(plan.steps):
         if not isinstance(step, Compute):
             if not 0 <= step.tensor < count:
-                yield f"step {index} names tensor {step.tensor}, the graph has {count} tensors"
+                yield f"step {index} names tensor {step.tensor}, but the graph has only {count} tensors"
         elif not 0 <= step.op < len(graph.ops):
-            yield f"step {index} names op {step.op}, the graph has {len(graph.ops)} ops"
+            yield f"step {index} names op {step.op}, but the graph has only {len(graph.ops)} ops"
 
 
 def _changes_out_of_order(graph: Graph, plan: Plan) -> Iterator[str]:
-    """Find ops that run after another number of in-place changes of a tensor than in the graph's order."""
+    """Find ops that run after a different number of in-place changes of a tensor than in the graph's order."""
     changed = {i for op in graph.ops for i in op.mutates}
     changes, state = Counter[int](), []  # per op and tensor, changes up to and including the op
     for op in graph.ops:
@@ -63,14 +64,14 @@ def _changes_out_of_order(graph: Graph, plan: Plan) -> Iterator[str]:
             seen.update(set(graph.ops[step.op].mutates))
             for i in [i for i, times in state[step.op].items() if times != seen[i] and i not in wrong]:
                 wrong[i] = (
-                    f"{_name(graph, plan, index)} runs when {graph.tensors[i].name} was changed in place"
-                    f" {seen[i]} times, in the graph's order {state[step.op][i]}"
+                    f"{_name(graph, plan, index)}: {graph.tensors[i].name} has been changed in place {seen[i]} times,"
+                    f" but {state[step.op][i]} times in the graph's order"
                 )
     yield from (wrong[i] for i in sorted(wrong))
 
 
 def _clocks(graph: Graph, plan: Plan) -> tuple[list[Clock], list[str]]:
-    """Return the clock of each step, and violations by its waits."""
+    """Return the clock of each step, and the violations in the steps' waits."""
     before: list[Clock] = []
     after: list[Clock] = []  # the same, once the step itself has ended
     latest: dict[str, Clock] = {}
@@ -212,17 +213,17 @@ class _Replay:
         tensors, memory, pool = self.graph.tensors, self.plan.memory, self.plan.pool_bytes
         if min(memory.partition_bytes, pool) < 0 or pool > memory.workspace_bytes:
             self.found.append(
-                f"there are {memory.partition_bytes} bytes of partition, {memory.workspace_bytes} of workspace and"
-                f" {pool} of pool; the pool is part of the workspace"
+                f"the partition has {memory.partition_bytes} bytes, the workspace {memory.workspace_bytes}, and the"
+                f" pool {pool}; none may be negative, and the pool must fit into the workspace"
             )
         if memory.counted and memory.partition_bytes:
-            self.found.append("there is a partition, though everything is counted")
+            self.found.append("the plan has a partition, but its memory is a single budget without addresses")
         self.residents = frozenset(placement.tensor for placement in self.plan.residents)
         self.unread = set(self.residents)
         for placement in self.plan.residents:
             tensor = tensors[placement.tensor]
             if not tensor.is_weight:
-                self.found.append(f"{tensor.name} is a resident, but no parameter")
+                self.found.append(f"{tensor.name} is a resident, but neither a parameter nor state")
             if tensor.kind == "state":
                 self.unsaved.add(placement.tensor)  # the previous inference changed it
             if placement.address is not None and placement.address.region != "partition":
@@ -260,7 +261,7 @@ class _Replay:
             elif not _passed(saved, before):
                 self.found.append(f"{name} does not wait for the swap-out of {tensor.name}")
         if step.address is None and not _passed(self.left.get(step.tensor, _NEVER), before):
-            self.found.append(f"{name} does not wait for the users of {tensor.name}, to whose storage it returns")
+            self.found.append(f"{name} reuses the storage of {tensor.name} without waiting for its last users")
         self._bring(name, step.tensor, step.address, before, ended)
         if step.tensor not in self.residents:
             self.passing.append((name, ended))
@@ -289,8 +290,8 @@ class _Replay:
             self._uncount(self.graph.tensors[tensor].aligned_bytes, copy.accessed)
             if tensor in self.unread:
                 self.found.append(
-                    f"{_name(self.graph, self.plan, index)}: no op has read it, and the inference before may still"
-                    " be bringing it back"
+                    f"{_name(self.graph, self.plan, index)}: no op has read the tensor yet, so the previous inference"
+                    " may still be restoring it"
                 )
         if tensor in self.unsaved:
             self.found.append(f"{_name(self.graph, self.plan, index)}: its changes are not in the host store")
@@ -327,7 +328,7 @@ class _Replay:
             elif copy.address != resident.address and copy.address is not None and resident.address is not None:
                 self.found.append(
                     f"resident {tensors[resident.tensor].name} ends at {_show(copy.address)},"
-                    f" it started at {_show(resident.address)}"
+                    f" but started at {_show(resident.address)}"
                 )
 
     def _issue(self, lane: int) -> Clock:
@@ -364,8 +365,8 @@ class _Replay:
             return
         if (address is None) != (self.plan.memory.counted or not what.is_weight):
             self.found.append(
-                f"{name}: {what.name} has {'no' if address is None else 'an'} address, but only inputs, activations"
-                " and scratch are counted in memory with a partition, and everything is where it is one budget"
+                f"{name}: {what.name} has {'no' if address is None else 'an'} address; with a partition, parameters and"
+                " state must have addresses and other tensors none; in a single budget, no tensor may have one"
             )
             address = None
         place = None
@@ -385,8 +386,8 @@ class _Replay:
         unfinished_bytes = sum(nbytes for nbytes, _ in pending)
         if self.counted_bytes + unfinished_bytes > self.plan.pool_bytes:
             self.found.append(
-                f"{name}: {self.counted_bytes} bytes are in memory without an address, and {unfinished_bytes} that"
-                f" were given up may still be in use; the pool has {self.plan.pool_bytes}"
+                f"{name}: tensors without an address take {self.counted_bytes} bytes, and {unfinished_bytes} released"
+                f" bytes may still be in use; the pool has only {self.plan.pool_bytes}"
             )
 
     def _uncount(self, nbytes: int, accessed: Clock) -> None:
@@ -408,7 +409,7 @@ class _Replay:
             )
         if address.offset < 0 or end > limit:
             self.found.append(
-                f"{name}: {what} at {_show(address)} ends at {end}, the {address.region} has {limit} bytes"
+                f"{name}: {what} at {_show(address)} ends at {end}, but the {address.region} has {limit} bytes"
             )
         if address.offset % alignment:
             self.found.append(f"{name}: {what} at {_show(address)} is not aligned to {alignment} bytes")

@@ -23,13 +23,13 @@ from cohabit.runtime.memory import Copy
 
 C = TypeVar("C")
 D = TypeVar("D")
-"""Type of a step's calls: `DraftCall` in a draft, `Call` in a program."""
+"""C and D: types of a step's calls (`DraftCall` in a draft, `Call` in a program)."""
 
 Statics = tuple[tuple[int, int], ...]
 """(slot, index into `Draft.statics`) of slots whose values are known once the model has addresses."""
 
 PendingCall = tuple[Instruction, Statics]
-"""A call before the last use of each slot is known."""
+"""A call whose `frees` are not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class DraftCall:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep(Generic[C]):
-    """An op with the views that it needs. The `_before` fields count finished steps of this run on the other lanes."""
+    """An op with the views that it needs. `_before` fields: steps of this run on other lanes that must end first."""
 
     lane: ClassVar[Literal["compute"]] = "compute"
     step: int
@@ -80,7 +80,7 @@ def _not_bound() -> None:
 class SwapStep:
     """A copy on one of the swap lanes.
 
-    A swap-in fills the bytes at `offset`, from the region's start in a draft and from the arena's start in a program.
+    A swap-in fills the bytes at `offset`, relative to the region's start in a draft, to the arena's in a program.
     If `offloaded` is set, the allocator chooses that tensor's address instead.
     """
 
@@ -223,7 +223,7 @@ class Drafter:
     def _add_compute(self, index: int, step: Compute) -> None:
         swap_ins, swap_outs = self._finished(step.after, SwapIn), self._finished(step.after, SwapOut)
         self.position[index] = len(self.computes)
-        # Sizes come first: reading them later would keep their input in memory for longer than planned.
+        # Sizes are read first: reading them later would keep tensors in memory for longer than planned.
         numbers = [] if self.computes else self.numbers
         self.made.update(i.out for i in numbers)
         instruction = self.op_instructions[step.op]
@@ -310,7 +310,7 @@ class _StaticValues:
         return slot in self._segments
 
     def of(self, slots: Iterable[int], addresses: Mapping[int, Address | None]) -> Statics:
-        """Return the static ones of `slots`, with segments at these addresses."""
+        """Return the static slots among `slots`, with their values for segments at these addresses."""
         return tuple((slot, self._index(slot, addresses)) for slot in slots if slot in self._segments)
 
     def _index(self, slot: int, addresses: Mapping[int, Address | None]) -> int:

@@ -4,8 +4,8 @@
     swap_in |                | decode slot 0  | decode slot 1  | ...      to the plan's addresses
 
 Copies run ahead through the slots of a staging buffer: one copy per segment, with kernels waiting for each, would cost
-as much as encoding saves. Results equal the host's decoding: 16 bits are widened exactly, 8 bits are multiplied once by
-their scale.
+as much as encoding saves. Results equal the host's decoding: 16-bit values are widened exactly, 8-bit values are
+multiplied once by their scale.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from cohabit.runtime.lowering.encoding.codec import HALVES, PART, Codec, encoded
 from cohabit.runtime.lowering.weights import Segment
 
 _DIRECT_BYTES = 1 << 20
-"""Plain pieces of at least this size are copied to their destination; smaller ones arrive with their neighbours."""
+"""Plain parts of at least this size are copied directly to their destination; smaller ones pass through a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class EncodedCopy:
     ) -> None:
         """`host`: the weights file's bytes, pinned. `destination`: the segments' memory, consecutive.
 
-        Copies with consecutive turns use different slots.
+        Copies with consecutive turns begin at different slots.
         """
         self._driver = driver
         self._host = host
         self._turn = turn
         self._groups = list(_grouped(list(_parts(segments, destination))))
         self._prepared: dict[int, _Arrival] = {}
-        """By group, for its slot in direct issues."""
+        """By group, for the slot that it last had; not for captures, whose buffers are used once."""
 
     def __call__(self) -> None:
         staging = self._driver.staging()
@@ -102,7 +102,7 @@ class EncodedCopy:
     def _arrival(self, group: int, slot: torch.Tensor, captured: bool) -> _Arrival:
         known = self._prepared.get(group)
         if known is None or known.arrived.data_ptr() != slot.data_ptr():
-            with torch.inference_mode(False):  # issued by threads in and out of inference mode
+            with torch.inference_mode(False):  # threads both in and outside inference mode issue it
                 source = self._source(self._groups[group])
                 arrived = slot[: source.nbytes]
                 known = _Arrival(source, arrived, _kernels(self._groups[group], arrived))
@@ -128,7 +128,7 @@ def _parts(segments: Sequence[Segment], destination: torch.Tensor) -> Iterator[_
 
 
 def _divided(codec: Codec, start: int, destination: torch.Tensor) -> Iterator[_Part]:
-    """Divide a piece into parts of whole codec blocks, each as large as a slot holds."""
+    """Divide a piece into parts of whole codec blocks, each as large as fits into a slot. A plain piece is one part."""
     step = destination.nbytes if codec == "plain" else SLOT_BYTES // encoded_bytes(codec, 4 * PART) * 4 * PART
     for first in range(0, destination.nbytes, step or 1):
         own = destination[first : first + step]
@@ -148,7 +148,7 @@ def _grouped(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _kernels(group: Sequence[_Part], arrived: torch.Tensor) -> list[Callable[[], object]]:
-    """Return calls that decode parts: one for each 16-bit type and for plain parts, one or more per int8 part."""
+    """Return calls that decode parts: one per 16-bit type, one or two for plain parts, one or more per int8 part."""
     kernels: list[Callable[[], object]] = []
     pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for part in group:

@@ -87,7 +87,7 @@ class Residency:
         self.used_bytes = self.peak_bytes = self.recent_peak_bytes = 0
         """`recent_peak_bytes` is the peak since the process was last measured."""
         self.position = 0
-        """Position of the running op: uses predicted before it did not come."""
+        """Position of the running op. Next uses predicted at earlier positions did not happen."""
         self.moved_bytes = 0
         """Bytes copied in and out so far."""
         self._spill = spill
@@ -237,7 +237,7 @@ class Residency:
         self.used_bytes = 0
 
     def _choose(self, after: int = -1, *, idle: bool = False) -> Tracked | None:
-        """Return the storage with the farthest next use after `after`; with unknown next uses, the least recently used.
+        """Return the storage with the farthest use after `after`; unknown uses are farthest, least recently used first.
 
         `idle`: only storages without a copy in progress.
         """
@@ -302,7 +302,7 @@ class Residency:
             self._complete(copy)
 
     def stop(self) -> None:
-        """Stop the copy thread after pending copies, and complete these."""
+        """Stop the copy thread once it has made the pending copies, then complete them."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join()
@@ -372,7 +372,7 @@ class Residency:
             return
         tracked.copy = None
         if copy.is_load:
-            if copy.error is not None:  # the op that needs it reads again, and raises
+            if copy.error is not None:  # the op that needs the bytes reads them again, and raises
                 _resize(storage, 0)
                 self.used_bytes -= tracked.nbytes
                 return

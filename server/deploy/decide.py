@@ -1,4 +1,4 @@
-"""Decides each model's memory (free, divided, or that of a replaced model) and its initial plans."""
+"""Decides which memory each model gets (free, newly divided, or a replaced model's) and its first plans."""
 
 import copy
 import logging
@@ -32,7 +32,7 @@ _log = logging.getLogger("cohabit.placement")
 SERVING_BYTES = 44 << 20
 """Memory that the first requests add to a process: library code pages, oneDNN's kernels, thread stacks, heap.
 
-The maximum is that of a convolutional network: 20 MiB of code, 18 MiB of the others, and 6 MiB of page tables.
+Most is needed by a convolutional network: 20 MiB of code, 18 MiB of the other items, 6 MiB of page tables.
 """
 _STEP_BYTES = 4 << 20
 """The models' memory is a multiple of this, so that the next start finds the same plans."""
@@ -80,9 +80,9 @@ class Decider:
         return self._memory.arena is None
 
     async def decide(self, models: Sequence[Model], old: Model | None, on_progress: OnProgress) -> Decision:
-        """Return memory for all models of the start, or for one more, which may replace `old`.
+        """Return memory for all initial models, or for one more, which may replace `old`.
 
-        Raises CohabitError if memory is too small, with the least sufficient size.
+        Raises CohabitError if memory is too small; the error names the smallest sufficient size.
         """
         if len(models) == 1 and self._memory.models:
             (model,) = models
@@ -95,13 +95,13 @@ class Decider:
         return await self._divided(models, old, on_progress)
 
     async def plan(self, model: Model, memory: Memory, on_search: Callable[[], None]) -> None:
-        """Set a model's plans: cached ones; else quick ones after the start or with `plans_later`; else search.
+        """Set a model's plans: cached ones; else quick ones, after the start or with `plans_later`; else searched ones.
 
         Raises NotCached if a bundle lacks them.
         """
         known = await in_thread(self._planner.known_plans, model.demand, memory)
         if known is None and self._bundle is not None:
-            raise NotCached(f"{model.key.name}: the bundle has no undamaged plans of it")
+            raise NotCached(f"{model.key.name}: the bundle has no intact plans for this model")
         if known is None:
             on_search()
         if known is None and (self._config.plans_later or not self._at_start):
@@ -111,7 +111,7 @@ class Decider:
         model.searched = not model.is_provisional
 
     async def _free_memory(self, model: Model, without: Model | None) -> Memory | None:
-        """Return the free memory in which a model is fastest, counting that of `without` as free; else None."""
+        """Return the free memory, with that of `without`, in which a model is fastest; None if it fits in none."""
         partitions = copy.deepcopy(self._memory.partitions)
         if without is not None:
             partitions.release(without.load_id)
@@ -189,9 +189,9 @@ class Decider:
         workspace = self._planner.least_workspace(model.demand, partitions.arena_bytes)
         if partitions.lanes > 1 and workspace > partitions.workspace_bytes > 0:
             return MemoryExceeded(
-                f"{name}: its activations need a workspace of {format_bytes(workspace)}, each of the"
-                f" {partitions.lanes} lanes has {format_bytes(partitions.workspace_bytes)}; load it at the start, or"
-                " before the others"
+                f"{name}: its activations need a workspace of {format_bytes(workspace)}, but each of the"
+                f" {partitions.lanes} lanes has {format_bytes(partitions.workspace_bytes)}; load this model when the"
+                " server starts, or before the others"
             )
         taken = sum(partitions.held[other.load_id].nbytes for other in others) + partitions.workspaces.nbytes
         return InfeasibleBudget(name, None, partitions.arena_bytes, taken + model.parameter_bytes)
@@ -221,7 +221,7 @@ class ProcessMemory:
     base_bytes: int
     """Python, torch and the other libraries, graphs and profiles, in all processes."""
     store_bytes: int
-    """Parameters in the host store; with --store file, buffers."""
+    """Parameters in the host store; 0 with --store file."""
     queue_bytes: int
     state_bytes: int = 0
     """States of sequences; 0 if no model has any."""
@@ -245,20 +245,20 @@ class ProcessMemory:
         if queue_bytes == self.limit_bytes // QUEUE_SHARE:  # the default, which grows with the limit
             shares = 2 if self.state_bytes else 1
             queue_bytes = (self._fixed_bytes + needed) // (QUEUE_SHARE - shares)
-            source = "--queue-memory, by default a sixteenth"
+            source = "--queue-memory, by default 1/16 of all"
         parts = (
             ("Python, torch and the server", self.base_bytes),
             ("host store (less with --store file)", self.store_bytes),
             (f"requests ({source})", queue_bytes),
-            *([("states of sequences (as much)", queue_bytes)] if self.state_bytes else []),
+            *([("states of sequences (the same limit)", queue_bytes)] if self.state_bytes else []),
             ("code, kernels and heap of the first requests", SERVING_BYTES),
             ("models, at least", needed),
         )
         table = "".join(f"\n  {what:<50}{format_bytes(nbytes):>12}" for what, nbytes in parts)
         least = -(-sum(nbytes for _, nbytes in parts) >> 20) + 1
         raise ConfigError(
-            f"--process-memory {format_bytes(self.limit_bytes)} is not enough:{table}\n  give at least {least}MiB, or"
-            " less to one of these parts"
+            f"--process-memory {format_bytes(self.limit_bytes)} is not enough:{table}\n  set it to at least {least}MiB,"
+            " or reduce one of these parts"
         )
 
 

@@ -94,7 +94,7 @@ class Migrator:
         workspace = resizing.workspace_bytes
         held = {load_id: partitions.held[load_id] for load_id in models}
         wanted = packed(resizing.sizes, held, partitions.arena_bytes)
-        # With several lanes, growing moves all workspaces but the first. Shrinking needs all of them idle.
+        # Growing workspaces moves all but the first lane's. Shrinking them needs all lanes idle.
         elsewhere = workspace < partitions.workspace_bytes or (
             partitions.lanes > 1 and workspace > partitions.workspace_bytes
         )
@@ -102,10 +102,8 @@ class Migrator:
         moving = {step.owner for step in steps}
         programs: dict[str, Programs] = {}
         try:
-            for (
-                load_id,
-                model,
-            ) in models.items():  # bind all before any move: an unsupported plan then changes nothing
+            # Bind all before any move: an unsupported plan then changes nothing.
+            for load_id, model in models.items():
                 if load_id in moving:
                     plans, _ = resizing.plans.get(load_id, (model.plans, model.searched))
                     programs[load_id] = await in_thread(
@@ -206,7 +204,7 @@ class Migrator:
                 model = models[step.owner]
                 self._lanes[model.lane].pause(model.key)
                 partitions.release(step.owner)
-        if partitions.lanes > 1:  # a single lane's background work is in order already
+        if partitions.lanes > 1:  # with a single lane, background work is executed in order anyway
             for lane in sorted({models[s.owner].lane for s in steps if isinstance(s, ReleaseForMove)}):
                 await self._lanes[lane].call_on_lane(self._memory.executors[lane].settle)
         partitions.grow_workspace(resizing.workspace_bytes)

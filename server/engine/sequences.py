@@ -1,7 +1,7 @@
 """States of sequences between their requests.
 
-A model's program is a function: it takes states as inputs and returns the next ones as outputs. So a failed request
-leaves its sequence unchanged, and states can lie in any memory.
+A model's program is a pure function: it takes states as inputs and returns the next ones as outputs. Therefore, a
+failed request leaves its sequence unchanged, and states can be kept in any memory.
 """
 
 import threading
@@ -20,7 +20,7 @@ from cohabit.server.scheduling.queues import Ticket
 from cohabit.server.scheduling.sequences import Control, SequenceRules
 
 _OVERHEAD_BYTES = 1 << 10
-"""Bytes that a sequence counts for besides its states."""
+"""Bytes counted for each sequence in addition to its states."""
 _LEAST_ROOM = 16
 """Initial capacity of a growing state, in entries."""
 _ROOM_STEP = 64
@@ -28,7 +28,7 @@ _ROOM_STEP = 64
 
 
 class StateMemory:
-    """A limit for the states of all loaded models. Any thread."""
+    """Limits the memory for the states of all loaded models. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -46,7 +46,7 @@ class StateMemory:
             return self._used_bytes()
 
     def take(self, load: "Sequences", nbytes: int) -> bool:
-        """Count more bytes of a load, or fewer; False if there is no room for them."""
+        """Add bytes (or a negative number) to a load's count. Returns False if there is no room."""
         with self._lock:
             if nbytes > 0 and self._used_bytes() + nbytes > self.limit_bytes:
                 return False
@@ -64,13 +64,13 @@ class _Gathered:
     memory: Array
     """[rows, ...]: each row's entries, then zeros; unused rows keep their old contents."""
     rows: list[tuple[object, int]]
-    """By row: the sequence whose entries it has, and their number."""
+    """By row: the name of the sequence whose entries are in it, and their number."""
 
 
 @dataclass(slots=True)
 class _Sequence:
     name: object
-    """Unique for each sequence, even if ids are reused. Its growing states are only appended to."""
+    """Unique for each sequence, even if ids are reused. Under one name, growing states are only appended to."""
     states: list[Array]
     """Growing states have spare capacity."""
     length: int
@@ -89,7 +89,7 @@ class Sequences:
     def __init__(
         self, info: ModelInfo, rules: SequenceRules, memory: StateMemory, batches: Sequence[int] = ()
     ) -> None:
-        """`batches` are the planned batch sizes, ascending: growing states are padded to one of them."""
+        """`batches`: planned batch sizes, ascending. Growing states are gathered in one of these numbers of rows."""
         self._model = info.name
         self._batched = info.max_batch_size > 0
         self._rules = rules
@@ -102,7 +102,7 @@ class Sequences:
         self._waiting: Counter[SequenceId] = Counter()
         """Number of unanswered requests. Changed by the event loop."""
         self.nbytes = 0
-        """Bytes that the sequences count for."""
+        """Bytes counted for all these sequences."""
         memory.add(self)
 
     @property
@@ -190,7 +190,7 @@ class Sequences:
             before, length = gathered.rows[row]
             start, place = length if before is known.name else 0, gathered.memory[row : row + 1]
             _entries(place, axis, start, known.length)[...] = _entries(array, axis, start, known.length)
-            _entries(place, axis, known.length, length)[...] = 0  # of the row's previous sequence
+            _entries(place, axis, known.length, length)[...] = 0  # clear the row's previous sequence
             gathered.rows[row] = known.name, known.length
         return gathered.memory if self._batched else gathered.memory[0]
 
@@ -232,13 +232,13 @@ class Sequences:
         for index, state in enumerate(self._rules.states):
             output = outputs[state.output]
             if state.axis is None:
-                states.append(output.copy())  # outlives the other rows of its execution
+                states.append(output.copy())  # a view would keep all rows of the execution in memory
                 continue
             longer = length + output.shape[state.axis]
             if longer > self._rules.most_length:
                 raise InvalidRequest(
-                    f"sequence {step.id} of model '{self._model}' has {length} entries, and {longer - length} more are"
-                    f" over the limit of {self._rules.most_length}; end it"
+                    f"sequence {step.id} of model '{self._model}' has {length} entries, and {longer - length} more"
+                    f" would exceed the limit of {self._rules.most_length}; end the sequence"
                 )
             array = state.initial if before is None else before.states[index]
             array = self._with_room(array, state.axis, length, longer)
@@ -268,9 +268,9 @@ class Sequences:
         if known is None or arrived_s - known.used_s > self._rules.idle_s:
             raise SequenceLost(
                 f"inference request for sequence {sequence} to model '{self._model}' must specify the START flag on the"
-                " first request of the sequence, which is not known. A sequence is forgotten when it ends, after"
+                " first request of the sequence. No such sequence is known: a sequence is forgotten when it ends, after"
                 f" {self._rules.idle_s:g} s without a request (max_sequence_idle_microseconds), and when the model is"
-                " loaded again or the engine starts again; begin it with sequence_start"
+                " reloaded or the engine restarts; begin it again with sequence_start"
             )
         return known
 
@@ -278,9 +278,9 @@ class Sequences:
         memory = self._memory
         return Overloaded(
             f"the states of sequences take {format_bytes(memory.used_bytes)} of {format_bytes(memory.limit_bytes)},"
-            f" which leaves no {format_bytes(nbytes)} for another one, or a longer one, of model '{self._model}';"
-            " end sequences, let them be forgotten sooner (max_sequence_idle_microseconds), or start the server with a"
-            " larger --queue-memory"
+            f" which leaves less than the {format_bytes(nbytes)} that a new or growing sequence of model"
+            f" '{self._model}' needs; end sequences, let them be forgotten sooner (max_sequence_idle_microseconds), or"
+            " start the server with a larger --queue-memory"
         )
 
     def _control(self, control: Control, step: SequenceStep, length: int) -> Array:

@@ -54,7 +54,7 @@ MOST_JSON_BYTES = 8 << 20
 Parsers hold the GIL throughout: 5 ms per MiB.
 """
 _METRICS_S = 1.0
-"""Seconds that the text of the metrics is reused."""
+"""Seconds for which the text of the metrics is reused."""
 _REPEATED_READING_S = 0.1
 """Delay in seconds for every reader of the same text after the first."""
 _MOST_DELAYED_READERS = 16
@@ -108,7 +108,7 @@ class DataPlane:
         self._answered = asyncio.Event()
         self._decoding = asyncio.Lock()
         self.max_json_bytes = MOST_JSON_BYTES
-        """Limit of the description of a request and its tensors; tensors may be larger."""
+        """Limit of a request's description, as `MOST_JSON_BYTES`; the raw contents of its tensors may be larger."""
 
     def server_metadata(self) -> dict[str, Any]:
         return descriptions.server_metadata(self.regions.refused)
@@ -155,9 +155,9 @@ class DataPlane:
     def require_ready(self, model: str, version: str | None = None, request_id: str | None = None) -> ModelInfo:
         """Return a request's model, before its tensors are read.
 
-        Raises Refused, ModelNotFound, or QueueFull. The queue counts as full if more requests are under way than can
-        wait and execute, or if the engine has refused one and answered none since. So overload hardly reaches the
-        engine.
+        Raises Refused, ModelNotFound, or QueueFull. The queue counts as full if as many requests are under way as can
+        wait and execute. After the engine has refused one for a full queue, one at a time is let through until it
+        answers. So little overload reaches the engine.
         """
         self._refuse_if_draining()
         info = self.describe(model, version)
@@ -188,7 +188,7 @@ class DataPlane:
         return config_of(info, given, None if report is None else report.captures, self._config.device)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
-        """Return the counters of all models, of one, or of one version, as Triton's JSON. Raises Refused for none."""
+        """Return the counters of all models, of one, or of one version, as Triton's JSON. Raises Refused if none."""
         entries = self._client.catalog.ready(model, version)
         return descriptions.statistics(entries, (await self._client.report()).models)
 
@@ -263,7 +263,7 @@ class DataPlane:
             return await call(True, function, *args, **kwargs)
 
     async def infer(self, request: Request, info: ModelInfo, lease: Lease, version: str | None = None) -> Answer:
-        """Execute a request for which the client named a `version` or none.
+        """Execute a request. `version` is the one that the client named, or None.
 
         Copies input arrays into leased memory, unless they are there already. The answer's arrays are valid until the
         lease is left. Raises RequestError, prefixed with the client's request id.
@@ -298,7 +298,7 @@ class DataPlane:
         """Execute a request on its model, or on the model that has replaced it.
 
         If the model was replaced after the request arrived, and its successor takes the same tensors, the successor
-        executes the request: the current load of `version`, or of any version.
+        executes the request: the current load of `version` or, without one, of the highest READY version.
         """
         try:
             return await self._client.infer(request, info, lease, on_spans)
@@ -313,16 +313,16 @@ class DataPlane:
         self._client.end_sequence(model, sequence)
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
-        """Load a model. Raises LoadFailed, InvalidRequest, or Refused, also for files."""
+        """Load a model. Raises LoadFailed, InvalidRequest, or Refused (also for model files in the parameters)."""
         if len(parameters) > _MOST_CONTROL_PARAMETERS:
             raise InvalidRequest(
-                f"a load request has {len(parameters)} parameters, the limit is {_MOST_CONTROL_PARAMETERS}"
+                f"the load request has {len(parameters)} parameters; the limit is {_MOST_CONTROL_PARAMETERS}"
             )
         for key in parameters:
             if key.startswith("file:"):
                 raise Refused(
                     "Unsupported",
-                    f"'{key[:80]}': model files are not taken from requests; put them into the repository",
+                    f"'{key[:80]}': load requests cannot contain model files; put them into the repository",
                 )
             if key != "config":
                 raise InvalidRequest(f"unrecognized parameter for load request: '{key[:80]}'")
@@ -333,7 +333,7 @@ class DataPlane:
         await self._client.load(model, config)
 
     async def unload(self, model: str, parameters: ControlParameters) -> None:
-        """Unload a model. Models have no dependents, so `unload_dependents` changes nothing. Raises Refused."""
+        """Unload a model. `unload_dependents` changes nothing: there are none. Raises InvalidRequest or Refused."""
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise InvalidRequest(f"'unload_dependents' must be true or false, got {str(dependents)[:40]}")
@@ -360,7 +360,7 @@ class DataPlane:
             raise Refused(
                 "Unsupported",
                 f"trace settings cannot be changed while the server runs ({changed[:200]});"
-                " start it with --trace-config file=FILE and rate=N",
+                " start it with --trace-config file=FILE --trace-config rate=N",
             )
         return self.tracer.settings.to_wire()
 

@@ -31,7 +31,8 @@ _log = logging.getLogger("cohabit.http")
 class HttpServer:
     """Serves one application on any number of addresses. All methods run on the event loop's thread.
 
-    A connection counts from its accept, including a TLS handshake. At the limit, a new connection replaces the one that
+    A connection counts from the moment it is accepted, its TLS handshake included. At the limit, a new connection
+    replaces the one that
     has waited longest for a client's request: first among clients that have sent none yet, then among idle ones. So
     silent clients cannot keep others out, and a port with short requests always admits a probe. If every connection has
     a request under way, the new one is refused.
@@ -166,7 +167,7 @@ class HttpServer:
         TLS connections get no answer, which would need a handshake.
         """
         body = msgspec.json.encode(
-            {"error": f"{self._max_connections} connections have requests under way, see --max-connections"}
+            {"error": f"all {self._max_connections} connections have requests under way (see --max-connections)"}
         )
         with accepted, suppress(OSError):
             if tls is None:
@@ -195,7 +196,7 @@ class _Connection(web.RequestHandler):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the connection has no request under way: it waits for a request, or for the rest of one."""
+        """Whether the connection has no request under way: it waits for a request head, or for the rest of one."""
         return not (self._request_in_progress or self._messages)
 
     @property
@@ -212,14 +213,14 @@ class _Connection(web.RequestHandler):
         self._port.lost(self)
 
     def abort(self) -> None:
-        """Close at once, without TLS's closing handshake: waiting for it, the client could keep the connection open."""
+        """Close at once, without TLS's closing handshake, which a client could delay to keep the connection open."""
         if self._opened is not None:
             self._opened.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for its answers if the client closes its side after a request with `Connection: close`.
 
-        TCP shows any other client that closes its side as gone, so its requests are cancelled.
+        Any other client that closes its side cannot be told from one that is gone, so its requests are cancelled.
         """
         if self._newest is None or self.ssl_context is not None:
             return False

@@ -1,4 +1,4 @@
-"""The engine: loads a repository onto one device and executes requests, in any process."""
+"""The engine: loads a repository onto one device and executes requests, in its own process or the server's."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ _MOST_REASONS = 50
 """Maximum number of failure reasons in one log record."""
 
 OnProgress = Callable[[str, str], None]
-"""Receives a model's name and the stage of its loading. Any thread."""
+"""Receives a model's name and the stage of its loading. Called on any thread."""
 
 
 class LoadCancelled(BaseException):
@@ -50,7 +50,7 @@ class Engine:
         on_lost: Callable[[str], None] = lambda reason: None,
         open_placement: OpenPlacement = open_placement,
     ) -> None:
-        """`publish` receives every change of a model, `on_lost` the reason for the loss of the device."""
+        """`publish` receives a model's entry at every change; `on_lost` receives the reason when the device is lost."""
         self.registry = Registry(publish)
         self.lanes = make_lanes(config.compute_lanes, config.queue_limit, on_lost, StateMemory(config.queue_bytes))
         self.lifecycle = Lifecycle(config, self.registry, self.lanes, open_placement)
@@ -65,10 +65,11 @@ class Engine:
     ) -> str:
         """Load the repository, and return the memory map.
 
-        After a restart, `before` is the catalog of the previous process. Only its READY models are loaded: others would
-        delay them, and clients know that they must load those again.
+        After a restart, `before` is the catalog of the previous process. Only its READY models are loaded: the other
+        models would delay them, and clients know that they must load the others again.
 
-        Raises RepositoryError, ConfigError, InfeasibleBudget, or StartFailed if no model could be loaded.
+        Raises RepositoryError, ConfigError or InfeasibleBudget; StartFailed if no model could be loaded or, with
+        `exit_on_error`, not every model.
         """
         for lane in self.lanes:
             lane.start()
@@ -197,7 +198,7 @@ class Engine:
             override = None if config is None else ModelConfig.FromString(config)
             try:
                 versions = versions_of(self._config.repository, name, override, numbers)
-                reason = "it is in the repository no more"
+                reason = "it is no longer in the repository"
             except RepositoryError as error:
                 versions, reason = [], str(error)
             found += versions or [Unloadable(name, reason, number) for number in numbers]
