@@ -232,7 +232,7 @@ def test_process_memory_is_refused_with_its_parts_or_suffices(bundle: Path) -> N
     status, shown = refused_start(bundle, MEMORY, bundle, "--process-memory", "200MiB")
     assert status == 2
     assert "--process-memory 200.0 MiB is not enough" in shown
-    least = int(re.search(r"give at least (\d+)MiB", shown)[1])  # type: ignore[index]
+    least = int(re.search(r"at least (\d+)MiB", shown)[1])  # type: ignore[index]
     parts = [float(part) for part in re.findall(r" ([\d.]+) MiB\n", shown)]
     assert least - 2 - 0.05 * len(parts) < sum(parts) <= least, "parts are shown with one decimal"
     assert 8.0 in parts
@@ -249,7 +249,7 @@ def statistic(cgroup: Path, name: str) -> int:
 def test_process_memory_suffices_in_a_cgroup_of_that_size_with_libraries_counted(bundle: Path) -> None:
     """With nothing in the page cache. What these tests map as well is charged to them, and is taken off the limit."""
     _, shown = refused_start(bundle, MEMORY, bundle, "--engine", "in-process", "--process-memory", "100MiB")
-    least_bytes = int(re.search(r"give at least (\d+)MiB", shown)[1]) << 20  # type: ignore[index]
+    least_bytes = int(re.search(r"at least (\d+)MiB", shown)[1]) << 20  # type: ignore[index]
     assert least_bytes < 264 << 20, "an idle server takes 200 MiB"
     flags = ("--engine", "in-process", "--process-memory", f"{least_bytes}B")
     with memory_cgroup() as cgroup:

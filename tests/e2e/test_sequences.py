@@ -257,7 +257,7 @@ def test_states_have_a_bound(repository: Path, cache: Path, tmp_path: Path) -> N
             step(client, "sum", x, sequence, sequence_start=True)
         for sequence in range(21, 26):
             with pytest.raises(
-                InferenceServerException, match=r"leaves no 1.1 KiB for another one, or a longer one, of"
+                InferenceServerException, match=r"leaves less than the 1.1 KiB that a new or growing"
             ):
                 step(client, "sum", x, sequence, sequence_start=True)
         assert step(client, "sum", x, 20)["y"][0, 0] == 4, "those that are known go on"

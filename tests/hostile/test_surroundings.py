@@ -180,7 +180,7 @@ def test_a_model_that_left_the_repository_fails_visibly_after_a_restart(tmp_path
     assert engine._register(found.keys(), found["gone"]) == []
     entry = published[-1]
     assert (entry.key, entry.state) == (("gone", 2), ModelState.UNAVAILABLE)
-    assert "in the repository no more" in entry.reason
+    assert "no longer in the repository" in entry.reason
 
 
 async def test_a_server_is_not_ready_before_its_models_are_registered(tmp_path: Path) -> None:

@@ -54,25 +54,27 @@ BROKEN = {
         lambda: changed(0, address=at("workspace", PAGE)), "W1 at workspace+4096 lies in the pool"
     ),
     "negative_size": Broken(
-        lambda: replace(PLAN, memory=Memory(3 * PAGE, -1), residents=()), "there are -1 bytes of partition"
+        lambda: replace(PLAN, memory=Memory(3 * PAGE, -1), residents=()), "the partition has -1 bytes"
     ),
-    "negative_pool": Broken(lambda: replace(PLAN, pool_bytes=-1), "12288 of workspace and -1 of pool"),
+    "negative_pool": Broken(lambda: replace(PLAN, pool_bytes=-1), "the workspace 12288, and the pool -1;"),
     "pool_beyond_the_workspace": Broken(
-        lambda: replace(PLAN, pool_bytes=3 * PAGE + 1), "12288 of workspace and 12289 of pool"
+        lambda: replace(PLAN, pool_bytes=3 * PAGE + 1), "the workspace 12288, and the pool 12289;"
     ),
     "partition_though_all_is_counted": Broken(
         lambda: replace(PLAN, memory=Memory(3 * PAGE, PAGE, counted=True)),
-        "a partition, though everything is counted",
+        "a partition, but its memory is a single budget",
     ),
     "pool_too_small": Broken(
         lambda: replace(PLAN, pool_bytes=2 * PAGE - 1),
-        "(compute op0): 8192 bytes are in memory without an address, and 0 that were given up may still be in use;"
-        " the pool has 8191",
+        "(compute op0): tensors without an address take 8192 bytes, and 0 released bytes may still be in use;"
+        " the pool has only 8191",
     ),
     "pool_too_small_for_the_inputs": Broken(
-        lambda: replace(PLAN, pool_bytes=PAGE - 1), "start: 4096 bytes are in memory without an address"
+        lambda: replace(PLAN, pool_bytes=PAGE - 1), "start: tensors without an address take 4096 bytes"
     ),
-    "input_not_dropped": Broken(lambda: with_step(2, Drop(0)), "(compute op1): 12288 bytes are in memory"),
+    "input_not_dropped": Broken(
+        lambda: with_step(2, Drop(0)), "(compute op1): tensors without an address take 12288 bytes"
+    ),
     "negative_offset": Broken(lambda: changed(0, address=at("workspace", -PAGE)), "W1 at workspace+-4096"),
     "overlap_with_live_tensor": Broken(lambda: changed(0, address=at("partition", 0)), "overlaps W0 at [0, 4096)"),
     "parameter_without_address": Broken(lambda: changed(0, address=None), "W1 has no address, but only inputs"),
@@ -115,21 +117,22 @@ BROKEN = {
     ),
     "resident_dropped": Broken(lambda: and_then(Drop(0)), "resident W0 is not in memory at the end"),
     "resident_elsewhere": Broken(
-        lambda: and_then(Drop(0), SwapIn(0, WINDOW, after=(7,))), "ends at workspace+8192, it started at"
+        lambda: and_then(Drop(0), SwapIn(0, WINDOW, after=(7,))), "ends at workspace+8192, but started at"
     ),
     "resident_in_workspace": Broken(
         lambda: replace(PLAN, residents=(Placement(0, WINDOW),)), "resident W0 is not in the partition"
     ),
     "resident_activation": Broken(
-        lambda: replace(PLAN, residents=(*PLAN.residents, Placement(5))), "A2 is a resident, but no parameter"
+        lambda: replace(PLAN, residents=(*PLAN.residents, Placement(5))),
+        "A2 is a resident, but neither a parameter nor state",
     ),
     "resident_twice": Broken(
         lambda: replace(PLAN, residents=(*PLAN.residents, *PLAN.residents)), "start: W0 is in memory already"
     ),
-    "unknown_op": Broken(lambda: changed(1, op=9), "step 1 names op 9, the graph has 3 ops"),
+    "unknown_op": Broken(lambda: changed(1, op=9), "step 1 names op 9, but the graph has only 3 ops"),
     "unknown_tensor": Broken(lambda: changed(0, tensor=99), "step 0 names tensor 99"),
     "unknown_resident": Broken(
-        lambda: replace(PLAN, residents=(Placement(-1, WINDOW),)), "tensor -1 is placed at the start"
+        lambda: replace(PLAN, residents=(Placement(-1, WINDOW),)), "tensor -1 is a resident"
     ),
 }
 
@@ -202,9 +205,7 @@ def test_bytes_of_an_op_s_scratch_are_free_once_it_has_ended() -> None:
             check(graph, None, plan)
             assert peak_bytes(graph, plan) == pool_bytes
         else:
-            with pytest.raises(
-                InvalidPlan, match="4160 bytes are in memory without an address, and 4352 that were"
-            ):
+            with pytest.raises(InvalidPlan, match="tensors without an address take 4160 bytes, and 4352 released"):
                 check(graph, None, plan)
 
 

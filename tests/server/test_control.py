@@ -88,7 +88,7 @@ def test_without_model_control_no_order_is_taken(client: Client) -> None:
 
 
 def test_files_are_not_taken_from_requests(client: Client, orders: Orders) -> None:
-    with pytest.raises(InferenceServerException, match="model files are not taken from requests") as caught:
+    with pytest.raises(InferenceServerException, match="load requests cannot contain model files") as caught:
         client.raw.load_model("one", config="{}", files={"file:1/model.pt2": b"abc"})
     assert client.status(caught.value) in ("501", "UNIMPLEMENTED")
     assert orders.given == []

@@ -165,7 +165,7 @@ def test_the_size_that_a_refusal_names_is_enough(queue_bytes: int | None) -> Non
 
     with pytest.raises(ConfigError, match="is not enough") as refused:
         measured(200 << 20).require(9 << 20)
-    least = re.search(r"give at least (\d+)MiB", str(refused.value))
+    least = re.search(r"at least (\d+)MiB", str(refused.value))
     assert least is not None
     measured(int(least[1]) << 20).require(9 << 20)
     with pytest.raises(ConfigError, match="is not enough"):

@@ -95,7 +95,7 @@ def test_http_connections_over_the_limit_are_told_so() -> None:
             while part := late.recv(4096):
                 refusal += part
         assert refusal.startswith(b"HTTP/1.1 503 ")
-        assert b'{"error":"3 connections have requests under way, see --max-connections"}' in refusal
+        assert b'{"error":"all 3 connections have requests under way (see --max-connections)"}' in refusal
         gate.open()
         assert all(answered(connection) for connection in held)
         for connection in held:
