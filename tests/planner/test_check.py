@@ -70,23 +70,24 @@ BROKEN = {
         " the pool has only 8191",
     ),
     "pool_too_small_for_the_inputs": Broken(
-        lambda: replace(PLAN, pool_bytes=PAGE - 1), "start: tensors without an address take 4096 bytes"
+        lambda: replace(PLAN, pool_bytes=PAGE - 1),
+        "start: tensors without an address take 4096 bytes",
     ),
     "input_not_dropped": Broken(
         lambda: with_step(2, Drop(0)), "(compute op1): tensors without an address take 12288 bytes"
     ),
     "negative_offset": Broken(lambda: changed(0, address=at("workspace", -PAGE)), "W1 at workspace+-4096"),
     "overlap_with_live_tensor": Broken(lambda: changed(0, address=at("partition", 0)), "overlaps W0 at [0, 4096)"),
-    "parameter_without_address": Broken(lambda: changed(0, address=None), "W1 has no address, but only inputs"),
+    "parameter_without_address": Broken(lambda: changed(0, address=None), "W1 has no address; with a partition"),
     "resident_without_address": Broken(
-        lambda: replace(PLAN, residents=(Placement(0),)), "start: W0 has no address, but only inputs"
+        lambda: replace(PLAN, residents=(Placement(0),)), "start: W0 has no address; with a partition"
     ),
     "activation_with_address": Broken(
         lambda: and_then(SwapOut(6, after=(7,)), Drop(6), SwapIn(6, WINDOW, after=(10,))),
-        "A3 has an address, but only inputs",
+        "A3 has an address; with a partition",
     ),
     "address_though_all_is_counted": Broken(
-        lambda: replace(PLAN, memory=Memory(3 * PAGE, counted=True)), "W1 has an address, but only inputs"
+        lambda: replace(PLAN, memory=Memory(3 * PAGE, counted=True)), "W1 has an address; with a partition"
     ),
     "read_before_swap_in": Broken(
         lambda: replace(PLAN, steps=(Drop(0), *PLAN.steps[1:])), "reads W0, which is not in memory"
@@ -246,7 +247,7 @@ def test_resident_that_came_back_may_leave_again_before_an_op_reads_it() -> None
     plan = Plan(graph.fingerprint, "", Memory(3 * PAGE, counted=True), 3 * PAGE, (Placement(0),), ())
     away_and_back = (Drop(0), SwapIn(0, None, (0,)))
     check(graph, None, replace(plan, steps=(Compute(0), *away_and_back, *away_and_back)))
-    with pytest.raises(InvalidPlan, match="no op has read it"):
+    with pytest.raises(InvalidPlan, match="no op has read the tensor yet"):
         check(graph, None, replace(plan, steps=(Drop(0), SwapIn(0), Compute(0, (1,)))))
 
 
@@ -271,7 +272,7 @@ def in_place_plan(order: tuple[int, ...]) -> Plan:
 def test_an_in_place_op_stays_between_those_that_use_its_tensor() -> None:
     check(in_place_graph(), None, in_place_plan((0, 1, 2, 3)))
     for order in ((0, 2, 1, 3), (0, 1, 3, 2), (0, 1, 2, 2, 3)):
-        with pytest.raises(InvalidPlan, match="was changed in place"):
+        with pytest.raises(InvalidPlan, match="has been changed in place"):
             check(in_place_graph(), None, in_place_plan(order))
 
 
