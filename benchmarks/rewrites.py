@@ -1,0 +1,137 @@
+"""What each rewrite gains: a model's time without it over its time with all of them, resident, one thread.
+
+A rewrite is listed where it changes a model. Both programs run in turns, so that ratios hold on a machine whose speed
+drifts. Those that change what can be swapped, and no time, show about 1.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+
+from benchmarks.peers import MODELS, UNTUNED
+from benchmarks.record import markdown_table, parser_of, record
+from cohabit.loadgen.zoo.exporting import export_model, save_model
+from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.cpu.executor import CpuExecutor
+from cohabit.runtime.lowering import lower as lowering
+from cohabit.runtime.lowering.rewrite import rewrite
+from cohabit.runtime.measure.profile import resident_plan
+from cohabit.runtime.options import Options
+from cohabit.runtime.stores.host import open_store
+
+REQUIRED = ("inline_grad_regions", "drop_assertions", "apply_options", "drop_unused", "leave_tables_on_host")
+"""Without these a program is not served, or is another one."""
+ROUND_S = 0.02
+"""Quick models are run again and again in a round, for so long."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of("benchmarks.rewrites", __doc__)
+    parser.add_argument("--models", nargs="+", default=[*MODELS, *UNTUNED], metavar="NAME", help="(default: all)")
+    parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    console = Console(stderr=True)
+    known = [name for name in options.models if name not in UNTUNED]
+    prepare_visibly(options.folder / "zoo", recipes(len(known), known), force=False, console=console)
+    gains: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for name in options.models:
+        archive = options.folder / "zoo" / name / "1" / "model.pt2"
+        if name in UNTUNED:
+            save_model(export_model(*UNTUNED[name]()), archive, {})
+        for step, gain in _gains(name, archive, options).items():
+            gains.setdefault(step, {})[name] = gain
+            console.print(f"{name}, without {step}: {gain[1]:.3f}")
+    rows = [
+        [f"`{step}`", f"{max(middle for _, middle, _ in of.values()):.2f}", "; ".join(map(_shown, of, of.values()))]
+        for step, of in sorted(gains.items())
+    ]
+    about = f"Median of {options.rounds} rounds, with quartiles, batch 1. Above 1: the model is slower without the rewrite.\n"
+    sections = [about, markdown_table(["rewrite", "most", "time without it over time with all"], rows)]
+    print("\n".join(sections))
+    if options.record:
+        record("rewrites", "What each rewrite gains", "benchmarks.rewrites", sections)
+    return 0
+
+
+def _shown(model: str, gain: tuple[float, float, float]) -> str:
+    low, middle, high = gain
+    return f"{model} {middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _gains(name: str, archive: Path, options: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
+    """Return the quartiles of the ratios, by rewrite that changes this model."""
+    applied: dict[str, Any] = {}
+
+    def lowered(left_out: Collection[str]) -> lowering.Lowered:
+        def some(model: Any, given: Options, symbols: Any, others: Collection[str] = ()) -> Mapping[str, Any]:
+            done = rewrite(model, given, symbols, {*left_out, *others})
+            applied.update({} if left_out else done)
+            return done
+
+        cache = options.folder / "rewrites" / "-".join(["cache", *left_out])
+        with patch.object(lowering, "rewrite", some):
+            return lowering.lower(archive, name, [1], cache, options=Options(packed=True))
+
+    with ExitStack() as stack, torch.inference_mode():
+        executor = stack.enter_context(CpuExecutor())
+        whole = _run(lowered(()), "all", executor, stack)
+        found = {}
+        for step in [step for step in applied if step not in REQUIRED]:
+            try:
+                without = _run(lowered((step,)), step, executor, stack)
+            except Exception as error:  # other rewrites may need this one
+                print(f"{name} cannot be lowered without {step}: {error}", file=sys.stderr)
+                continue
+            found[step] = _ratios(without, whole, options.rounds)
+        return found
+
+
+def _run(lowered: lowering.Lowered, label: str, executor: CpuExecutor, stack: ExitStack) -> Callable[[], object]:
+    """Load a program with everything resident, and return a run of it."""
+    plan = resident_plan(lowered.graphs[Bucket(1)])
+    store = open_store("ram", lowered.weights_path, lowered.manifest)
+    stack.callback(store.close)
+    arena = stack.enter_context(CpuArena(plan.memory.nbytes + 4096))
+    bases = Bases(-(-plan.memory.workspace_bytes // 4096) * 4096, 0)
+    named = replace(lowered, name=f"{lowered.name}-{label}")
+    program = replace(CpuBackend().build(named, plan, None, arena, bases, store), name=named.name)
+    executor.load(program)
+    return partial(executor.run, program, lowered.examples(Bucket(1)))
+
+
+def _ratios(without: Callable[[], object], whole: Callable[[], object], rounds: int) -> tuple[float, float, float]:
+    for way in (without, whole):
+        way()
+    repeats = max(1, min(50, int(ROUND_S / _seconds(whole))))
+    ratios = []
+    for _ in range(rounds):
+        first, second = (min(_seconds(way) for _ in range(repeats)) for way in (without, whole))
+        ratios.append(first / second)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return low, middle, high
+
+
+def _seconds(way: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    way()
+    return time.perf_counter() - start_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())
