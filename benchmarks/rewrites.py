@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [f"`{step}`", f"{max(middle for _, middle, _ in of.values()):.2f}", "; ".join(map(_shown, of, of.values()))]
         for step, of in sorted(gains.items())
     ]
-    about = f"Median of {options.rounds} rounds, with quartiles, batch 1. Above 1: the model is slower without the rewrite.\n"
+    about = f"Medians of {options.rounds} rounds, with quartiles, batch 1. Above 1: a model is slower without it.\n"
     sections = [about, markdown_table(["rewrite", "most", "time without it over time with all"], rows)]
     print("\n".join(sections))
     if options.record:
