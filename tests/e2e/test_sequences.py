@@ -275,7 +275,7 @@ def test_a_sequence_whose_engine_died_is_an_error_that_says_so(
         assert step(client, "sum", x, 5, sequence_start=True)["y"][0, 0] == 2
         server.engine().kill()
         eventually(lambda: ask(server.address, "GET", "/v2/health/ready")[0] == 200)
-        with pytest.raises(InferenceServerException, match=r"is not known.* the engine starts again"):
+        with pytest.raises(InferenceServerException, match=r"No such sequence is known.* the engine restarts"):
             step(client, "sum", x, 5)
         assert step(client, "sum", x, 5, sequence_start=True)["y"][0, 0] == 2
 
