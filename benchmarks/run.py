@@ -53,6 +53,8 @@ COMMANDS = {
     "weights": "weights --record",
     "kernels": "kernels --record",
     "texts": "texts --record",
+    "rewrites": "rewrites --models resnet50 mobilenet_v2 minilm lstm ranker decoder noise_unet speech_encoder"
+    " yolox_nano conformer_ctc_small ecapa_tdnn patchtst qwen3_prefill --record",
     "sessions": "sessions --seconds 600 --layouts resident 'partitioned, 50%' 'lru, 60%' --record",
     "budget": "budget --record",
     "training": "training --seconds 3 --record",

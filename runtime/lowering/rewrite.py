@@ -67,18 +67,22 @@ def rewrite(
         name = step.__name__
         if name in left_out:
             continue
-        before = {node: node.target for node in model.graph.nodes if node.op == "call_function"}
+        before = _calls(model)
         try:
             step(model, *given)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
             if name in _REQUIRED:
                 raise
             raise RewriteFailed(name, error) from error
-        kept = {node: node.target for node in model.graph.nodes}
+        kept = _calls(model)
         replaced = tuple(node.name for node, target in before.items() if kept.get(node) is not target)
         if name not in _REQUIRED and (replaced or len(kept) != len(before)):
             applied[name] = replaced
     return applied
+
+
+def _calls(model: FxModel) -> dict[fx.Node, Any]:
+    return {node: node.target for node in model.graph.nodes if node.op == "call_function"}
 
 
 def _steps(
