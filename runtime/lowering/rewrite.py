@@ -60,29 +60,24 @@ def rewrite(
     """Apply every rewrite except `left_out`, in an order in which each sees the results of earlier ones.
 
     `symbols` are the symbols' values in each planned shape; weights are packed for these shapes. Returns the names of
-    the ops that each rewrite replaced. Raises RewriteFailed.
+    the ops that each rewrite replaced; those that it gave other operands are not among them. Raises RewriteFailed.
     """
     applied: dict[str, tuple[str, ...]] = {}
     for step, *given in _steps(model, options, symbols):
         name = step.__name__
         if name in left_out:
             continue
-        before = _calls(model)
+        before = {node: node.target for node in model.graph.nodes if node.op == "call_function"}
         try:
             step(model, *given)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
             if name in _REQUIRED:
                 raise
             raise RewriteFailed(name, error) from error
-        kept = _calls(model)
-        replaced = tuple(node.name for node, target in before.items() if kept.get(node) is not target)
-        if name not in _REQUIRED and (replaced or len(kept) != len(before)):
-            applied[name] = replaced
+        kept = {node: node.target for node in model.graph.nodes}
+        if name not in _REQUIRED:
+            applied[name] = tuple(node.name for node, target in before.items() if kept.get(node) is not target)
     return applied
-
-
-def _calls(model: FxModel) -> dict[fx.Node, Any]:
-    return {node: node.target for node in model.graph.nodes if node.op == "call_function"}
 
 
 def _steps(
