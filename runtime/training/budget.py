@@ -163,9 +163,10 @@ class Budget:
             self._residency.peak_bytes = self._residency.recent_peak_bytes = self._residency.used_bytes
             if self._limit_bytes is not None and self._is_total:
                 self._process = ProcessLimit(self._limit_bytes)
+                context.callback(self._process.close)
                 self._measure(self._process)
                 if not self._residency.limit_bytes:
-                    raise self._process.nothing_left()
+                    raise self._process.exceeded()
             elif self._limit_bytes is not None:
                 self._residency.limit_bytes = self._limit_bytes
             elif self._share is not None:
@@ -229,11 +230,12 @@ class Budget:
                     for tracked in used:
                         residency.resized(tracked)
                 residency.note_peak()
-                if self._process is not None and history.position % _MEASURE_EVERY == 0:
-                    self._measure(self._process)
                 if not residency.make_room(0):
                     self._require(schema, used_by(used) + used_by(made))
             history.record(number, used, made)
+            if self._process is not None and history.position % _MEASURE_EVERY == 0:
+                self._measure(self._process)
+                residency.make_room(0)
             if history.position % _LOOK_EVERY == 0:
                 self._look_ahead()
             return result
@@ -361,6 +363,8 @@ class Budget:
         if nbytes <= limit_bytes:
             return
         needs = f"{schema.name}: the op needs {format_bytes(nbytes)} ({nbytes} bytes) at once, the budget is"
+        if self._process is not None:
+            raise self._process.exceeded(f"{needs} {format_bytes(limit_bytes)}: ")
         if self._share is None:
             raise MemoryExceeded(f"{needs} {format_bytes(limit_bytes)}; raise it, or train with smaller batches")
         if nbytes > self._warned_bytes:

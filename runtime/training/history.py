@@ -6,6 +6,7 @@ Predictions may be wrong: that costs only a copy.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -138,7 +139,8 @@ class History:
         self._wanted = {
             tracked: place for tracked, place in self._wanted.items() if place > here and _is_needed(tracked)
         }
-        wanted_bytes = used_by(self._wanted)
+        waiting = deque(self._wanted.items())  # in the order of their places
+        wanted_bytes = 0
         records = self._records
         base = records[here + 1 - first].before_bytes
         needed = 0
@@ -150,6 +152,8 @@ class History:
                         self._wanted[tracked] = place
                         tracked.next_use = place + now - here
                         wanted_bytes += tracked.nbytes
+            while waiting and waiting[0][1] <= place:
+                wanted_bytes += waiting.popleft()[0].nbytes
             record = records[place - first]
             needed = max(needed, record.before_bytes - base + record.made_bytes + wanted_bytes)
             if needed > most_bytes:
@@ -173,8 +177,9 @@ class History:
         self._first += count
         self._places = {key: place for key, place in self._places.items() if place >= self._first}
         if len(self._numbers) > _MOST_RECORDS:
-            self._numbers.clear()
-            self._made_bytes.clear()
+            kept = {record.number for record in self._records}
+            self._numbers = {signature: number for signature, number in self._numbers.items() if number in kept}
+            self._made_bytes = {number: nbytes for number, nbytes in self._made_bytes.items() if number in kept}
 
 
 def _is_needed(tracked: Tracked) -> bool:

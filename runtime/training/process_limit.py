@@ -1,53 +1,70 @@
 """A budget of the whole process: tensors may take what everything else in it leaves."""
 
-from pathlib import Path
+import os
 from typing import Final
 
 from cohabit.planner.errors import format_bytes
-from cohabit.runtime.errors import MemoryExceeded
-from cohabit.runtime.heap import KEPT_BYTES, keep_freed_memory, release_free_memory
+from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
+from cohabit.runtime.heap import keep_freed_memory, release_free_memory
 
 _RESERVE: Final = 16
-"""Part of the total that is kept for the scratch of kernels that have not run yet."""
+"""The total divided by this is reserved for the scratch of kernels that have not run yet."""
 _FORGOTTEN: Final = 64
-"""Part of the untracked memory that is forgotten per measurement, so that a peak does not count forever."""
-_STATUS, _CLEAR_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+"""The untracked memory divided by this is forgotten per measurement, so that a peak does not count forever."""
+_STATUS: Final = "/proc/self/status"
+_CLEAR_PEAK: Final = "/proc/self/clear_refs"
+"""Writing 5 resets the peak of resident memory, VmHWM (proc(5))."""
 
 
 class ProcessLimit:
     """Measures what a process takes beside tracked tensors: Python, libraries, kernels' scratch, small tensors."""
 
     def __init__(self, total_bytes: int) -> None:
-        """Also has the C library return freed memory to the system, which by default keeps tens of MiB."""
+        """Also has the C library return freed memory to the system, for the rest of the process's life.
+
+        Otherwise evicted tensors would stay in its heap and count as the rest of the process. Raises UnsupportedModel
+        where the system does not tell the peak of resident memory.
+        """
         self.total_bytes = total_bytes
         self._untracked_bytes = 0
-        keep_freed_memory(KEPT_BYTES)
-        release_free_memory()
-        _clear_peak()
+        try:
+            self._status = os.open(_STATUS, os.O_RDONLY | os.O_CLOEXEC)
+            self._clear_refs = os.open(_CLEAR_PEAK, os.O_WRONLY | os.O_CLOEXEC)
+            self._resident_and_peak()
+            self._clear_peak()
+        except (OSError, KeyError) as error:
+            raise UnsupportedModel(
+                f"budget: a total needs the peak of resident memory from {_STATUS} and {_CLEAR_PEAK}, which this system"
+                f" does not offer ({error}); give a size for the tensors, such as '2GiB'"
+            ) from error
+        keep_freed_memory(0)
+
+    def close(self) -> None:
+        os.close(self._status)
+        os.close(self._clear_refs)
 
     def tensor_bytes(self, used_bytes: int, peak_bytes: int) -> int:
         """Return the bytes left for tensors, from what they take now and took at most since the last call."""
-        resident_bytes, highest_bytes = _resident_and_peak()
-        _clear_peak()
+        release_free_memory()  # small storages that were freed amid the heap would count as untracked
+        resident_bytes, highest_bytes = self._resident_and_peak()
+        self._clear_peak()
         measured_bytes = max(resident_bytes - used_bytes, highest_bytes - peak_bytes)
         remembered_bytes = self._untracked_bytes - self._untracked_bytes // _FORGOTTEN
         self._untracked_bytes = max(measured_bytes, remembered_bytes)
         return max(0, self.total_bytes - self.total_bytes // _RESERVE - self._untracked_bytes)
 
-    def nothing_left(self) -> MemoryExceeded:
-        """Return the error for a process that leaves tensors nothing."""
+    def exceeded(self, what: str = "") -> MemoryExceeded:
+        """Return the error for tensors that get too little; `what` says which."""
         return MemoryExceeded(
-            f"the process takes {format_bytes(self._untracked_bytes)} beside the budget's tensors, and a sixteenth of"
-            f" the total of {format_bytes(self.total_bytes)} is kept for kernels; raise the total"
+            f"{what}the process takes {format_bytes(self._untracked_bytes)} beside the budget's tensors, and a sixteenth"
+            f" of {format_bytes(self.total_bytes)} is kept for kernels; raise the total, or train with smaller batches"
         )
 
+    def _resident_and_peak(self) -> tuple[int, int]:
+        """Return the process's resident memory in bytes, now and at most since the peak was cleared."""
+        lines = (line.split() for line in os.pread(self._status, 1 << 14, 0).splitlines())
+        kib = {line[0]: int(line[1]) for line in lines if line[0] in (b"VmRSS:", b"VmHWM:")}
+        return kib[b"VmRSS:"] << 10, kib[b"VmHWM:"] << 10
 
-def _resident_and_peak() -> tuple[int, int]:
-    """Return the process's resident memory in bytes, now and at most since the peak was cleared."""
-    lines = (line.split() for line in _STATUS.read_text().splitlines())
-    kib = {line[0]: int(line[1]) for line in lines if line[0] in ("VmRSS:", "VmHWM:")}
-    return kib["VmRSS:"] << 10, kib["VmHWM:"] << 10
-
-
-def _clear_peak() -> None:
-    _CLEAR_PEAK.write_text("5")  # see proc(5)
+    def _clear_peak(self) -> None:
+        os.pwrite(self._clear_refs, b"5", 0)

@@ -25,7 +25,7 @@ class Extent:
 
 
 class Partitions:
-    """The arena's extents, by owner: a load id (`Model.owner`) or the shared region. Not thread-safe."""
+    """The arena's extents, by owner: a load id (`Model.load_id`) or the shared region. Not thread-safe."""
 
     def __init__(self, arena_bytes: int, workspace_bytes: int = 0, lanes: int = 1) -> None:
         self.arena_bytes = arena_bytes
