@@ -56,7 +56,7 @@ class ProcessLimit:
     def exceeded(self, what: str = "") -> MemoryExceeded:
         """Return the error for tensors that get too little; `what` says which."""
         return MemoryExceeded(
-            f"{what}the process takes {format_bytes(self._untracked_bytes)} beside the budget's tensors, and a sixteenth"
+            f"{what}the process takes {format_bytes(self._untracked_bytes)} beside the tensors, and a sixteenth"
             f" of {format_bytes(self.total_bytes)} is kept for kernels; raise the total, or train with smaller batches"
         )
 
