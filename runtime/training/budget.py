@@ -153,17 +153,16 @@ class Budget:
         rehome(tensors)
         with ExitStack() as context:
             context.enter_context(self._interrupts_held())
-            context.callback(self._restore)
+            self._residency.start()
+            context.callback(self._residency.stop)
+            context.callback(self._restore)  # before the copy thread ends, which may have copies under way
             self._is_active = True
             for storage in distinct_storages(tensors):
                 self._residency.track(storage)
-            self._residency.start()
-            context.callback(self._residency.stop)
             self._pins = context.enter_context(watching(self._residency, self._lock, partial(_Mode, self)))
             self._residency.peak_bytes = self._residency.recent_peak_bytes = self._residency.used_bytes
             if self._limit_bytes is not None and self._is_total:
                 self._process = ProcessLimit(self._limit_bytes)
-                context.callback(self._process.close)
                 self._measure(self._process)
                 if not self._residency.limit_bytes:
                     raise self._process.exceeded()
@@ -186,13 +185,15 @@ class Budget:
         """Run an op after swapping in the storages it reads. Raises MemoryExceeded, and the op's own errors."""
         if not all(map(_is_plain, types)):
             return NotImplemented  # the subclass unwraps itself, and its inner tensors are dispatched here
-        if not self._is_active:  # in a thread that outlived the context
-            return op(*args, **kwargs)
-        if not isinstance(op, OpOverload):
-            raise UnsupportedModel(f"budget: {op} calls other functions from within torch, where no op can be seen")
-        schema = schema_of(op)
         try:
             with self._lock:
+                if not self._is_active:  # in a thread that outlived the context
+                    return op(*args, **kwargs)
+                if not isinstance(op, OpOverload):
+                    raise UnsupportedModel(
+                        f"budget: {op} calls other functions from within torch, where no op can be seen"
+                    )
+                schema = schema_of(op)
                 if schema.takes_lists:
                     return self._run_in_parts(op, schema, args, kwargs)
                 return self._run(op, schema, args, kwargs)
@@ -392,10 +393,16 @@ class Budget:
                     break
 
     def _restore(self) -> None:
+        """Swap everything back in. Other threads' ops wait for that, and then run without the budget."""
         with self._lock:
-            self._is_active = False
-            self._residency.bring_all_in()
-            self._history = History()
+            process, self._process = self._process, None
+            try:
+                self._residency.bring_all_in()
+            finally:
+                self._is_active = False
+                self._history = History()
+                if process is not None:
+                    process.close()
 
     @contextmanager
     def _measured_step(self, share: float) -> Iterator[None]:

@@ -27,12 +27,14 @@ class ProcessLimit:
         """
         self.total_bytes = total_bytes
         self._untracked_bytes = 0
+        self._status = self._clear_refs = -1
         try:
             self._status = os.open(_STATUS, os.O_RDONLY | os.O_CLOEXEC)
             self._clear_refs = os.open(_CLEAR_PEAK, os.O_WRONLY | os.O_CLOEXEC)
             self._resident_and_peak()
             self._clear_peak()
         except (OSError, KeyError) as error:
+            self.close()
             raise UnsupportedModel(
                 f"budget: a total needs the peak of resident memory from {_STATUS} and {_CLEAR_PEAK}, which this system"
                 f" does not offer ({error}); give a size for the tensors, such as '2GiB'"
@@ -40,8 +42,9 @@ class ProcessLimit:
         keep_freed_memory(0)
 
     def close(self) -> None:
-        os.close(self._status)
-        os.close(self._clear_refs)
+        for descriptor in (self._status, self._clear_refs):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def tensor_bytes(self, used_bytes: int, peak_bytes: int) -> int:
         """Return the bytes left for tensors, from what they take now and took at most since the last call."""

@@ -484,6 +484,30 @@ def test_two_loops_share_one_budget() -> None:
     assert expected[0] != expected_losses, "dropout is off here"
 
 
+def test_a_thread_that_outlives_the_context_runs_on_with_whole_tensors() -> None:
+    """Its ops come while everything is brought back, and after that, under a total that is no longer measured."""
+    errors = list[BaseException]()
+
+    def work(tensors: list[torch.Tensor], done: threading.Event) -> None:
+        try:
+            while not done.is_set():
+                for tensor in tensors:
+                    tensor.sum()
+        except BaseException as error:
+            errors.append(error)
+
+    for _ in range(10):
+        net, optimizer = made()
+        done = threading.Event()
+        with cohabit.budget("16GiB total", net, optimizer, store="file"):
+            thread = threading.Thread(target=work, args=([net.table.weight, net.head.weight], done))
+            thread.start()
+            plain(net, optimizer)
+        done.set()
+        thread.join()
+    assert errors == []
+
+
 def test_workers_of_a_loader_are_forked_in_the_middle() -> None:
     net, optimizer = made()
     data = torch.utils.data.TensorDataset(torch.cat(batches()))
