@@ -321,7 +321,7 @@ def _draw(found: Found, path: Path) -> None:
 
     _, batch, threads = next(iter(found))
     shown = {n: m.times for (n, b, t), m in found.items() if (b, t) == (batch, threads)}
-    figure, axes = pyplot.subplots(figsize=(10, 4))
+    figure, axes = pyplot.subplots(figsize=(max(8, 0.55 * len(shown)), 5))
     ways = [way for way in WAYS if any(way in times for times in shown.values())]
     for i, way in enumerate(ways):
         ratios = [_ratio(times, way, _base(times)) for times in shown.values()]
@@ -329,8 +329,9 @@ def _draw(found: Found, path: Path) -> None:
         axes.bar([n + (i - len(ways) / 2 + 0.5) * 0.1 for n in range(len(shown))], heights, 0.1, 1.0, label=way)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
-    axes.set_yticks([0.5, 1, 2, 5, 10, 50], ["0.5", "1", "2", "5", "10", "50"])
-    axes.set_xticks(range(len(shown)), list(shown))
+    axes.set_yticks([0.1, 0.5, 1, 2, 5, 10, 50], ["0.1", "0.5", "1", "2", "5", "10", "50"])
+    axes.set_xticks(range(len(shown)), list(shown), rotation=40, ha="right", fontsize=8)
+    axes.set_xlim(-0.6, len(shown) - 0.4)
     axes.set_ylabel("time, ONNX Runtime = 1")
     axes.set_title(f"batch {batch}, {threads} thread{'s' * (threads > 1)}")
     axes.legend(fontsize=8)
