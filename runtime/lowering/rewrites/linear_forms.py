@@ -6,6 +6,7 @@ depends on the processor, the shape, and the number of rows. Weights are cold in
 form is timed over several weights in turns.
 """
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -27,8 +28,9 @@ _MOST_MULTIPLICATIONS: Final = 1 << 29
 most of a first start."""
 _MOST_ROWS: Final = 4
 """Maximum number of row counts that are timed, spread over the given ones."""
-_SECONDS: Final = 8e-3
+_SECONDS: Final = 4e-3
 """Seconds for which each form is timed, per number of rows."""
+_LEAST_CALLS: Final = 4
 _WORTH: Final = 0.9
 """A form replaces the one before it, in the order packed, plain, transposed, at this fraction of its time or less. A
 smaller gain may be noise."""
@@ -111,16 +113,17 @@ def _tail(fused: tuple[str, tuple[float, ...], str] | None, other: torch.Tensor 
 
 
 def cold_seconds(calls: Sequence[Callable[[], object]], seconds: float = _SECONDS) -> float:
-    """Return the lower quartile of the times of calls, which are made in turns for `seconds`."""
+    """Return the lower quartile of the times of calls, made in turns for `seconds`, but at least `_LEAST_CALLS`."""
+    calls[0]()  # prepares the kernel
     times: list[float] = []
-    for call in calls:
-        call()
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for call in calls:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
+    for call in itertools.cycle([*calls[1:], calls[0]]):
+        start = time.perf_counter()
+        call()
+        now = time.perf_counter()
+        times.append(now - start)
+        if now >= end and len(times) >= _LEAST_CALLS:
+            break
     return sorted(times)[len(times) // 4]
 
 
