@@ -5,6 +5,8 @@
 Lightning makes the optimizer when it begins, so a callback enters the budget there.
 """
 
+from contextlib import ExitStack
+
 import lightning
 import torch
 from torch import Tensor, nn
@@ -17,18 +19,18 @@ import cohabit
 class Budget(lightning.Callback):
     """Trains in 60 % of a step's memory, and leaves everything whole, also after an error."""
 
+    def __init__(self) -> None:
+        self._entered = ExitStack()
+
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.budget = cohabit.budget("60%", module, trainer.optimizers, store="file")
-        self.budget.__enter__()
+        budget = cohabit.budget("60%", module, trainer.optimizers, store="file")
+        self._entered.enter_context(budget)
 
     def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        print(f"tensors took up to {self.budget.peak_bytes} of {self.budget.limit_bytes} bytes")
-        self.budget.__exit__(None, None, None)
+        self._entered.close()
 
-    def on_exception(
-        self, trainer: lightning.Trainer, module: lightning.LightningModule, error: BaseException
-    ) -> None:
-        self.budget.__exit__(type(error), error, error.__traceback__)
+    def on_exception(self, trainer: lightning.Trainer, module: lightning.LightningModule, error: object) -> None:
+        self._entered.close()
 
 
 class Classifier(lightning.LightningModule):
@@ -58,9 +60,5 @@ def train(*callbacks: lightning.Callback) -> list[float]:
     return model.losses
 
 
-def main() -> None:
-    print("the same as Lightning's" if train(Budget()) == train() else "other than Lightning's")
-
-
 if __name__ == "__main__":
-    main()
+    print("the same as Lightning's" if train(Budget()) == train() else "other than Lightning's")

@@ -213,7 +213,7 @@ class ExecutionFailed(RequestError):
 
 
 class LoadFailed(RequestError):
-    """A model, or some of its versions, cannot be loaded. Versions served before are still served."""
+    """A model, or some of its versions, cannot be loaded. See `Lifecycle.serve` for what is served then."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"load failed for model '{model}': {reason}")

@@ -49,7 +49,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Serve until SIGTERM or SIGINT. Raises CohabitError if the server cannot start; a JSON log gets it instead."""
+    """Serve until SIGTERM, SIGINT, or SIGHUP without token files; returns the exit status.
+
+    Raises CohabitError if the server cannot start; a JSON log gets it instead.
+    """
     from cohabit.server.config.machine import memory_left, refuse_impossible
 
     effective = sources.read_settings(options, os.environ, memory_left)
@@ -79,7 +82,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 
 async def serve_until_stopped(config: ServeConfig, console: Console) -> int:
-    """Listen, load, and serve until SIGTERM or SIGINT; returns the exit status."""
+    """Listen, load, and serve until a signal ends it. SIGHUP rereads token files, if any. Returns the exit status."""
     from cohabit.server.serve import Server
 
     stop = asyncio.Event()

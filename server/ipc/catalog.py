@@ -29,7 +29,7 @@ class ModelEntry(msgspec.Struct, frozen=True):
 
     name: str
     version: int | None
-    """None for a model of which no version was requested or found."""
+    """None for a model without requested or existing versions."""
     state: ModelState
     reason: str = ""
     info: ModelInfo | None = None
