@@ -12,9 +12,11 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -65,7 +67,8 @@ def budget(
 
     `memory` is in bytes, a size such as "2GiB", or a share such as "60%" of the peak of the loop's first step, which
     runs without a limit. "3GiB total" limits the whole process: tensors may take what the rest of it leaves, measured
-    every few ops; the store must be "file". `owners` are the modules, optimizers and tensors whose memory counts, in
+    every few ops; the store must be "file". Several loops share a budget in threads started inside the context; a
+    process has one budget at a time. `owners` are the modules, optimizers and tensors whose memory counts, in
     addition to all tensors made by ops inside the context. Evicted bytes go to RAM, or to an unnamed file in `folder`
     (default: the system's temporary folder). Leaving the context swaps everything back in, also after an error.
 
@@ -74,6 +77,24 @@ def budget(
     needs more than a given size raises MemoryExceeded. An op that needs more than a share runs, with a warning.
     """
     return Budget(memory, owners, store, folder)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An op that is running, outside the lock. Its storages stay in memory, and room for its results is reserved."""
+
+    history: History
+    number: int
+    """Of its signature."""
+    schema: OpSchema
+    used: Sequence[Tracked]
+    reserved_bytes: int
+    """Expected bytes of its results."""
+    made: list[Tracked] = field(default_factory=list)
+
+    @property
+    def needed_bytes(self) -> int:
+        return used_by(self.used) + self.reserved_bytes
 
 
 class Budget:
@@ -109,8 +130,10 @@ class Budget:
         self._warned_bytes = 0
         spill = RamSpill() if store == "ram" else FileSpill(Path(folder or tempfile.gettempdir()))
         self._residency = Residency(spill)
-        self._history = History()
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        """Notified when an op has ended, and when the context is left."""
+        self._running: list[_Running] = []
         self._pins = Pins(self._residency)
         self._context = ExitStack()
         self._is_active = False
@@ -141,8 +164,6 @@ class Budget:
         self._residency.peak_bytes = self._residency.used_bytes
 
     def __enter__(self) -> Self:
-        if self._is_active:
-            raise RuntimeError("budget: this context is entered already")
         tensors = list(tensors_of(self._owners))
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -152,6 +173,14 @@ class Budget:
                 )
         rehome(tensors)
         with ExitStack() as context:
+            with _entering:
+                if _active:
+                    raise RuntimeError(
+                        "budget: a context is entered already, and a process has one at a time; loops of several models"
+                        " share one: name all their owners, and start their threads inside it"
+                    )
+                _active.add(self)
+            context.callback(_active.discard, self)
             context.enter_context(self._interrupts_held())
             self._residency.start()
             context.callback(self._residency.stop)
@@ -170,8 +199,6 @@ class Budget:
                 self._residency.limit_bytes = self._limit_bytes
             elif self._share is not None:
                 context.enter_context(self._measured_step(self._share))
-            _active.add(self)
-            context.callback(_active.discard, self)
             context.enter_context(_Mode(self))
             self._context = context.pop_all()
         return self
@@ -181,73 +208,134 @@ class Budget:
     ) -> None:
         self._context.close()
 
-    def run(self, op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an op after swapping in the storages it reads. Raises MemoryExceeded, and the op's own errors."""
+    def run(
+        self, history: History, op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an op after swapping in the storages it reads; `history` is its thread's.
+
+        Raises MemoryExceeded, and the op's own errors.
+        """
         if not all(map(_is_plain, types)):
             return NotImplemented  # the subclass unwraps itself, and its inner tensors are dispatched here
         try:
-            with self._lock:
-                if not self._is_active:  # in a thread that outlived the context
-                    return op(*args, **kwargs)
-                if not isinstance(op, OpOverload):
-                    raise UnsupportedModel(
-                        f"budget: {op} calls other functions from within torch, where no op can be seen"
-                    )
-                schema = schema_of(op)
-                if schema.takes_lists:
-                    return self._run_in_parts(op, schema, args, kwargs)
-                return self._run(op, schema, args, kwargs)
+            if not self._is_active:  # in a thread that outlived the context
+                return op(*args, **kwargs)
+            if not isinstance(op, OpOverload):
+                raise UnsupportedModel(
+                    f"budget: {op} calls other functions from within torch, where no op can be seen"
+                )
+            schema = schema_of(op)
+            run = self._run_view if schema.is_view else self._run_in_parts if schema.takes_lists else self._run
+            return run(history, op, schema, args, kwargs)
         finally:
             if self._interrupt is not None:
                 self._deliver()
 
-    def _run(self, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        residency, history = self._residency, self._history
-        self._pins.collect()
-        history.died(residency.bury())
-        used, sizes = self._used(schema, args, kwargs)
-        number = history.begin((op, *sizes))
-        residency.position = history.position
-        made: list[Tracked] = []
-        for tracked in used:
-            tracked.uses += 1
-        try:
-            if schema.is_view:
-                with self._sized(used):
-                    result = op(*args, **kwargs)
-            else:
-                # First what it reads is brought in, then room is made for what it makes.
-                expected = history.made_bytes(number)
-                self._require(schema, used_by(used) + (expected or 0))
-                for tracked in used:
-                    residency.use(tracked)
-                if expected is None:
-                    expected = self._expected_bytes(op, schema, args, kwargs, used)
-                residency.make_room(expected)
+    def _run_view(
+        self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an op that reads no bytes. Evicted storages stay out."""
+        with self._lock:
+            used, sizes = self._used(history, schema, args, kwargs)
+            number = history.begin((op, *sizes))
+            with self._sized(used):
                 result = op(*args, **kwargs)
-                if schema.makes_results:
-                    made = self._made(result, used)
-                if schema.written:
-                    for tracked in used:
-                        residency.resized(tracked)
-                residency.note_peak()
-                if not residency.make_room(0):
-                    self._require(schema, used_by(used) + used_by(made))
-            history.record(number, used, made)
-            if self._process is not None and history.position % _MEASURE_EVERY == 0:
-                self._measure(self._process)
-                residency.make_room(0)
-            if history.position % _LOOK_EVERY == 0:
-                self._look_ahead()
-            return result
-        finally:
+            self._record(history, number, list(used), [])
+        return result
+
+    def _run(
+        self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # Under the lock: swap in what it reads, and reserve room for its results. The op itself runs outside it.
+        with self._lock:
+            running = self._begin(history, op, schema, args, kwargs)
+        if running is None:
+            return op(*args, **kwargs)
+        try:
+            result = op(*args, **kwargs)
+        except BaseException:
+            with self._lock:
+                self._end(running)
+            raise
+        with self._lock:
+            try:
+                if self._is_active:
+                    self._complete(running, result)
+            finally:
+                self._end(running)
+        return result
+
+    def _begin(
+        self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Running | None:
+        """Prepare an op. Returns None if the context was left meanwhile. Raises MemoryExceeded for an op too large."""
+        residency = self._residency
+        used, sizes = self._used(history, schema, args, kwargs)
+        number = history.begin((op, *sizes))
+        expected = history.made_bytes(number)
+        self._require(schema, used_by(used) + (expected or 0))
+        if expected is None:
+            expected = self._expected_bytes(op, schema, args, kwargs, used)
+        running = _Running(history, number, schema, list(used), expected)
+
+        # It waits while ops of other threads leave too little room, holding nothing that they may need.
+        while self._running and self._needed_bytes() + running.needed_bytes > residency.limit_bytes:
+            self._changed.wait()
+        if not self._is_active:
+            return None
+        self._running.append(running)
+        for tracked, is_written in used.items():
+            tracked.uses += 1
+            if is_written:
+                residency.changed(tracked)
+        try:
             for tracked in used:
-                tracked.uses -= 1
-            for tracked in made:
-                tracked.uses -= 1
+                residency.use(tracked)
+            residency.make_room(expected)
+        except BaseException:
+            running.reserved_bytes = 0
+            self._end(running)
+            raise
+        residency.reserved_bytes += expected
+        return running
+
+    def _needed_bytes(self) -> int:
+        return sum(running.needed_bytes for running in self._running)
+
+    def _complete(self, running: _Running, result: Any) -> None:
+        """Track an op's results, and plan ahead."""
+        residency, schema = self._residency, running.schema
+        residency.reserved_bytes -= running.reserved_bytes
+        running.reserved_bytes = 0
+        if schema.makes_results:
+            running.made = self._made(result, running.used)
+        if schema.written:
+            for tracked in running.used:
+                residency.resized(tracked)
+        residency.note_peak()
+        if not residency.make_room(0):
+            self._require(schema, used_by(running.used) + used_by(running.made))
+        self._record(running.history, running.number, running.used, running.made)
+
+    def _end(self, running: _Running) -> None:
+        self._residency.reserved_bytes -= running.reserved_bytes
+        self._running.remove(running)
+        for tracked in running.used:
+            tracked.uses -= 1
+        for tracked in running.made:
+            tracked.uses -= 1
+        self._changed.notify_all()
+
+    def _record(self, history: History, number: int, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
+        history.record(number, used, made)
+        if self._process is not None and history.position % _MEASURE_EVERY == 0:
+            self._measure(self._process)
+            self._residency.make_room(0)
+        if history.position % _LOOK_EVERY == 0:
+            self._look_ahead(history)
 
     def _run_in_parts(
-        self, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run an op that computes elements of tensor lists independently, on parts of the lists that fit."""
         length = next((len(a) for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)), 0)
@@ -256,7 +344,7 @@ class Budget:
         sizes = [sum(x.nbytes for x in elements if x.layout is torch.strided) for elements in tensors]
         most_bytes = self._residency.limit_bytes // _PART
         if sum(sizes) <= most_bytes:
-            return self._run(op, schema, args, kwargs)
+            return self._run(history, op, schema, args, kwargs)
         results: list[Any] = []
         start = 0
         while start < length:
@@ -268,17 +356,20 @@ class Budget:
             def part(value: Any, start: int = start, end: int = end) -> Any:
                 return value[start:end] if isinstance(value, list | tuple) and len(value) == length else value
 
-            result = self._run(op, schema, tuple(map(part, args)), {k: part(v) for k, v in kwargs.items()})
+            parts = tuple(map(part, args)), {k: part(v) for k, v in kwargs.items()}
+            result = self._run(history, op, schema, *parts)
             if isinstance(result, list | tuple):
                 results.extend(result)
             start = end
         return results if schema.makes_results else None
 
     def _used(
-        self, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Tracked], list[Hashable]]:
-        """Return the distinct tracked storages of an op's arguments, and all sizes. Marks written storages changed."""
-        used: dict[Tracked, None] = {}
+        self, history: History, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[Tracked, bool], list[Hashable]]:
+        """Return the distinct tracked storages of an op's arguments, with whether it may write them, and all sizes."""
+        self._pins.collect()
+        history.died(self._residency.bury())
+        used: dict[Tracked, bool] = {}
         sizes: list[Hashable] = []
         for key, value in (*enumerate(args), *kwargs.items()):
             if isinstance(value, torch.Tensor):
@@ -298,10 +389,8 @@ class Budget:
                 sizes.append(tensor.shape)
                 for storage in storages_of(tensor):
                     if (tracked := self._residency.find(storage)) is not None:
-                        used[tracked] = None
-                        if is_written:
-                            self._residency.changed(tracked)
-        return list(used), sizes
+                        used[tracked] = is_written or used.get(tracked, False)
+        return used, sizes
 
     def _made(self, result: Any, used: Sequence[Tracked]) -> list[Tracked]:
         """Track an op's new storages, and mark them as in use."""
@@ -321,7 +410,7 @@ class Budget:
         schema: OpSchema,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        used: Sequence[Tracked],
+        used: Iterable[Tracked],
     ) -> int:
         """Return the bytes of a new op's results, by running it on meta tensors."""
         if not schema.makes_results or self._residency.limit_bytes == NEVER:
@@ -347,7 +436,7 @@ class Budget:
         return sum(nbytes for storage, nbytes in sizes.items() if storage not in given)
 
     @contextmanager
-    def _sized(self, used: Sequence[Tracked]) -> Iterator[None]:
+    def _sized(self, used: Iterable[Tracked]) -> Iterator[None]:
         """Give evicted storages their size inside the block: views check the size, and read no bytes."""
         sized = [tracked for tracked in used if tracked.is_out and tracked.copy is None]
         try:
@@ -380,14 +469,15 @@ class Budget:
         residency.limit_bytes = process.tensor_bytes(residency.used_bytes, residency.recent_peak_bytes)
         residency.recent_peak_bytes = residency.used_bytes
 
-    def _look_ahead(self) -> None:
-        """Start copies for the next ops: writes that make room, then prefetches."""
+    def _look_ahead(self, history: History) -> None:
+        """Start copies for a loop's next ops: writes that make room, then prefetches."""
         limit_bytes = self._residency.limit_bytes
         if limit_bytes == NEVER:
             return
-        ahead = self._history.ahead(_WINDOW, limit_bytes // _PART)
+        ahead = history.ahead(_WINDOW, limit_bytes // _PART)
         if ahead is not None:
-            self._residency.write_ahead(ahead.needed_bytes, ahead.position)
+            end_s = history.pace.wait_s(ahead.position, time.perf_counter())
+            self._residency.write_ahead(ahead.needed_bytes, end_s)
             for tracked in ahead.wanted:
                 if not self._residency.prefetch(tracked):
                     break
@@ -400,7 +490,7 @@ class Budget:
                 self._residency.bring_all_in()
             finally:
                 self._is_active = False
-                self._history = History()
+                self._changed.notify_all()
                 if process is not None:
                     process.close()
 
@@ -417,24 +507,26 @@ class Budget:
 
         def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal peak_bytes
-            if not left:  # the hooks stay registered until the end: other hooks may be running meanwhile
-                return
-            residency.bury()
-            before[id(optimizer)] = residency.used_bytes
-            peak_bytes = max(peak_bytes, residency.peak_bytes)
-            residency.peak_bytes = residency.used_bytes
+            with self._lock:
+                if not left:  # the hooks stay registered until the end: other hooks may be running meanwhile
+                    return
+                residency.bury()
+                before[id(optimizer)] = residency.used_bytes
+                peak_bytes = max(peak_bytes, residency.peak_bytes)
+                residency.peak_bytes = residency.used_bytes
 
         def ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal updating_bytes, state_bytes
-            if id(optimizer) not in left:
-                return
-            left.discard(id(optimizer))
-            residency.bury()
-            updating_bytes = max(updating_bytes, residency.peak_bytes)
-            state_bytes += max(residency.used_bytes - before[id(optimizer)], 0)
-            if not left:
-                residency.limit_bytes = int(share * max(peak_bytes + state_bytes, updating_bytes))
-                residency.peak_bytes = 0
+            with self._lock:
+                if id(optimizer) not in left:
+                    return
+                left.discard(id(optimizer))
+                residency.bury()
+                updating_bytes = max(updating_bytes, residency.peak_bytes)
+                state_bytes += max(residency.used_bytes - before[id(optimizer)], 0)
+                if not left:
+                    residency.limit_bytes = int(share * max(peak_bytes + state_bytes, updating_bytes))
+                    residency.peak_bytes = 0
 
         handles = [o.register_step_pre_hook(begins) for o in self._optimizers]
         handles += [o.register_step_post_hook(ends) for o in self._optimizers]
@@ -478,6 +570,8 @@ class Budget:
     def _after_fork(self) -> None:
         """Continue in a forked process, which has no copy thread: swapped-in storages then stay in memory."""
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._running.clear()
         self._process = None
         self._residency.after_fork()
 
@@ -487,7 +581,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, budget: Budget) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run = budget.run
+        self._run = partial(budget.run, History())
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -497,6 +591,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _PACKAGE = str(Path(__file__).parent)
 _active: "weakref.WeakSet[Budget]" = weakref.WeakSet()
+"""The entered context, if any."""
+_entering = threading.Lock()
 
 
 def _after_fork() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cohabit.runtime.training.residency import NEVER, Tracked, used_by
+from cohabit.runtime.training.residency import NEVER, Pace, Tracked, used_by
 
 Signature = tuple[Hashable, ...]
 """An op, and the sizes and integers among its arguments."""
@@ -19,23 +19,6 @@ Signature = tuple[Hashable, ...]
 _MATCHED: Final = 6
 """Number of last ops that must match a recorded sequence."""
 _MOST_RECORDS: Final = 1 << 15
-
-
-@dataclass(slots=True)
-class _Record:
-    """An op that ran. `next_uses` and `last_uses` are distances in ops per storage; 0 and None if there is none."""
-
-    number: int
-    """Of its signature."""
-    storages: Sequence[Tracked]
-    """Storages read or written, then new ones."""
-    before_bytes: int
-    """Bytes made minus bytes freed by all earlier ops."""
-    made_bytes: int
-    next_uses: list[int]
-    last_uses: list[tuple[int, int] | None]
-    freed_bytes: int = 0
-    """Bytes of storages that died before the next op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,84 +34,111 @@ class Ahead:
 
 
 class History:
-    """Records ops, and predicts from them. The caller holds a lock around every call."""
+    """Records the ops of one thread's loop, and predicts from them. The caller holds a lock around every call.
+
+    A use is an op's use of one storage. Ops have positions, and uses have ids, both counted from the start. The records
+    are columns of integers: objects per op would be traversed by Python's garbage collector again and again.
+    """
 
     def __init__(self) -> None:
-        self._records: list[_Record] = []
+        self.pace = Pace()
+
+        # Per op, from position `_first` on.
         self._first = 0
-        """Position of the oldest record kept."""
+        self._numbers: list[int] = []
+        """Of its signature."""
+        self._before_bytes: list[int] = []
+        """Bytes made minus bytes freed by all earlier ops."""
+        self._made_bytes: list[int] = []
+        self._first_uses: list[int] = []
+        """Id of its first use. It first uses the storages that it reads or writes, then new ones."""
+
+        # Per use, from id `_first_use` on.
+        self._first_use = 0
+        self._storages: list[Tracked] = []
+        self._next_uses: list[int] = []
+        """Distance in ops to the storage's next use; 0 if there is none."""
+        self._last_uses: list[int] = []
+        """Id of the storage's previous use; -1 if there is none."""
+        self._positions: list[int] = []
+
+        self._total_bytes = 0
+        """Bytes made minus bytes freed so far."""
         self._place: int | None = None
-        """Position of the record that matches the current op; None if the sequence is new."""
-        self._numbers: dict[Signature, int] = {}
+        """Position of the recorded op that matches the current one; None if the sequence is new."""
+        self._numbers_of: dict[Signature, int] = {}
         """One number per signature, so that a signature is hashed once per op."""
         self._next_number = itertools.count()
         self._recent: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
         """Last position of each sequence of `_MATCHED` ops, by hash: that of its last op."""
-        self._made_bytes: dict[int, int] = {}
+        self._made_by: dict[int, int] = {}
+        """Bytes of the results, by number."""
         self._seen_place = -1
-        """Position of the last record that `ahead` has examined."""
+        """Position of the last recorded op that `ahead` has examined."""
         self._wanted: dict[Tracked, int] = {}
-        """Evicted storages with the positions of the records whose counterparts will read them."""
+        """Evicted storages with the positions of the recorded ops whose counterparts will read them."""
 
     @property
     def position(self) -> int:
         """Number of ops so far."""
-        return self._first + len(self._records)
+        return self._first + len(self._numbers)
 
     def made_bytes(self, number: int) -> int | None:
         """Return the bytes of an earlier such op's results; None if there was none."""
-        return self._made_bytes.get(number)
+        return self._made_by.get(number)
 
     def begin(self, signature: Signature) -> int:
-        """Find the record that matches an op about to run. Returns the number of its signature."""
-        number = self._numbers.get(signature)
+        """Find the recorded op that matches one about to run. Returns the number of its signature."""
+        number = self._numbers_of.get(signature)
         if number is None:
-            number = self._numbers[signature] = next(self._next_number)
+            number = self._numbers_of[signature] = next(self._next_number)
         self._recent = (*self._recent[1 - _MATCHED :], number)
         key = hash(self._recent)
         first, now = self._first, self.position
         place = None if self._place is None else self._place + 1
-        if place is None or not first <= place < now or self._records[place - first].number != number:
+        if place is None or not first <= place < now or self._numbers[place - first] != number:
             place = self._places.get(key)
         self._place = place if place is not None and place >= first else None
         self._places[key] = now
+        self.pace.advance(now)
         return number
 
     def record(self, number: int, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
         """Record an op that has run, and predict the next use of each of its storages."""
-        records, first = self._records, self._first
-        now = first + len(records)
-        distances = [] if self._place is None else records[self._place - first].next_uses
-        storages = [*used, *made]
-        last_uses: list[tuple[int, int] | None] = []
+        pace, first_use, next_uses = self.pace, self._first_use, self._next_uses
+        now, use = self.position, first_use + len(next_uses)
+        matched = () if self._place is None else self._uses_at(self._place)
+        storages = [*used, *made] if made else used
         for index, tracked in enumerate(storages):
-            if tracked.last_use is None:
-                last_uses.append(None)
-            else:
-                position, which = tracked.last_use
-                last_uses.append((now - position, which))
-                if position >= first:
-                    records[position - first].next_uses[which] = now - position
-            tracked.last_use = (now, index)
-            distance = distances[index] if index < len(distances) else 0
+            last = tracked.last_use if tracked.pace is pace else -1
+            if last >= first_use:
+                next_uses[last - first_use] = now - self._positions[last - first_use]
+            distance = next_uses[matched[index] - first_use] if index < len(matched) else 0
             tracked.next_use = now + distance if distance else NEVER
-        made_bytes = self._made_bytes[number] = used_by(made)
-        last = records[-1] if records else None
-        before_bytes = 0 if last is None else last.before_bytes + last.made_bytes - last.freed_bytes
-        records.append(_Record(number, storages, before_bytes, made_bytes, [0] * len(storages), last_uses))
-        if len(records) > _MOST_RECORDS:
+            tracked.pace, tracked.last_use = pace, use + index
+            self._last_uses.append(last)
+        self._storages += storages
+        next_uses += [0] * len(storages)
+        self._positions += [now] * len(storages)
+
+        made_bytes = self._made_by[number] = used_by(made) if made else 0
+        self._numbers.append(number)
+        self._before_bytes.append(self._total_bytes)
+        self._made_bytes.append(made_bytes)
+        self._first_uses.append(use)
+        self._total_bytes += made_bytes
+        if len(self._numbers) > _MOST_RECORDS:
             self._forget(_MOST_RECORDS // 2)
 
     def died(self, nbytes: int) -> None:
         """Record bytes freed since the last op."""
-        if self._records:
-            self._records[-1].freed_bytes += nbytes
+        self._total_bytes -= nbytes
 
     def ahead(self, window: int, most_bytes: int) -> Ahead | None:
         """Look ahead `window` ops, or until they need `most_bytes`. Returns None if the sequence is new.
 
-        Each record is examined once, by the first call whose window reaches it.
+        Each recorded op is examined once, by the first call whose window reaches it.
         """
         here, first, now = self._place, self._first, self.position - 1
         if here is None or not first <= here < now:
@@ -141,45 +151,60 @@ class History:
         }
         waiting = deque(self._wanted.items())  # in the order of their places
         wanted_bytes = 0
-        records = self._records
-        base = records[here + 1 - first].before_bytes
+        base = self._before_bytes[here + 1 - first]
         needed = 0
         for place in range(here + 1, min(here + window, now) + 1):
             if place > self._seen_place:
                 self._seen_place = place
-                for tracked in self._counterparts(records[place - first], place, here):
+                for tracked in self._counterparts(place, here):
                     if _is_needed(tracked) and tracked not in self._wanted:
                         self._wanted[tracked] = place
-                        tracked.next_use = place + now - here
+                        if tracked.pace is self.pace:
+                            tracked.next_use = place + now - here
                         wanted_bytes += tracked.nbytes
             while waiting and waiting[0][1] <= place:
                 wanted_bytes += waiting.popleft()[0].nbytes
-            record = records[place - first]
-            needed = max(needed, record.before_bytes - base + record.made_bytes + wanted_bytes)
+            made = self._before_bytes[place - first] - base + self._made_bytes[place - first]
+            needed = max(needed, made + wanted_bytes)
             if needed > most_bytes:
                 break
         return Ahead(list(self._wanted), needed, now + window)
 
-    def _counterparts(self, record: _Record, place: int, here: int) -> Iterator[Tracked]:
-        """Yield the existing storages that the op predicted by `record` will use."""
-        records, first = self._records, self._first
+    def _uses_at(self, position: int) -> range:
+        """Return the ids of an op's uses."""
+        index = position - self._first
+        is_last = index + 1 == len(self._first_uses)
+        end = self._first_use + len(self._storages) if is_last else self._first_uses[index + 1]
+        return range(self._first_uses[index], end)
+
+    def _counterparts(self, place: int, here: int) -> Iterator[Tracked]:
+        """Yield the existing storages that the counterpart of the recorded op at `place` will use."""
         shift = self.position - 1 - here
-        for last in record.last_uses:
+        for use in self._uses_at(place):
+            last = self._last_uses[use - self._first_use]
             # The op makes it, or an op before it that is still to come uses it first.
-            if last is None or (earlier := place - last[0]) > here:
+            if last < self._first_use or (earlier := self._positions[last - self._first_use]) > here:
                 continue
-            storages = records[earlier + shift - first].storages if earlier + shift >= first else ()
-            if last[1] < len(storages):
-                yield storages[last[1]]
+            uses = self._uses_at(earlier + shift)
+            index = last - self._first_uses[earlier - self._first]
+            if index < len(uses):
+                yield self._storages[uses[index] - self._first_use]
 
     def _forget(self, count: int) -> None:
-        del self._records[:count]
+        """Forget the oldest `count` ops."""
+        uses = self._first_uses[count] - self._first_use
+        for per_op in (self._numbers, self._before_bytes, self._made_bytes, self._first_uses):
+            del per_op[:count]
+        for per_use in (self._next_uses, self._last_uses, self._positions):
+            del per_use[:uses]
+        del self._storages[:uses]
         self._first += count
+        self._first_use += uses
         self._places = {key: place for key, place in self._places.items() if place >= self._first}
-        if len(self._numbers) > _MOST_RECORDS:
-            kept = {record.number for record in self._records}
-            self._numbers = {signature: number for signature, number in self._numbers.items() if number in kept}
-            self._made_bytes = {number: nbytes for number, nbytes in self._made_bytes.items() if number in kept}
+        if len(self._numbers_of) > _MOST_RECORDS:
+            kept = set(self._numbers)
+            self._numbers_of = {sign: number for sign, number in self._numbers_of.items() if number in kept}
+            self._made_by = {number: nbytes for number, nbytes in self._made_by.items() if number in kept}
 
 
 def _is_needed(tracked: Tracked) -> bool:

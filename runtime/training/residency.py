@@ -4,8 +4,10 @@ At every moment a storage marked as out has all of its bytes in its slot, and an
 an interrupt between two lines loses nothing, and `bring_all_in` restores everything.
 """
 
+import math
 import queue
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
@@ -19,6 +21,8 @@ LEAST_BYTES: Final = 16 << 10
 """Smaller storages stay: evicting them gains nothing, and torch's generators read theirs without an op."""
 NEVER: Final = 1 << 62
 """Position of an unknown next use; also "no limit" in bytes."""
+_SMOOTHING: Final = 64
+"""Ops over which a loop's pace is averaged."""
 _MOST_COPIES: Final = 16
 """Maximum pending copies in each direction."""
 
@@ -35,12 +39,38 @@ class StorageRef(weakref.ref[Any]):
     tracked: "Tracked"
 
 
+class Pace:
+    """Speed of one thread's loop: converts positions in its sequence of ops to times, comparable across threads."""
+
+    __slots__ = ("last_s", "op_s", "position")
+
+    def __init__(self) -> None:
+        self.position = 0
+        """Position of the running op. Next uses predicted at earlier positions did not happen."""
+        self.op_s = 1e-6
+        self.last_s = time.perf_counter()
+        """Time at which the running op began."""
+
+    def advance(self, position: int) -> None:
+        """Begin the op at a position."""
+        now_s = time.perf_counter()
+        self.op_s += (now_s - self.last_s - self.op_s) / _SMOOTHING
+        self.position, self.last_s = position, now_s
+
+    def wait_s(self, position: int, now_s: float) -> float:
+        """Return the expected time until an op: that of the ops before it, plus the time this loop has been idle.
+
+        An idle loop, waiting or finished, is expected to stay idle for as long again.
+        """
+        return (position - self.position) * self.op_s + now_s - self.last_s
+
+
 class Tracked:
     """A storage counted by the budget, in memory or out."""
 
     __slots__ = (
-        "copy", "is_clean", "is_dead", "is_out", "is_pinned", "key", "last_use", "nbytes", "next_use", "ref", "slot",
-        "uses", "writes",
+        "copy", "is_clean", "is_dead", "is_out", "is_pinned", "key", "last_use", "nbytes", "next_use", "pace", "ref",
+        "slot", "uses", "writes",
     )  # fmt: skip
 
     def __init__(self, storage: Any, deaths: deque[StorageRef]) -> None:
@@ -58,9 +88,12 @@ class Tracked:
         self.writes = 0
         self.uses = 0
         """Number of uses by running ops."""
+        self.pace: Pace | None = None
+        """Of the loop that used it last."""
         self.next_use = NEVER
-        self.last_use: tuple[int, int] | None = None
-        """(position of the op, index among its storages)."""
+        """Predicted position in that loop's ops."""
+        self.last_use = -1
+        """Id of its last use in that loop; -1 if there is none."""
 
     @property
     def storage(self) -> Any | None:
@@ -86,8 +119,8 @@ class Residency:
         self.limit_bytes = NEVER if limit_bytes is None else limit_bytes
         self.used_bytes = self.peak_bytes = self.recent_peak_bytes = 0
         """`recent_peak_bytes` is the peak since the process was last measured."""
-        self.position = 0
-        """Position of the running op. Next uses predicted at earlier positions did not happen."""
+        self.reserved_bytes = 0
+        """Expected bytes of the results of running ops."""
         self.moved_bytes = 0
         """Bytes copied in and out so far."""
         self._spill = spill
@@ -197,6 +230,7 @@ class Residency:
 
     def make_room(self, nbytes: int) -> bool:
         """Evict storages until `nbytes` more fit into the limit. Returns whether they do."""
+        nbytes += self.reserved_bytes
         while self.used_bytes + nbytes > self.limit_bytes:
             self.bury()
             if self.used_bytes + nbytes <= self.limit_bytes:
@@ -236,20 +270,22 @@ class Residency:
         self._here.clear()
         self.used_bytes = 0
 
-    def _choose(self, after: int = -1, *, idle: bool = False) -> Tracked | None:
-        """Return the storage with the farthest use after `after`; unknown uses are farthest, least recently used first.
+    def _choose(self, after_s: float = -math.inf, *, idle: bool = False) -> Tracked | None:
+        """Return the storage whose next use is farthest away, and farther than `after_s` seconds.
 
-        `idle`: only storages without a copy in progress.
+        Unknown uses are farthest, least recently used first. `idle`: only storages without a copy in progress.
         """
-        chosen, farthest = None, after
+        chosen, farthest_s = None, after_s
+        now_s = time.perf_counter()
         for tracked in self._here:
             if tracked.uses or (tracked.copy is not None and (idle or tracked.copy.is_load)):
                 continue
-            next_use = tracked.next_use if tracked.next_use >= self.position else NEVER
-            if next_use > farthest:
-                chosen, farthest = tracked, next_use
-                if farthest == NEVER:
-                    break
+            pace = tracked.pace
+            if pace is None or tracked.next_use == NEVER or tracked.next_use < pace.position:
+                return tracked
+            wait_s = pace.wait_s(tracked.next_use, now_s)
+            if wait_s > farthest_s:
+                chosen, farthest_s = tracked, wait_s
         return chosen
 
     def _evict(self, tracked: Tracked) -> None:
@@ -311,7 +347,8 @@ class Residency:
 
     def prefetch(self, tracked: Tracked) -> bool:
         """Start swapping a storage in, if it fits. Returns whether more prefetches may follow."""
-        if self.used_bytes + tracked.nbytes > self.limit_bytes or self._copies_of(True) >= _MOST_COPIES:
+        needed_bytes = self.used_bytes + self.reserved_bytes + tracked.nbytes
+        if needed_bytes > self.limit_bytes or self._copies_of(True) >= _MOST_COPIES:
             return False
         storage = tracked.storage
         if storage is None or not tracked.is_out or tracked.copy is not None:
@@ -321,11 +358,12 @@ class Residency:
         self._begin(tracked, storage, is_load=True)
         return True
 
-    def write_ahead(self, needed_bytes: int, after: int) -> None:
-        """Start saving storages whose next use is after `after`, so that `needed_bytes` become available in time."""
+    def write_ahead(self, needed_bytes: int, after_s: float) -> None:
+        """Start saving storages first used in more than `after_s`, so that `needed_bytes` become available in time."""
         leaving = sum(copy.tracked.nbytes for copy in self._copies if not copy.is_load)
+        needed_bytes += self.reserved_bytes
         while self.used_bytes - leaving + needed_bytes > self.limit_bytes:
-            chosen = self._choose(after, idle=True)
+            chosen = self._choose(after_s, idle=True)
             if chosen is None or self._copies_of(False) >= _MOST_COPIES:
                 return
             storage = chosen.storage
