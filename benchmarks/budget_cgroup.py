@@ -131,11 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     mean = statistics.geometric_mean(throughputs) if throughputs and all(throughputs) else 0.0
     about = (
         f"Throughput over that of eager PyTorch without a limit, in a memory cgroup of {options.share:.0%} of eager's"
-        f" peak of resident memory: medians of {options.steps} steps, one thread; {WARM_STEPS} steps come before. Behind it,"
-        " the peak of resident memory, sampled every 10 ms, over the limit. *=*: all losses are eager's, bit for bit;"
-        " *other*: they are not. The nets were written for this record, and not looked at before. *activation budget*: `torch.compile` with"
-        " `activation_memory_budget=0.5` and the backend `aot_eager_decomp_partition`.\n\n"
-        f"`cohabit.budget`: {mean:.2f} in the geometric mean.\n"
+        f" peak of resident memory: medians of {options.steps} steps, one thread; {WARM_STEPS} steps come before."
+        " Behind it, the peak of resident memory, sampled every 10 ms, over the limit. *=*: all losses are eager's, bit"
+        " for bit; *other*: they are not. The nets were written for this record, and not looked at before. *activation"
+        " budget*: `torch.compile` with `activation_memory_budget=0.5` and the backend `aot_eager_decomp_partition`."
+        f"\n\n`cohabit.budget`: {mean:.2f} in the geometric mean.\n"
     )
     if options.record:
         record("budget-cgroup", "Training below eager's peak of memory", "benchmarks.budget_cgroup", [about, table])

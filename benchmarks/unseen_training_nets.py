@@ -8,8 +8,8 @@
 | conformer_ctc       | Conformer encoder, relative positions, SpecAugment, inter-CTC       | Adam, Noam schedule  |
 | point_transformer   | point-voxel stem + Point Transformer U-Net, Lovasz + cross-entropy  | SGD, Nesterov        |
 
-``NETS[name]`` gives how to build the model, draw a batch, compute the loss and make the optimizer. Random draws inside the
-forward pass and the loss (dropout, noise, masks) use the default generator of torch. Each model has the attribute
+``NETS[name]`` gives how to build the model, draw a batch, compute the loss and make the optimizer. Random draws inside
+the forward pass and the loss (dropout, noise, masks) use the default generator of torch. Each model has the attribute
 ``checkpointing``; when it is true, each repeated block runs under ``torch.utils.checkpoint``.
 
 """
@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -182,7 +183,7 @@ class DiffusionUNet(nn.Module):
             nn.GroupNorm(8, ch), nn.SiLU(), zero_module(nn.Conv2d(ch, in_channels, 3, padding=1))
         )
 
-    def _run(self, layers: Iterable[nn.Module], h: Tensor, emb: Tensor) -> Tensor:
+    def _run(self, layers: Any, h: Tensor, emb: Tensor) -> Tensor:
         for layer in layers:
             if self.checkpointing and isinstance(layer, UNetResBlock | UNetAttention):
                 h = checkpoint(layer, h, emb, use_reentrant=False)
@@ -234,12 +235,16 @@ class Lion(Optimizer):
     """Sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023)."""
 
     def __init__(
-        self, params, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
     ):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -376,10 +381,7 @@ class GQADecoder(nn.Module):
         h = self.tok_embeddings(tokens)
         cos, sin = self.cos[:t], self.sin[:t]
         for layer in self.layers:
-            if self.checkpointing:
-                h = checkpoint(layer, h, cos, sin, use_reentrant=False)
-            else:
-                h = layer(h, cos, sin)
+            h = checkpoint(layer, h, cos, sin, use_reentrant=False) if self.checkpointing else layer(h, cos, sin)
         return self.output(self.norm(h))
 
 
@@ -781,11 +783,11 @@ def speech_loss(model: nn.Module, batch: tuple[Tensor, ...], inter_weight: float
 class NoamAdam(torch.optim.Adam):
     """Adam with the schedule of Vaswani et al. 2017, advanced at each step."""
 
-    def __init__(self, params, d_model: int, factor: float = 2.0, warmup: int = 1000):
+    def __init__(self, params: Iterable[nn.Parameter], d_model: int, factor: float = 2.0, warmup: int = 1000):
         super().__init__(params, lr=0.0, betas=(0.9, 0.98), eps=1e-9, weight_decay=1e-6)
         self.d_model, self.factor, self.warmup, self.num_step = d_model, factor, warmup, 0
 
-    def step(self, closure=None):  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.num_step += 1
         rate = self.factor * self.d_model**-0.5 * min(self.num_step**-0.5, self.num_step * self.warmup**-1.5)
         for group in self.param_groups:
@@ -928,7 +930,7 @@ class PointVoxelStem(nn.Module):
         )
 
     def forward(self, xyz: Tensor, feats: Tensor) -> Tensor:
-        b, n, c = feats.shape
+        b, _, c = feats.shape
         r = self.r
         centred = xyz - xyz.mean(1, keepdim=True)
         unit = centred / centred.norm(dim=-1).amax(1).clamp_min(1e-6)[:, None, None]  # in [-1, 1]
@@ -987,7 +989,7 @@ class PointTransformerSeg(nn.Module):
             if i > 0:
                 xyz, x = self.downs[i - 1](xyz, x)
             _, idx = knn(min(self.neighbours[i], xyz.shape[1]), xyz, xyz)
-            for block in stage:
+            for block in stage.children():
                 x = self._block(block, xyz, x, idx)
             levels.append((xyz, x, idx))
         context = self.context(x.mean(1, keepdim=True)).expand_as(x)

@@ -45,6 +45,8 @@ _LOOK_EVERY = 8
 """Ops between two lookaheads."""
 _MEASURE_EVERY = 32
 """Ops between two measurements of the process, where the budget is its total."""
+_LEAST_SCRATCHED = 1 << 20
+"""Under a total, the scratch of ops on more bytes than these is measured."""
 _TOTAL = " total"
 _PART = 4
 """Calls on lists of tensors are split into parts of at most 1/4 of the budget. Lookaheads stop once they need more."""
@@ -89,7 +91,9 @@ class _Running:
     schema: OpSchema
     used: Sequence[Tracked]
     reserved_bytes: int
-    """Expected bytes of its results."""
+    """Expected bytes of its results and scratch."""
+    before_bytes: int | None = None
+    """Resident memory of the process when it began; None if its scratch is not measured."""
     made: list[Tracked] = field(default_factory=list)
 
     @property
@@ -189,7 +193,7 @@ class Budget:
             for storage in distinct_storages(tensors):
                 self._residency.track(storage)
             self._pins = context.enter_context(watching(self._residency, self._lock, partial(_Mode, self)))
-            self._residency.peak_bytes = self._residency.recent_peak_bytes = self._residency.used_bytes
+            self._residency.peak_bytes = self._residency.used_bytes
             if self._limit_bytes is not None and self._is_total:
                 self._process = ProcessLimit(self._limit_bytes)
                 self._measure(self._process)
@@ -276,7 +280,13 @@ class Budget:
         self._require(schema, used_by(used) + (expected or 0))
         if expected is None:
             expected = self._expected_bytes(op, schema, args, kwargs, used)
-        running = _Running(history, number, schema, list(used), expected)
+        process, scratch = self._process, 0
+        is_measured = False
+        if process is not None and (op_bytes := used_by(used) + expected) > _LEAST_SCRATCHED:
+            known = history.scratch_bytes(number)
+            is_measured = known is None
+            scratch = op_bytes if known is None else known  # unknown scratch is rarely larger
+        running = _Running(history, number, schema, list(used), expected + scratch)
 
         # It waits while ops of other threads leave too little room, holding nothing that they may need.
         while self._running and self._needed_bytes() + running.needed_bytes > residency.limit_bytes:
@@ -291,12 +301,14 @@ class Budget:
         try:
             for tracked in used:
                 residency.use(tracked)
-            residency.make_room(expected)
+            residency.make_room(running.reserved_bytes)
         except BaseException:
             running.reserved_bytes = 0
             self._end(running)
             raise
-        residency.reserved_bytes += expected
+        residency.reserved_bytes += running.reserved_bytes
+        if process is not None and is_measured:
+            running.before_bytes = process.start_peak()
         return running
 
     def _needed_bytes(self) -> int:
@@ -305,6 +317,8 @@ class Budget:
     def _complete(self, running: _Running, result: Any) -> None:
         """Track an op's results, and plan ahead."""
         residency, schema = self._residency, running.schema
+        if self._process is not None and running.before_bytes is not None:
+            running.history.set_scratch(running.number, self._process.scratch_bytes(running.before_bytes))
         residency.reserved_bytes -= running.reserved_bytes
         running.reserved_bytes = 0
         if schema.makes_results:
@@ -466,8 +480,7 @@ class Budget:
     def _measure(self, process: ProcessLimit) -> None:
         """Limit tensors to the part of the total that the rest of the process leaves."""
         residency = self._residency
-        residency.limit_bytes = process.tensor_bytes(residency.used_bytes, residency.recent_peak_bytes)
-        residency.recent_peak_bytes = residency.used_bytes
+        residency.limit_bytes = process.tensor_bytes(residency.arrived_bytes)
 
     def _look_ahead(self, history: History) -> None:
         """Start copies for a loop's next ops: writes that make room, then prefetches."""

@@ -74,6 +74,8 @@ class History:
         """Last position of each sequence of `_MATCHED` ops, by hash: that of its last op."""
         self._made_by: dict[int, int] = {}
         """Bytes of the results, by number."""
+        self._scratch_by: dict[int, int] = {}
+        """Bytes that an op's kernel takes while it runs, by number."""
         self._seen_place = -1
         """Position of the last recorded op that `ahead` has examined."""
         self._wanted: dict[Tracked, int] = {}
@@ -87,6 +89,13 @@ class History:
     def made_bytes(self, number: int) -> int | None:
         """Return the bytes of an earlier such op's results; None if there was none."""
         return self._made_by.get(number)
+
+    def scratch_bytes(self, number: int) -> int | None:
+        """Return the scratch of an earlier such op; None if it was not measured."""
+        return self._scratch_by.get(number)
+
+    def set_scratch(self, number: int, nbytes: int) -> None:
+        self._scratch_by[number] = nbytes
 
     def begin(self, signature: Signature) -> int:
         """Find the recorded op that matches one about to run. Returns the number of its signature."""
@@ -205,6 +214,7 @@ class History:
             kept = set(self._numbers)
             self._numbers_of = {sign: number for sign, number in self._numbers_of.items() if number in kept}
             self._made_by = {number: nbytes for number, nbytes in self._made_by.items() if number in kept}
+            self._scratch_by = {number: nbytes for number, nbytes in self._scratch_by.items() if number in kept}
 
 
 def _is_needed(tracked: Tracked) -> bool:

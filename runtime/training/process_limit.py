@@ -1,4 +1,8 @@
-"""A budget of the whole process: tensors may take what everything else in it leaves."""
+"""A budget of the whole process: tensors may take what everything else in it leaves.
+
+Most of the rest is there all the time: Python, libraries, small tensors. The scratch of kernels is not: it is measured
+per op, and reserved while such an op runs.
+"""
 
 import os
 from typing import Final
@@ -8,7 +12,7 @@ from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.heap import keep_freed_memory, release_free_memory
 
 _RESERVE: Final = 16
-"""The total divided by this is reserved for the scratch of kernels that have not run yet."""
+"""The total divided by this is reserved for what grows between two measurements, and for unusual scratch."""
 _FORGOTTEN: Final = 64
 """The untracked memory divided by this is forgotten per measurement, so that a peak does not count forever."""
 _STATUS: Final = "/proc/self/status"
@@ -17,7 +21,7 @@ _CLEAR_PEAK: Final = "/proc/self/clear_refs"
 
 
 class ProcessLimit:
-    """Measures what a process takes beside tracked tensors: Python, libraries, kernels' scratch, small tensors."""
+    """Measures what a process takes beside tracked tensors."""
 
     def __init__(self, total_bytes: int) -> None:
         """Also has the C library return freed memory to the system, for the rest of the process's life.
@@ -46,15 +50,24 @@ class ProcessLimit:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def tensor_bytes(self, used_bytes: int, peak_bytes: int) -> int:
-        """Return the bytes left for tensors, from what they take now and took at most since the last call."""
+    def tensor_bytes(self, arrived_bytes: int) -> int:
+        """Return the bytes left for tensors, from what they take now."""
         release_free_memory()  # small storages that were freed amid the heap would count as untracked
-        resident_bytes, highest_bytes = self._resident_and_peak()
-        self._clear_peak()
-        measured_bytes = max(resident_bytes - used_bytes, highest_bytes - peak_bytes)
+        resident_bytes, _ = self._resident_and_peak()
+        measured_bytes = resident_bytes - arrived_bytes
         remembered_bytes = self._untracked_bytes - self._untracked_bytes // _FORGOTTEN
         self._untracked_bytes = max(measured_bytes, remembered_bytes)
         return max(0, self.total_bytes - self.total_bytes // _RESERVE - self._untracked_bytes)
+
+    def start_peak(self) -> int:
+        """Start measuring an op. Returns the resident memory in bytes."""
+        self._clear_peak()
+        return self._resident_and_peak()[0]
+
+    def scratch_bytes(self, before_bytes: int) -> int:
+        """Return the memory that an op took on top of what was there before it and what it left."""
+        after_bytes, highest_bytes = self._resident_and_peak()
+        return highest_bytes - max(before_bytes, after_bytes)
 
     def exceeded(self, what: str = "") -> MemoryExceeded:
         """Return the error for tensors that get too little; `what` says which."""

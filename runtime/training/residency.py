@@ -117,10 +117,9 @@ class Residency:
 
     def __init__(self, spill: SpillStore, limit_bytes: int | None = None) -> None:
         self.limit_bytes = NEVER if limit_bytes is None else limit_bytes
-        self.used_bytes = self.peak_bytes = self.recent_peak_bytes = 0
-        """`recent_peak_bytes` is the peak since the process was last measured."""
+        self.used_bytes = self.peak_bytes = 0
         self.reserved_bytes = 0
-        """Expected bytes of the results of running ops."""
+        """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
         """Bytes copied in and out so far."""
         self._spill = spill
@@ -176,7 +175,6 @@ class Residency:
 
     def note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        self.recent_peak_bytes = max(self.recent_peak_bytes, self.used_bytes)
 
     def changed(self, tracked: Tracked) -> None:
         """Mark the bytes in memory as different from the slot's, now or soon."""
@@ -209,6 +207,11 @@ class Residency:
             tracked.is_pinned = False
             self.changed(tracked)
             self._here[tracked] = None
+
+    @property
+    def arrived_bytes(self) -> int:
+        """Bytes in memory, without those of pending copies in."""
+        return self.used_bytes - sum(copy.tracked.nbytes for copy in self._copies if copy.is_load)
 
     # Synchronous copies
 
