@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.memory import parse_share, parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
+from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.training.history import History
 from cohabit.runtime.training.outside import Pins, watching
 from cohabit.runtime.training.owners import Owner, distinct_storages, flat, rehome, storages_of, tensors_of
@@ -45,6 +46,8 @@ _LOOK_EVERY = 8
 """Ops between two lookaheads."""
 _MEASURE_EVERY = 32
 """Ops between two measurements of the process, where the budget is its total."""
+_DIVIDE_EVERY = 1024
+"""Ops between two divisions of the total between tensors and the rest of the process."""
 _LEAST_SCRATCHED = 1 << 20
 """Under a total, the scratch of ops on more bytes than these is measured."""
 _TOTAL = " total"
@@ -196,7 +199,7 @@ class Budget:
             self._residency.peak_bytes = self._residency.used_bytes
             if self._limit_bytes is not None and self._is_total:
                 self._process = ProcessLimit(self._limit_bytes)
-                self._measure(self._process)
+                self._divide(self._process)
                 if not self._residency.limit_bytes:
                     raise self._process.exceeded()
             elif self._limit_bytes is not None:
@@ -299,15 +302,19 @@ class Budget:
             if is_written:
                 residency.changed(tracked)
         try:
+            allocated = residency.incoming_bytes(used) + running.reserved_bytes
+            residency.make_room(allocated)
+            if process is not None and allocated > residency.headroom_bytes:
+                self._measure(process, allocated)
             for tracked in used:
                 residency.use(tracked)
-            residency.make_room(running.reserved_bytes)
         except BaseException:
             running.reserved_bytes = 0
             self._end(running)
             raise
         residency.reserved_bytes += running.reserved_bytes
         if process is not None and is_measured:
+            release_free_memory()  # scratch in memory that was there already would not be seen
             running.before_bytes = process.start_peak()
         return running
 
@@ -317,12 +324,13 @@ class Budget:
     def _complete(self, running: _Running, result: Any) -> None:
         """Track an op's results, and plan ahead."""
         residency, schema = self._residency, running.schema
-        if self._process is not None and running.before_bytes is not None:
-            running.history.set_scratch(running.number, self._process.scratch_bytes(running.before_bytes))
         residency.reserved_bytes -= running.reserved_bytes
         running.reserved_bytes = 0
         if schema.makes_results:
             running.made = self._made(result, running.used)
+        if self._process is not None and running.before_bytes is not None:
+            scratch = self._process.peak_bytes() - running.before_bytes - used_by(running.made)
+            running.history.set_scratch(running.number, max(scratch, 0))
         if schema.written:
             for tracked in running.used:
                 residency.resized(tracked)
@@ -342,9 +350,10 @@ class Budget:
 
     def _record(self, history: History, number: int, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
         history.record(number, used, made)
-        if self._process is not None and history.position % _MEASURE_EVERY == 0:
-            self._measure(self._process)
-            self._residency.make_room(0)
+        if self._process is not None and history.position % _DIVIDE_EVERY == 0:
+            self._divide(self._process)
+        elif self._process is not None and history.position % _MEASURE_EVERY == 0:
+            self._measure(self._process, 0)
         if history.position % _LOOK_EVERY == 0:
             self._look_ahead(history)
 
@@ -477,10 +486,27 @@ class Budget:
                 "%s %s, %.0f %% of the first step's peak", needs, format_bytes(limit_bytes), 100 * self._share
             )
 
-    def _measure(self, process: ProcessLimit) -> None:
-        """Limit tensors to the part of the total that the rest of the process leaves."""
+    def _measure(self, process: ProcessLimit, nbytes: int) -> None:
+        """Make sure that `nbytes` may be allocated without exceeding the total.
+
+        Freed memory that the C library keeps counts as the process's, but is mostly used again, without page faults. So
+        it is returned to the system only if it is in the way.
+        """
         residency = self._residency
-        residency.limit_bytes = process.tensor_bytes(residency.arrived_bytes)
+        residency.headroom_bytes = process.headroom_bytes(residency.arriving_bytes)
+        if residency.headroom_bytes < nbytes:
+            self._divide(process, nbytes)
+
+    def _divide(self, process: ProcessLimit, nbytes: int = 0) -> None:
+        """Limit tensors to the part of the total that the rest of the process leaves, and make room for `nbytes`."""
+        residency = self._residency
+        release_free_memory()  # otherwise it would count as the rest
+        residency.limit_bytes = process.tensor_bytes(residency.used_bytes - residency.arriving_bytes)
+        before = residency.used_bytes
+        residency.make_room(nbytes)
+        if residency.used_bytes < before:
+            release_free_memory()
+        residency.headroom_bytes = process.headroom_bytes(residency.arriving_bytes)
 
     def _look_ahead(self, history: History) -> None:
         """Start copies for a loop's next ops: writes that make room, then prefetches."""

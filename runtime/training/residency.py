@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, cast
 
 from torch._C import StorageBase
@@ -118,6 +118,8 @@ class Residency:
     def __init__(self, spill: SpillStore, limit_bytes: int | None = None) -> None:
         self.limit_bytes = NEVER if limit_bytes is None else limit_bytes
         self.used_bytes = self.peak_bytes = 0
+        self.headroom_bytes = NEVER
+        """Bytes that may be allocated before the process's memory must be measured, where the budget is its total."""
         self.reserved_bytes = 0
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
@@ -144,7 +146,7 @@ class Residency:
         if found is None and _nbytes(storage) >= LEAST_BYTES and storage.device.type == "cpu":
             found = Tracked(storage, self._deaths)
             self._tracked[found.key] = found
-            self.used_bytes += found.nbytes
+            self._allocated(found.nbytes)
             if not found.is_pinned:
                 self._here[found] = None
         return found
@@ -187,7 +189,7 @@ class Residency:
         if storage is not None and not tracked.is_out and (now := _nbytes(storage)) != tracked.nbytes:
             self._wait(tracked)
             self._release_slot(tracked)
-            self.used_bytes += now - tracked.nbytes
+            self._allocated(now - tracked.nbytes)
             tracked.nbytes = now
             self.changed(tracked)
             if now < LEAST_BYTES:
@@ -209,11 +211,15 @@ class Residency:
             self._here[tracked] = None
 
     @property
-    def arrived_bytes(self) -> int:
-        """Bytes in memory, without those of pending copies in."""
-        return self.used_bytes - sum(copy.tracked.nbytes for copy in self._copies if copy.is_load)
+    def arriving_bytes(self) -> int:
+        """Bytes of pending copies in: they count as used, and may not be in memory yet."""
+        return sum(copy.tracked.nbytes for copy in self._copies if copy.is_load)
 
     # Synchronous copies
+
+    def incoming_bytes(self, trackeds: Iterable[Tracked]) -> int:
+        """Return the bytes that `use` would allocate for these storages."""
+        return sum(tracked.nbytes for tracked in trackeds if tracked.is_out and tracked.copy is None)
 
     def bring_in(self, tracked: Tracked) -> None:
         """Swap a storage in. Raises MemoryExceeded if a full disk prevents evictions, and OSError for file errors."""
@@ -227,6 +233,7 @@ class Residency:
             _resize(storage, tracked.nbytes)
             assert tracked.slot is not None
             tracked.slot.load(_address(storage))
+            self._allocated(tracked.nbytes)
             self._arrived(tracked)
         finally:
             tracked.uses -= 1
@@ -262,7 +269,7 @@ class Residency:
 
     def bring_all_in(self) -> None:
         """Swap in every storage, ignoring the limit, and stop tracking."""
-        self.limit_bytes = NEVER
+        self.limit_bytes = self.headroom_bytes = NEVER
         self.bury()
         for tracked in list(self._tracked.values()):
             self.bring_in(tracked)
@@ -315,8 +322,11 @@ class Residency:
         tracked.is_out = False
         if not tracked.is_pinned:
             self._here[tracked] = None
-        self.used_bytes += tracked.nbytes
         self.moved_bytes += tracked.nbytes
+
+    def _allocated(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self.headroom_bytes -= nbytes
 
     def _release_slot(self, tracked: Tracked) -> None:
         slot, tracked.slot = tracked.slot, None
@@ -332,7 +342,7 @@ class Residency:
 
     def after_fork(self) -> None:
         """Continue without the copy thread, which a forked process lacks."""
-        self.limit_bytes = NEVER
+        self.limit_bytes = self.headroom_bytes = NEVER
         self._thread = None
         while self._copies:
             copy = self._copies.popleft()
@@ -350,14 +360,16 @@ class Residency:
 
     def prefetch(self, tracked: Tracked) -> bool:
         """Start swapping a storage in, if it fits. Returns whether more prefetches may follow."""
-        needed_bytes = self.used_bytes + self.reserved_bytes + tracked.nbytes
-        if needed_bytes > self.limit_bytes or self._copies_of(True) >= _MOST_COPIES:
+        needed_bytes = self.reserved_bytes + tracked.nbytes
+        if self.used_bytes + needed_bytes > self.limit_bytes or needed_bytes > self.headroom_bytes:
+            return False
+        if self._copies_of(True) >= _MOST_COPIES:
             return False
         storage = tracked.storage
         if storage is None or not tracked.is_out or tracked.copy is not None:
             return True
         _resize(storage, tracked.nbytes)
-        self.used_bytes += tracked.nbytes
+        self._allocated(tracked.nbytes)
         self._begin(tracked, storage, is_load=True)
         return True
 
@@ -417,10 +429,7 @@ class Residency:
                 _resize(storage, 0)
                 self.used_bytes -= tracked.nbytes
                 return
-            tracked.is_out = False
-            if not tracked.is_pinned:
-                self._here[tracked] = None
-            self.moved_bytes += tracked.nbytes
+            self._arrived(tracked)
             return
         if copy.error is not None or tracked.is_dead:
             return
