@@ -1,8 +1,8 @@
 """Plans: every step of one inference, the lane it runs on, and the steps it waits for.
 
 Inputs, activations and scratch have no address: they are *counted*. Their sum never exceeds the plan's pool, in
-which the device's allocator places them. Parameters and state have addresses outside of the pool, unless the memory
-is a single budget in which everything is counted.
+which the device's allocator places them. Parameters and state have addresses outside of the pool, or none: then they
+are counted, too, as in a training step.
 
 Steps are in one total order. Each lane (compute, swap-in, swap-out) runs its steps in that order. `after` names
 earlier steps (indices into `Plan.steps`) of other lanes that must end first. Since every wait points backwards, plans
@@ -137,6 +137,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def fingerprint(self) -> str:
         """Hex SHA-256 of the plan's canonical JSON."""
         return fingerprint(self)
+
+    @cached_property
+    def addressed(self) -> frozenset[int]:
+        """Tensors that are residents or swapped in at an address."""
+        return frozenset(a.tensor for a in self._arrivals if a.address is not None)
+
+    @cached_property
+    def pooled(self) -> frozenset[int]:
+        """Tensors that are residents or swapped in without an address."""
+        return frozenset(a.tensor for a in self._arrivals if a.address is None)
+
+    @property
+    def _arrivals(self) -> tuple[Placement | SwapIn, ...]:
+        return *self.residents, *(step for step in self.steps if isinstance(step, SwapIn))
 
     @cached_property
     def epilogue_start(self) -> int:

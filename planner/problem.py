@@ -26,7 +26,7 @@ class Problem:
     """Residents that another bucket's plan has chosen; None lets the search choose."""
     objective: Objective = "latency"
     """The time to minimise: the latency of one inference, or the period of steps run back to back, as in training.
-    Planning for the period requires a counted budget."""
+    Planning for the period requires a single budget."""
 
     @property
     def key(self) -> tuple[str, str, Memory, tuple[Placement, ...] | None, Objective]:

@@ -47,9 +47,9 @@ class Relaxed:
 
 
 def most_resident_bytes(graph: Graph, memory: Memory) -> int:
-    """Return the maximum bytes of residents: they are in the partition, if there is one, and next to the inputs."""
+    """Return the maximum bytes of residents: they are in memory that lasts, and next to the inputs."""
     beside_inputs = memory.nbytes - sum(t.nbytes for t in graph.tensors if t.kind == "input")
-    return beside_inputs if memory.counted else min(memory.partition_bytes, beside_inputs)
+    return min(memory.lasting_bytes, beside_inputs)
 
 
 @lru_cache(maxsize=4)  # a search calls it twice: for its bound and for initial residents

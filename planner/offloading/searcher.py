@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from cohabit.planner.errors import UnsupportedProblem
 from cohabit.planner.layout.feasible import Footprint, page_aligned
 from cohabit.planner.offloading.emit import OffloadingEmitter
 from cohabit.planner.offloading.pool import RANKS, ActivationPools
@@ -17,7 +16,7 @@ from cohabit.planner.problem import TIE, UNFIT, Cost, Problem
 from cohabit.planner.schedule.table import Schedule
 from cohabit.planner.search.searcher import Searcher
 from cohabit.planner.streaming import searcher as streaming
-from cohabit.planner.streaming.op_orders import OpOrders
+from cohabit.planner.streaming.op_orders import OpOrders, require_served
 from cohabit.planner.streaming.searcher import Streaming
 
 SIZES: Final = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
@@ -53,11 +52,7 @@ class Offloading(Searcher[OffloadingCandidate]):
     def __init__(self, problem: Problem, seed: int) -> None:
         """Raise UnsupportedProblem, or InfeasibleBudget with the least budget for this partition."""
         graph = problem.graph
-        if problem.memory.counted or any(t.kind == "state" for t in graph.tensors):
-            raise UnsupportedProblem(
-                f"{graph.name}: offloading needs a partition and a workspace, and a graph that changes no"
-                " parameters; ask another searcher for anything else"
-            )
+        require_served(problem, "offloading")
         self.problem = problem
         self._pools = ActivationPools(graph, problem.profile)
         self._sizes = self._pool_sizes()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis
 from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
 from cohabit.planner.papers.tensile.latency import predicted
@@ -106,7 +106,7 @@ def checked_plan(schedule: TensileSchedule) -> Plan:
     axis = schedule.axis
     actions, residents = actions_of(axis)
     memory = peak_bytes(GraphArrays.of(axis.graph, axis.profile), *columns(actions), residents)
-    plan = plan_of(Problem(axis.graph, axis.profile, Memory(memory, counted=True)), actions, residents)
+    plan = plan_of(Problem(axis.graph, axis.profile, single_budget(memory)), actions, residents)
     assert plan is not None
     check(axis.graph, None, plan)
     return plan
