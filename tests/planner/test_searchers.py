@@ -100,7 +100,7 @@ def test_same_seed_same_plan(searcher: str, problem_of: Problems) -> None:
 
 @pytest.mark.parametrize(("searcher", "problem_of"), CASES)
 def test_a_candidate_costs_what_its_plan_is_simulated_to_take(searcher: str, problem_of: Problems) -> None:
-    """`streaming` and `genetic` have their own compiled evaluation, from arrays that no plan is written of."""
+    """`streaming` and `genetic` evaluate before drops are added to the schedule."""
     compared = 0
     for seed in range(12):
         problem = problem_of(seed)
