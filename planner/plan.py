@@ -1,4 +1,4 @@
-"""Plans: every step of one inference, the lane it runs on, and the steps it waits for.
+"""Plans: every step of one inference, the lane it runs on, and the steps it waits for. Timelines: when each step ran.
 
 Inputs, activations and scratch have no address: they are *counted*. Their sum never exceeds the plan's pool, in
 which the device's allocator places them. Parameters and state have addresses outside of the pool, or none: then they
@@ -157,6 +157,27 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         """Index of the first step after the last compute step."""
         computes = [i for i, step in enumerate(self.steps) if isinstance(step, Compute)]
         return computes[-1] + 1 if computes else 0
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step on its lane. Times in seconds from the start of the inference."""
+
+    step: int
+    lane: Lane
+    start_s: float
+    end_s: float
+
+
+class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All spans of one inference, in step order; simulated, or measured on a device."""
+
+    spans: tuple[Span, ...]
+    latency_s: float
+    """End of the last compute step."""
+    period_s: float | None
+    """Time from one inference's start to the next when they run back to back; None if not determined."""
+    link_bytes: int
+    """Bytes copied in either direction, epilogue included."""
 
 
 _decoder = msgspec.json.Decoder(Plan)

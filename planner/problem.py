@@ -36,7 +36,7 @@ class Problem:
     @cached_property
     def bound_s(self) -> float:
         """Lower bound on every plan's latency, and so on its period, which is at least the latency. Computed once."""
-        from cohabit.planner.bounds.bound import latency_bound  # imports scipy; stored plans do not need it
+        from cohabit.planner.bounds.relaxation import latency_bound  # imports scipy; stored plans do not need it
 
         return latency_bound(self.graph, self.profile, self.memory)
 

@@ -14,9 +14,8 @@ from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.alap import AlapSequence, alap, codes, tables
-from cohabit.planner.schedule.delayed_drops import delay_drops
 from cohabit.planner.schedule.gaps import Choice, Gap, Gaps
-from cohabit.planner.schedule.no_wait import no_wait
+from cohabit.planner.schedule.no_wait import delay_drops, no_wait
 from cohabit.planner.schedule.table import (
     COMPUTE,
     SWAP_IN,

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from cohabit.planner.errors import CohabitError, format_bytes
-from cohabit.planner.timeline import Span, Timeline
+from cohabit.planner.plan import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.cuda.api import CapturedGraph, Driver

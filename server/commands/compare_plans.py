@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 def _table(measured: MeasuredGraph, memory_bytes: int, results: list[_Result]) -> tuple[str, Table]:
     """Return a title and a table of the results, lowest latency first."""
-    from cohabit.planner.bounds.bound import latency_bound
+    from cohabit.planner.bounds.relaxation import latency_bound
     from cohabit.planner.schedule.simulate import simulate
 
     graph, profile = measured.graph, measured.profile

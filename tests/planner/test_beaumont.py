@@ -18,9 +18,8 @@ from cohabit.planner.papers.beaumont.offload import greedy, relaxed_s, whole
 from cohabit.planner.papers.beaumont.searcher import LEAN, SERIAL, DynProg, Greedy
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
-from cohabit.planner.schedule.delayed_drops import delay_drops
 from cohabit.planner.schedule.gaps import Choice, Gaps
-from cohabit.planner.schedule.no_wait import no_wait
+from cohabit.planner.schedule.no_wait import delay_drops, no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search

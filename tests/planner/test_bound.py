@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cohabit.planner.arrays import GraphArrays
-from cohabit.planner.bounds.bound import latency_bound
-from cohabit.planner.bounds.relaxation import relax
+from cohabit.planner.bounds.relaxation import latency_bound, relax
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import single_budget

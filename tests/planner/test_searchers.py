@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohabit.planner.bounds.bound import latency_bound
+from cohabit.planner.bounds.relaxation import latency_bound
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.graph import Graph, Tensor

@@ -13,12 +13,9 @@ from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import single_budget
-from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis
-from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
+from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis, Channel, TransferSpan
 from cohabit.planner.papers.tensile.latency import predicted
-from cohabit.planner.papers.tensile.order import actions_of, choices_of
-from cohabit.planner.papers.tensile.peak import MemoryUsage
-from cohabit.planner.papers.tensile.schedule import TensileSchedule
+from cohabit.planner.papers.tensile.schedule import MemoryUsage, TensileSchedule, actions_of, choices_of
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
