@@ -111,14 +111,12 @@ class Offloading(Searcher[OffloadingCandidate]):
     def _pool_sizes(self) -> list[int]:
         """Return pool sizes in bytes, up to the activations' peak or the space beside the least window."""
         problem, graph = self.problem, self.problem.graph
-        leanest = page_aligned(self._pools.leanest().nbytes)
-        alone, memory = Footprint.of_pool(graph, leanest), problem.memory
+        least = page_aligned(self._pools.least_bytes())
+        alone, memory = Footprint.of_pool(graph, least), problem.memory
         alone.require(memory.partition_bytes, memory.workspace_bytes)
         spare = memory.workspace_bytes - alone.least_workspace_bytes(memory.partition_bytes)
-        most = min(spare, max(Footprint.of(graph).activation_bytes - leanest, 0))
-        return list(
-            dict.fromkeys(leanest + page_aligned(int(share * most)) for share in SIZES if most or not share)
-        )
+        most = min(spare, max(Footprint.of(graph).activation_bytes - least, 0))
+        return list(dict.fromkeys(least + page_aligned(int(share * most)) for share in SIZES if most or not share))
 
     def _find_variants(self, size: int) -> list[streaming.StreamingCandidate]:
         """Return the best ways to stream past a pool, assuming that parameters have the link to themselves."""

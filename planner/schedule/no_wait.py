@@ -30,13 +30,10 @@ class ActionSequence(NamedTuple):
     residents: frozenset[int]
 
 
-def no_wait(
-    gaps: Gaps, memory_bytes: int, choices: Sequence[Choice], ahead_bytes: int | None = None
-) -> ActionSequence | None:
+def no_wait(gaps: Gaps, memory_bytes: int, choices: Sequence[Choice]) -> ActionSequence | None:
     """Return the best sequence with these choices; None if they need more than `memory_bytes`.
 
-    Swap-ins move ahead while at most `ahead_bytes` are in memory, by default `memory_bytes`. Also None if recomputation
-    triggers too much further recomputation for any plan to pay (`planner.schedule.alap`).
+    Also None if recomputation triggers too much further recomputation for any plan to pay (`planner.schedule.alap`).
     """
     if not gaps.graph.ops:
         fits = least_bytes(gaps.graph) <= memory_bytes
@@ -44,7 +41,7 @@ def no_wait(
     made = alap(tables(gaps), codes(choices))
     if not len(made.held) or made.held.max() > memory_bytes:
         return None
-    order = with_earliest_swap_ins(made, tables(gaps).nbytes, memory_bytes if ahead_bytes is None else ahead_bytes)
+    order = with_earliest_swap_ins(made, tables(gaps).nbytes, memory_bytes)
     residents = (
         g.tensor for g, choice in zip(gaps.all, choices, strict=True) if g.wraps and choice is not Choice.SWAP
     )

@@ -18,6 +18,7 @@ from cohabit.planner.papers.beaumont.offload import greedy, relaxed_s, whole
 from cohabit.planner.papers.beaumont.searcher import LEAN, SERIAL, DynProg, Greedy
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
+from cohabit.planner.schedule.alap import alap, codes, tables
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import delay_drops, no_wait
 from cohabit.planner.schedule.serial import least_bytes
@@ -25,7 +26,6 @@ from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from tests.planner.actions import listed, plan_of, plan_of_choices
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
-from tests.planner.reference import sequence_peak_bytes
 
 State = tuple[int, int, tuple[int, ...]]
 
@@ -349,10 +349,10 @@ def test_sequences_by_the_clock_are_safe() -> None:
         graph = random_training_graph(rng) if seed % 2 else random_graph(rng)
         gaps, profile = Gaps(graph), random_profile(rng, graph)
         choices = [rng.choice(gap.choices) for gap in gaps.all]
-        least = no_wait(gaps, 10**9, choices, 0)
-        if least is None:
+        held = alap(tables(gaps), codes(choices)).held
+        if not len(held):
             continue
-        memory = int(sequence_peak_bytes(graph, *listed(least)) * rng.uniform(1, 2))
+        memory = int(held.max() * rng.uniform(1, 2))
         decided, residents = listed(no_wait(gaps, memory, choices))
         actions = delay_drops(graph, profile, decided, residents, memory)
         assert sorted(actions) == sorted(decided)
