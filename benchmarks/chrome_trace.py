@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 
 from cohabit.planner.graph import Graph
-from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
-from cohabit.planner.timeline import Timeline
+from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut, Timeline
 
 _LANES = {"compute": 1, "swap_in": 2, "swap_out": 3}
 

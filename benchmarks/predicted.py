@@ -22,7 +22,7 @@ from benchmarks.record import markdown_table, parser_of, record
 from benchmarks.training_nets import NETS, loss
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.tensile.latency import predicted
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -133,7 +133,7 @@ def error_of_half_the_time(pairs: Sequence[tuple[float, float]]) -> float:
 
 def planned_s(graph: Graph, by: Profile, real: Profile, seconds: float) -> float:
     """The period of a plan for 60 % of the memory that is made by one profile, simulated by another."""
-    memory = Memory(int(0.6 * resident_bytes(graph)), counted=True)
+    memory = single_budget(int(0.6 * resident_bytes(graph)))
     plan = search(Problem(graph, by, memory, objective="period"), limit=Limit(seconds=seconds))
     period_s = simulate(graph, msgspec.structs.replace(plan, profile=real.fingerprint), real).period_s
     assert period_s is not None

@@ -24,7 +24,7 @@ from benchmarks.captured.trainer import MEASURED_FIRST, Trainer
 from benchmarks.record import markdown_table, parser_of, record, results_folder
 from benchmarks.training_nets import TINY, loss
 from cohabit.planner.check import check
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.swapadvisor.genetic import Chromosome, Genetic
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
@@ -108,7 +108,7 @@ def executed(net: str, count: int, rounds: int, steps: int, console: Console) ->
         for _ in range(MEASURED_FIRST + 1):
             trainer.step(*batch)
         graph, profile = trainer.graph, trainer.profile
-        problem = Problem(graph, profile, Memory(trainer.memory_bytes, counted=True), objective="period")
+        problem = Problem(graph, profile, single_budget(trainer.memory_bytes), objective="period")
         plans = drawn(problem, count, generations=10)
         programs = [trainer.bound(plan) for plan in plans]
         seconds: list[list[float]] = [[] for _ in plans]

@@ -2,9 +2,8 @@
 
 The checker replays a plan in its total order. It checks tensors with an address per byte range. The others are
 *counted*: it sums their bytes, including released ones that a pending step may still use. Lanes run concurrently: only
-lane order and `after` edges
-guarantee that one step has ended when another starts. Each step therefore has a *clock*: the number of steps of each
-lane that have certainly ended when it starts."""
+lane order and `after` edges guarantee that one step has ended when another starts. Each step therefore has a *clock*:
+the number of steps of each lane that have certainly ended when it starts."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -216,8 +215,6 @@ class _Replay:
                 f"the partition has {memory.partition_bytes} bytes, the workspace {memory.workspace_bytes}, and the"
                 f" pool {pool}; none may be negative, and the pool must fit into the workspace"
             )
-        if memory.counted and memory.partition_bytes:
-            self.found.append("the plan has a partition, but its memory is a single budget without addresses")
         self.residents = frozenset(placement.tensor for placement in self.plan.residents)
         self.unread = set(self.residents)
         for placement in self.plan.residents:
@@ -228,6 +225,11 @@ class _Replay:
                 self.unsaved.add(placement.tensor)  # the previous inference changed it
             if placement.address is not None and placement.address.region != "partition":
                 self.found.append(f"resident {tensor.name} is not in the partition")
+            if placement.address is None and tensor.nbytes > memory.lasting_pool_bytes:
+                self.found.append(
+                    f"resident {tensor.name} has no address, but the workspace does not last: it needs one in the"
+                    " partition"
+                )
         for i in self.graph.inputs:
             self._bring("start", i, None, _NEVER, _NEVER)
         for placement in self.plan.residents:
@@ -325,7 +327,7 @@ class _Replay:
             copy = self.live.get(resident.tensor)
             if copy is None:
                 self.found.append(f"resident {tensors[resident.tensor].name} is not in memory at the end")
-            elif copy.address != resident.address and copy.address is not None and resident.address is not None:
+            elif copy.address != resident.address:
                 self.found.append(
                     f"resident {tensors[resident.tensor].name} ends at {_show(copy.address)},"
                     f" but started at {_show(resident.address)}"
@@ -363,11 +365,8 @@ class _Replay:
         if tensor in self.live:
             self.found.append(f"{name}: {what.name} is in memory already")
             return
-        if (address is None) != (self.plan.memory.counted or not what.is_weight):
-            self.found.append(
-                f"{name}: {what.name} has {'no' if address is None else 'an'} address; with a partition, parameters and"
-                " state must have addresses and other tensors none; in a single budget, no tensor may have one"
-            )
+        if address is not None and not what.is_weight:
+            self.found.append(f"{name}: {what.name} has an address, but is neither a parameter nor state")
             address = None
         place = None
         if address is None:
@@ -451,5 +450,5 @@ def _unfinished(clock: Clock, now: Clock) -> str:
     return " and ".join(f"step {n} of the {lane} lane" for lane, n in missing)
 
 
-def _show(address: Address) -> str:
-    return f"{address.region}+{address.offset}"
+def _show(address: Address | None) -> str:
+    return "no address" if address is None else f"{address.region}+{address.offset}"

@@ -21,14 +21,28 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     workspace_bytes: int
     partition_bytes: int = 0
-    counted: bool = False
-    """Whether parameters and state are counted, too: the workspace is then one budget for everything, without
-    addresses, as in a training step. Otherwise they have addresses in partition and workspace, and only inputs,
-    activations and scratch are counted."""
+    workspace_lasts: bool = msgspec.field(default=False, name="counted")
+    """Whether the workspace keeps its contents between inferences, too, because nothing else uses it, as in a training
+    step. Then residents need no addresses in a partition."""
 
     @property
     def nbytes(self) -> int:
         return self.workspace_bytes + self.partition_bytes
+
+    @property
+    def lasting_pool_bytes(self) -> int:
+        """Bytes that residents without an address may take."""
+        return self.workspace_bytes if self.workspace_lasts else 0
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Bytes that residents may take."""
+        return self.partition_bytes + self.lasting_pool_bytes
+
+
+def single_budget(nbytes: int) -> Memory:
+    """Return one budget for everything: a workspace that lasts."""
+    return Memory(nbytes, workspace_lasts=True)
 
 
 def parse_size(text: str) -> int:

@@ -1,8 +1,8 @@
-"""Plans: every step of one inference, the lane it runs on, and the steps it waits for.
+"""Plans: every step of one inference, the lane it runs on, and the steps it waits for. Timelines: when each step ran.
 
 Inputs, activations and scratch have no address: they are *counted*. Their sum never exceeds the plan's pool, in
-which the device's allocator places them. Parameters and state have addresses outside of the pool, unless the memory
-is a single budget in which everything is counted.
+which the device's allocator places them. Parameters and state have addresses outside of the pool, or none: then they
+are counted, too, as in a training step.
 
 Steps are in one total order. Each lane (compute, swap-in, swap-out) runs its steps in that order. `after` names
 earlier steps (indices into `Plan.steps`) of other lanes that must end first. Since every wait points backwards, plans
@@ -139,10 +139,45 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return fingerprint(self)
 
     @cached_property
+    def addressed(self) -> frozenset[int]:
+        """Tensors that are residents or swapped in at an address."""
+        return frozenset(a.tensor for a in self._arrivals if a.address is not None)
+
+    @cached_property
+    def pooled(self) -> frozenset[int]:
+        """Tensors that are residents or swapped in without an address."""
+        return frozenset(a.tensor for a in self._arrivals if a.address is None)
+
+    @property
+    def _arrivals(self) -> tuple[Placement | SwapIn, ...]:
+        return *self.residents, *(step for step in self.steps if isinstance(step, SwapIn))
+
+    @cached_property
     def epilogue_start(self) -> int:
         """Index of the first step after the last compute step."""
         computes = [i for i, step in enumerate(self.steps) if isinstance(step, Compute)]
         return computes[-1] + 1 if computes else 0
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step on its lane. Times in seconds from the start of the inference."""
+
+    step: int
+    lane: Lane
+    start_s: float
+    end_s: float
+
+
+class Timeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All spans of one inference, in step order; simulated, or measured on a device."""
+
+    spans: tuple[Span, ...]
+    latency_s: float
+    """End of the last compute step."""
+    period_s: float | None
+    """Time from one inference's start to the next when they run back to back; None if not determined."""
+    link_bytes: int
+    """Bytes copied in either direction, epilogue included."""
 
 
 _decoder = msgspec.json.Decoder(Plan)

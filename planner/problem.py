@@ -26,7 +26,7 @@ class Problem:
     """Residents that another bucket's plan has chosen; None lets the search choose."""
     objective: Objective = "latency"
     """The time to minimise: the latency of one inference, or the period of steps run back to back, as in training.
-    Planning for the period requires a counted budget."""
+    Planning for the period requires a single budget."""
 
     @property
     def key(self) -> tuple[str, str, Memory, tuple[Placement, ...] | None, Objective]:
@@ -36,7 +36,7 @@ class Problem:
     @cached_property
     def bound_s(self) -> float:
         """Lower bound on every plan's latency, and so on its period, which is at least the latency. Computed once."""
-        from cohabit.planner.bounds.bound import latency_bound  # imports scipy; stored plans do not need it
+        from cohabit.planner.bounds.relaxation import latency_bound  # imports scipy; stored plans do not need it
 
         return latency_bound(self.graph, self.profile, self.memory)
 

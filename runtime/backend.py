@@ -11,10 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from cohabit.planner.plan import Plan
+from cohabit.planner.plan import Plan, Timeline
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.timeline import Timeline
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import Manifest

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cohabit.planner.plan import Compute, Lane
-from cohabit.planner.timeline import Span
+from cohabit.planner.plan import Compute, Lane, Span
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep
 from cohabit.runtime.binding.program import Program
 

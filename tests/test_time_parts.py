@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planner.time_parts import TimeParts, united
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.plan import Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
@@ -26,7 +26,7 @@ def planned(*steps: Step, residents: tuple[Placement, ...] = ()) -> TimeParts:
     graph.validate()
     link = Link(0.0, PAGE / 5)
     profile = Profile(graph.fingerprint, "hand", (1.0, 1.0), link, link)
-    memory = Memory(4 * PAGE, counted=True)
+    memory = single_budget(4 * PAGE)
     plan = Plan(graph.fingerprint, profile.fingerprint, memory, memory.nbytes, residents, steps)
     return TimeParts.of(graph, plan, profile)
 
@@ -62,7 +62,7 @@ def test_parts_add_up_to_the_simulators_period() -> None:
     for _ in range(8):
         graph = random_training_graph(rng)
         profile = random_profile(rng, graph)
-        problem = Problem(graph, profile, Memory(least_bytes(graph) * 5 // 4, counted=True), objective="period")
+        problem = Problem(graph, profile, single_budget(least_bytes(graph) * 5 // 4), objective="period")
         plan = search(problem, "capuchin")
         period_s = simulate(graph, plan, profile).period_s
         assert TimeParts.of(graph, plan, profile).period_s == pytest.approx(period_s)

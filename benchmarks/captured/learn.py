@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from cohabit.planner.plan import Compute, SwapIn, SwapOut
+from cohabit.planner.plan import Compute, Span, SwapIn, SwapOut
 from cohabit.planner.profile import Link, Profile
-from cohabit.planner.timeline import Span
 from cohabit.runtime.recording import Recording
 
 

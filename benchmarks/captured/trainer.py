@@ -22,7 +22,7 @@ from benchmarks.captured.state import TrainingState
 from cohabit.planner.errors import CohabitError, FormatError, InfeasibleBudget, format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
-from cohabit.planner.memory import Memory, parse_share, parse_size
+from cohabit.planner.memory import parse_share, parse_size, single_budget
 from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -252,7 +252,7 @@ class Trainer:
         return replace(lowered, traces={BUCKET: trace}), calls, seconds
 
     def _problem(self) -> Problem:
-        return Problem(self.graph, self.profile, Memory(self._tensor_bytes, counted=True), objective="period")
+        return Problem(self.graph, self.profile, single_budget(self._tensor_bytes), objective="period")
 
     def _search(self) -> Plan:
         def show(evaluations: int, best_s: float, bound_s: float) -> None:

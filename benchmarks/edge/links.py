@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.record import markdown_table, record
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
-from cohabit.planner.bounds.bound import latency_bound
+from cohabit.planner.bounds.relaxation import latency_bound
 from cohabit.planner.graph import aligned
 from cohabit.planner.layout.feasible import Footprint, page_aligned
 from cohabit.planner.memory import Memory

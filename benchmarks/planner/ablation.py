@@ -23,7 +23,7 @@ from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, training_graph
 from benchmarks.record import markdown_table, parser_of, record, results_folder
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.swapadvisor.allocations import AllocationSpace
 from cohabit.planner.papers.swapadvisor.genetic import Chromosome, Genetic
 from cohabit.planner.papers.swapadvisor.pools import uses_of
@@ -84,7 +84,7 @@ def problem_of(name: str, batch: int | None, memory_bytes: int, cache: Path | No
         graph, work = training_graph(name, batch, cache)
     else:
         graph, work = inference_graph(name, batch or 1, cache)
-    return Problem(graph, v100_pcie3(graph, work), Memory(memory_bytes, counted=True))
+    return Problem(graph, v100_pcie3(graph, work), single_budget(memory_bytes))
 
 
 def evolve(problem: Problem, seed: int, seconds: float, switches: Mapping[str, object], population: int) -> Course:

@@ -23,7 +23,7 @@ from benchmarks.planner.training import Classified, Training, _labelled, capture
 from benchmarks.record import markdown_table, record
 from cohabit.loadgen.zoo.vision import ImageClassifier
 from cohabit.planner.errors import CohabitError
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Link
@@ -63,7 +63,7 @@ def problems(name: str, bandwidth: float, cache: Path | None) -> list[Problem]:
     link = Link(10e-6, bandwidth)
     profile = structs.replace(v100_pcie3(graph, work), swap_in=link, swap_out=link)
     needed = peak_bytes(graph)
-    return [Problem(graph, profile, Memory(int(share * needed), counted=True)) for share in SHARES]
+    return [Problem(graph, profile, single_budget(int(share * needed))) for share in SHARES]
 
 
 def over_bound(name: str, seconds: float, cache: Path | None) -> str:

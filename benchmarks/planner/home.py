@@ -26,7 +26,7 @@ from benchmarks.record import markdown_table, parser_of, record, results_folder
 from benchmarks.training_nets import NETS, loss
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.home.particle_swarm import PARTICLES
 from cohabit.planner.papers.tensile.latency import predicted
 from cohabit.planner.plan import Plan
@@ -62,7 +62,7 @@ def by_rule(graph: Graph, profile: Profile, way: str, memory_bytes: int, seconds
     """A plan that keeps weights in memory, as the papers' rules do; None if only the serial schedule is left."""
     if least_bytes(graph) > memory_bytes:
         return None
-    problem = Problem(graph, profile, Memory(memory_bytes, counted=True), objective="period")
+    problem = Problem(graph, profile, single_budget(memory_bytes), objective="period")
     plan = search(problem, way, limit=Limit(seconds=seconds))
     return plan if plan.residents else None
 
@@ -143,7 +143,7 @@ def convergence(nets: Sequence[str], folder: Path, iterations: int) -> Iterator[
     """Figure 8: after how many iterations the best step so far is within a share of the last one."""
     for net in nets:
         graph, profile = measured_profile(net, folder)
-        memory = Memory(int(SHARE * resident_bytes(graph)), counted=True)
+        memory = single_budget(int(SHARE * resident_bytes(graph)))
         problem = Problem(graph, profile, memory, objective="period")
         swarm, best_s = make("particle_swarm", problem, 0), list[float]()
         while len(best_s) < iterations * PARTICLES and (candidates := swarm.ask()):

@@ -24,11 +24,11 @@ from benchmarks.planner.profiles import cpu_file, h100_pcie5, v100_pcie3
 from benchmarks.record import markdown_table, record
 from cohabit.planner.errors import CohabitError
 from cohabit.planner.layout.feasible import page_aligned
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.plan import SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.registry import COUNTED
+from cohabit.planner.search.registry import SEARCHERS, can_plan
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.planner.warm import warm
@@ -52,7 +52,7 @@ class Case:
         profile = DEVICES[self.device](graph, work)
         memory = page_aligned(int(self.share * graph.parameter_bytes))
         if not self.served:
-            return Problem(graph, profile, Memory(memory, counted=True))
+            return Problem(graph, profile, single_budget(memory))
         return Problem(graph, profile, split_budget({Bucket(1): graph}, {Bucket(1): profile}, memory))
 
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     every = [(n, d, s) for n in options.networks for d in DEVICES for s in SHARES]
     cases = [Case(*one) for one in every]
-    searchers = COUNTED
+    searchers = [name for name in SEARCHERS if can_plan(name, cases[0].problem(options.cache))]
     served = [Case(*one, served=True) for one in every]
     for network in options.networks:
         inference_graph(network, 1, options.cache)

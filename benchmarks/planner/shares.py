@@ -15,10 +15,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from benchmarks.record import markdown_table, parser_of, record
 from cohabit.loadgen.arrivals import zipf_weights
 from cohabit.planner.profile import Link
-from cohabit.planner.sizing.curves import latency_curve
 from cohabit.planner.sizing.demand import Demand
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.division import divide
+from cohabit.planner.sizing.fitting import latency_curve
 from cohabit.planner.sizing.shares import Curve, Point, latency_weights, share_out, weighted_latency_s
 from cohabit.server.commands.fit import candidates
 from cohabit.server.config.sources import config_of

@@ -21,7 +21,7 @@ from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import RESNET152_S, v100_pcie3
 from benchmarks.record import markdown_table, record
 from cohabit.planner.errors import InfeasibleBudget
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.plan import Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -89,7 +89,7 @@ def cell(memory_mb: int, batch: int, seconds: float, flat: bool, cache: Path | N
         split = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, memory)
         return search(Problem(graph, profile, split), limit=limit)
 
-    problem = Problem(graph, profile, Memory(memory, counted=True))
+    problem = Problem(graph, profile, single_budget(memory))
     searches = (lambda: search(problem, "genetic", limit=limit), lambda: search(problem, limit=limit), served)
     plans = [_planned(one) for one in searches]
     paper_s, target = PAPER_S.get((memory_mb, batch)), TARGETS.get((memory_mb, batch))

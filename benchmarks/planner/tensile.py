@@ -20,7 +20,7 @@ from benchmarks.planner.chains import NETWORKS as CHAINS
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import Classified, Training, _labelled, capture_training, peak_bytes
 from benchmarks.record import markdown_table, parser_of, record, results_folder
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.tensile.schedule import TensileSchedule
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
@@ -83,7 +83,7 @@ def saving_of(name: str, batch: int, cache: Path | None) -> Saving:
     schedule = TensileSchedule(graph, profile)
     schedule.lower()
     lowered_bytes = schedule.usage.peak().nbytes
-    problem = Problem(graph, profile, Memory(lowered_bytes, counted=True), objective="period")
+    problem = Problem(graph, profile, single_budget(lowered_bytes), objective="period")
     provenance = search(problem, "interval").provenance
     assert provenance is not None
     return Saving(peak_bytes(graph), lowered_bytes, profile.compute_s, provenance.period_s)

@@ -14,14 +14,12 @@ from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.alap import AlapSequence, alap, codes, tables
-from cohabit.planner.schedule.delayed_drops import delay_drops
 from cohabit.planner.schedule.gaps import Choice, Gap, Gaps
-from cohabit.planner.schedule.no_wait import no_wait
+from cohabit.planner.schedule.no_wait import delay_drops, no_wait
 from cohabit.planner.schedule.table import (
     COMPUTE,
     SWAP_IN,
     SWAP_OUT,
-    UNLIMITED,
     Action,
     columns,
     peak_bytes,
@@ -77,24 +75,25 @@ class ActivationPools:
         self.movable = [i for i, gap in enumerate(self._gaps.all) if gap.is_offloadable(self.graph)]
         """Indices of gaps during which an activation can be offloaded."""
 
-    def leanest(self) -> ActivationPool:
-        """Return the smallest pool: every activation is offloaded in every gap."""
-        return self._pool(self._choices(self.movable), 0)
+    def least_bytes(self) -> int:
+        """Return the size of the smallest pool: every activation is offloaded in every gap."""
+        if not self.graph.ops:
+            return sum(self.graph.tensors[i].aligned_bytes for i in self.graph.inputs)
+        return int(alap(tables(self._gaps), codes(self._choices(self.movable))).held.max(initial=0))
 
     def within(self, pool_bytes: int, rank: Rank) -> ActivationPool | None:
         """Return a pool of at most `pool_bytes` with few offloads; None if even the smallest is larger."""
         choices = self._choices_within(pool_bytes, rank)
-        return None if choices is None else self._pool(choices, pool_bytes)
-
-    def _pool(self, choices: Sequence[Choice], ahead_bytes: int) -> ActivationPool:
-        """Make the pool of these choices. Swap-ins are early and drops late as far as `ahead_bytes` allow."""
+        if choices is None:
+            return None
         if not self.graph.ops:
-            return ActivationPool((), sum(self.graph.tensors[i].aligned_bytes for i in self.graph.inputs))
-        found = no_wait(self._gaps, UNLIMITED, choices, ahead_bytes)
+            return ActivationPool((), self.least_bytes())
+        # Swap-ins are early and drops late as far as the pool allows.
+        found = no_wait(self._gaps, pool_bytes, choices)
         assert found is not None, "nothing is computed again"
         actions = list(zip(found.verb.tolist(), found.what.tolist(), strict=True))
-        if ahead_bytes and any(verb == SWAP_OUT for verb, _ in actions):
-            actions = delay_drops(self.graph, self._profile, actions, (), ahead_bytes)
+        if any(verb == SWAP_OUT for verb, _ in actions):
+            actions = delay_drops(self.graph, self._profile, actions, (), pool_bytes)
         return ActivationPool(tuple(actions), peak_bytes(self._arrays, *columns(actions)))
 
     def _choices(self, moved: Sequence[int]) -> list[Choice]:

@@ -4,21 +4,25 @@ The workspace is divided again between activations and parameters in flight. For
 `planner.offloading.pool` chooses the activations to offload. Parameters stream past the pool as in
 `planner.streaming.searcher`, as if they had the link to themselves. Complete plans are then simulated."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Final
 
-from cohabit.planner.errors import UnsupportedProblem
+from cohabit.planner.arrays import Ints
 from cohabit.planner.layout.feasible import Footprint, page_aligned
-from cohabit.planner.offloading.emit import OffloadingEmitter
-from cohabit.planner.offloading.pool import RANKS, ActivationPools
+from cohabit.planner.offloading.pool import RANKS, ActivationPool, ActivationPools
 from cohabit.planner.problem import TIE, UNFIT, Cost, Problem
-from cohabit.planner.schedule.table import Schedule
+from cohabit.planner.schedule.table import COMPUTE, NOTHING, SWAP_IN, Row, Schedule, scheduled
 from cohabit.planner.search.searcher import Searcher
 from cohabit.planner.streaming import searcher as streaming
-from cohabit.planner.streaming.op_orders import OpOrders
+from cohabit.planner.streaming.emit import ParameterRows
+from cohabit.planner.streaming.op_orders import OpOrders, require_served
 from cohabit.planner.streaming.searcher import Streaming
+from cohabit.planner.streaming.stream import Swaps
+from cohabit.planner.streaming.workload import Workload
 
 SIZES: Final = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 """Pool sizes to try, between the smallest pool (0) and the largest that fits (1)."""
@@ -53,11 +57,7 @@ class Offloading(Searcher[OffloadingCandidate]):
     def __init__(self, problem: Problem, seed: int) -> None:
         """Raise UnsupportedProblem, or InfeasibleBudget with the least budget for this partition."""
         graph = problem.graph
-        if problem.memory.counted or any(t.kind == "state" for t in graph.tensors):
-            raise UnsupportedProblem(
-                f"{graph.name}: offloading needs a partition and a workspace, and a graph that changes no"
-                " parameters; ask another searcher for anything else"
-            )
+        require_served(problem, "offloading")
         self.problem = problem
         self._pools = ActivationPools(graph, problem.profile)
         self._sizes = self._pool_sizes()
@@ -111,14 +111,12 @@ class Offloading(Searcher[OffloadingCandidate]):
     def _pool_sizes(self) -> list[int]:
         """Return pool sizes in bytes, up to the activations' peak or the space beside the least window."""
         problem, graph = self.problem, self.problem.graph
-        leanest = page_aligned(self._pools.leanest().nbytes)
-        alone, memory = Footprint.of_pool(graph, leanest), problem.memory
+        least = page_aligned(self._pools.least_bytes())
+        alone, memory = Footprint.of_pool(graph, least), problem.memory
         alone.require(memory.partition_bytes, memory.workspace_bytes)
         spare = memory.workspace_bytes - alone.least_workspace_bytes(memory.partition_bytes)
-        most = min(spare, max(Footprint.of(graph).activation_bytes - leanest, 0))
-        return list(
-            dict.fromkeys(leanest + page_aligned(int(share * most)) for share in SIZES if most or not share)
-        )
+        most = min(spare, max(Footprint.of(graph).activation_bytes - least, 0))
+        return list(dict.fromkeys(least + page_aligned(int(share * most)) for share in SIZES if most or not share))
 
     def _find_variants(self, size: int) -> list[streaming.StreamingCandidate]:
         """Return the best ways to stream past a pool, assuming that parameters have the link to themselves."""
@@ -133,3 +131,77 @@ class Offloading(Searcher[OffloadingCandidate]):
         ties = [c for latency_s, c in evaluated if latency_s <= fastest * TIE]
         others = [c for _, c in sorted(evaluated, key=lambda e: e[0])]
         return list(dict.fromkeys([*ties[:1], *ties[-1:], *others]))[:BEST]
+
+
+class OffloadingEmitter:
+    """Makes one schedule, in which parameters stream and activations are offloaded within their pool.
+
+    Both share the swap-in lane. Among the copies that may start, the one needed first is issued first. With `strictly`,
+    no copy overtakes another that is needed sooner but cannot start yet.
+    """
+
+    def __init__(
+        self, work: Workload, pool: ActivationPool, pool_bytes: int, resident_at: Ints, swaps: Swaps, strictly: bool
+    ) -> None:
+        """`pool_bytes` is the size of the pool, `pool` has the actions on activations in it."""
+        self._work, self._pool, self._pool_bytes, self._strictly = work, pool, pool_bytes, strictly
+        self._graph = work.footprint.graph
+        self._copies = ParameterRows(work, resident_at, swaps)
+        self._rows: list[Row] = []
+        self._returning = deque[int]()
+        """Activations that may return now."""
+        self._returns_due = deque(self._find_returns_due())
+
+    def schedule(self) -> Schedule:
+        last = -1
+        self._rows += self._copies.drops_after(-1)
+        self._issue(-1)
+        for verb, what in self._pool.actions:
+            if verb == SWAP_IN:
+                self._returning.append(what)
+                self._issue(last)
+                continue
+            self._rows.append((verb, what, NOTHING, NOTHING))
+            if verb == COMPUTE:
+                last = what
+                self._rows += self._copies.drops_after(last)
+                self._issue(last)
+        assert not self._returning, "an activation returns without a use"
+        return scheduled(self._work.numbering.graph, self._rows, self._copies.resident_at, self._pool_bytes)
+
+    def _issue(self, k: int) -> None:
+        """Issue every copy that may start after op k, in order of need."""
+        while (parameter := self._copies.may_start(k)) or self._returning:
+            first = self._is_activation_first(parameter, bool(self._returning))
+            if first is None:
+                return
+            if first:
+                self._returns_due.popleft()
+                self._rows.append((SWAP_IN, self._returning.popleft(), NOTHING, NOTHING))
+            else:
+                self._rows.append(self._copies.swap_in())
+
+    def _is_activation_first(self, parameter: bool, activation: bool) -> bool | None:
+        """Whether the next copy is an activation's, not a parameter's; None if it cannot start yet."""
+        ops = len(self._graph.ops)
+        never = ops + 1
+        needed_by = self._copies.needed_by
+        parameter_due = never if needed_by is None else needed_by
+        activation_due = self._returns_due[0] if self._returns_due else never
+        if self._strictly or parameter_due >= ops:
+            if activation_due < parameter_due and not activation:
+                return None
+            if parameter_due < activation_due and not parameter:
+                return None
+        return activation if activation != parameter else activation_due <= parameter_due
+
+    def _find_returns_due(self) -> list[int]:
+        """Return, for each swap-in of an activation, in order: the first op that uses it or any later one."""
+        due: list[int] = []
+        upcoming = {t: len(self._graph.ops) - 1 for t in self._graph.outputs}
+        for verb, what in reversed(self._pool.actions):
+            if verb == COMPUTE:
+                upcoming |= dict.fromkeys(self._graph.ops[what].reads, what)
+            elif verb == SWAP_IN:
+                due.append(upcoming[what])
+        return list(accumulate(due, min))[::-1]

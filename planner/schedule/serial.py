@@ -18,8 +18,9 @@ def least_bytes(graph: Graph) -> int:
 
 
 def require_counted(problem: Problem, searcher: str) -> None:
-    """Raise UnsupportedProblem unless everything is counted, InfeasibleBudget if the memory is too small."""
-    if not problem.memory.counted or problem.residents is not None:
+    """Raise UnsupportedProblem for all but a single budget, InfeasibleBudget if it is too small."""
+    memory = problem.memory
+    if not memory.workspace_lasts or memory.partition_bytes or problem.residents is not None:
         raise UnsupportedProblem(
             f"{searcher} plans one budget in which everything is counted, without a partition or given residents"
         )

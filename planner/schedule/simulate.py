@@ -11,11 +11,10 @@ import numpy as np
 from cohabit.planner.arrays import Floats, GraphArrays, Ints, ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.graph import Graph
-from cohabit.planner.plan import Compute, Drop, Lane, Plan, SwapIn, SwapOut
+from cohabit.planner.plan import Compute, Drop, Lane, Plan, Span, SwapIn, SwapOut, Timeline
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.table import COMPUTE, DROP, NOTHING, SWAP_IN, SWAP_OUT, Schedule
-from cohabit.planner.timeline import Span, Timeline
 
 LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 _VERBS: Final = {Compute: COMPUTE, SwapIn: SWAP_IN, SwapOut: SWAP_OUT, Drop: DROP}

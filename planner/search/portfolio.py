@@ -1,9 +1,10 @@
 """The default searcher: runs several searchers in turn until one reaches the lower bound.
 
-For a partition with a workspace, `streaming` plans. `offloading` plans if activations do not fit, or if they leave
-parameters little room and `streaming` is far from the bound. `streaming` uses the remaining time.
+Members are asked in one order; those that do not plan the problem are skipped. `streaming` plans inferences in a
+partition and a workspace; `offloading` follows if activations do not fit, or if they leave parameters little room and
+`streaming` is far from the bound. `streaming` uses the remaining time.
 
-For one budget in which everything is counted, each member first gets a small share of its own effort, and the one with
+For a single budget, each member first gets a small share of its own effort, and the one with
 the best plan continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm
 Identification and Hyperparameter Optimization", AISTATS 2016). After its effort, each of the others gets the rest of
 its own, in order of the best latency so far, so that the portfolio is never worse than a member at that effort. The
@@ -15,17 +16,18 @@ one. Graphs that change state, such as training steps, are also planned as chain
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
-from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
 from cohabit.planner.order import by_parameters, has_reuse, in_original_order, reordered
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.schedule.gaps import Gaps
-from cohabit.planner.schedule.serial import least_bytes, require_counted
+from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.search.registry import make
-from cohabit.planner.search.searcher import Searcher
+from cohabit.planner.search.searcher import AnySearcher, Searcher
 
 QUICKEST: Final = "on_demand"
 SAMPLED: Final = ("interval", "particle_swarm")
@@ -52,77 +54,102 @@ class MemberCandidate:
     inner: Any
 
 
+@dataclass(slots=True)
+class _Member:
+    """A searcher that has had a turn."""
+
+    name: str
+    searcher: AnySearcher
+    by_weights: bool
+    """Whether its ops run grouped by weights."""
+    index: int
+    least_s: float = math.inf
+    left: float = 0.0
+    """Evaluations until it has spent its own effort."""
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.least_s, self.index
+
+
+_Turn = Generator[Sequence[MemberCandidate], None, _Member | None]
+"""Candidates of a member, which is returned; None if it had no turn."""
+
+
 class Best(Searcher[MemberCandidate]):
-    """Asks one member after the other; stops when the bound is reached."""
+    """Asks one member after the other; stops when the bound is reached.
+
+    The first `ask` raises UnsupportedProblem if no member plans the problem, or the InfeasibleBudget that needs least.
+    """
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self.problem = problem
         self._seed = seed
-        self._names: list[str] = []
-        self._members: dict[int, Any] = {}
-        self._order: tuple[int, ...] | None = None
-        if problem.memory.counted:
-            require_counted(problem, "best")
-            self._names += (QUICKEST, *SAMPLED)
-            self._order = self._weights_order()
-            if self._order is not None:
-                self._names += [f"{name}{BY_WEIGHTS}" for name in (QUICKEST, *SAMPLED)]
-            if any(op.mutates for op in problem.graph.ops):
-                self._names += OF_CHAINS
-        else:
-            self._choose_serving_members()
+        self._members: list[_Member] = []
+        self._refusals: list[UnsupportedProblem | InfeasibleBudget] = []
         self._told: Sequence[Cost] = ()
-        self._least_s = [math.inf] * len(self._names)
         self._count = 0
         self.evaluations = 10**12
         """Known once every member has had its turn; a very large number before."""
-        self._steps = self._ask_counted() if problem.memory.counted else self._ask_served()
+        self._steps = self._ask()
 
     def tell(self, candidates: Sequence[MemberCandidate], costs: Sequence[Cost]) -> None:
         self._told = costs
         self._count += len(costs)
         for candidate, cost in zip(candidates, costs, strict=False):
-            self._least_s[candidate.member] = min(self._least_s[candidate.member], self.problem.seconds(cost))
+            member = self._members[candidate.member]
+            member.least_s = min(member.least_s, self.problem.seconds(cost))
 
     def evaluate(self, candidate: MemberCandidate, good_s: float) -> Cost:
-        cost: Cost = self._member(candidate.member).evaluate(candidate.inner, good_s)
-        return cost
+        return self._members[candidate.member].searcher.evaluate(candidate.inner, good_s)
 
     def write(self, candidate: MemberCandidate) -> Plan:
-        plan: Plan = self._member(candidate.member).write(candidate.inner)
-        if self._order is None or not self._names[candidate.member].endswith(BY_WEIGHTS):
+        member = self._members[candidate.member]
+        plan = member.searcher.write(candidate.inner)
+        if not member.by_weights:
             return plan
-        return in_original_order(plan, self._order, self.problem.graph, self.problem.profile)
-
-    def _choose_serving_members(self) -> None:
-        """Use offloading alone if streaming does not fit. If neither does, raises the InfeasibleBudget that needs
-        less."""
-        self._names = ["streaming"]
-        try:
-            self._member(0)
-        except InfeasibleBudget as refusal:
-            self._names = ["offloading"]
-            try:
-                self._member(0)
-            except InfeasibleBudget as other:
-                raise min(refusal, other, key=lambda r: r.least_bytes) from other
-        else:
-            self._names += ["offloading"] if _is_narrow(self.problem) else []
+        assert self._weights_order is not None
+        return in_original_order(plan, self._weights_order, self.problem.graph, self.problem.profile)
 
     def found_by(self, candidate: MemberCandidate) -> str:
         """Return the name of the member that found a candidate."""
-        return self._names[candidate.member]
+        member = self._members[candidate.member]
+        return f"{member.name}{BY_WEIGHTS}" if member.by_weights else member.name
 
-    def _ask_served(self) -> Iterator[Sequence[MemberCandidate]]:
-        yield from self._turn(0)
-        if len(self._names) > 1 and min(self._least_s) > self.problem.bound_s * (1 + WORTH_OFFLOADING):
-            yield from self._turn(1)
+    def _ask(self) -> Iterator[Sequence[MemberCandidate]]:
+        streaming = yield from self._turn("streaming")
+        if streaming is None or (not self._is_within(WORTH_OFFLOADING) and _is_narrow(self.problem)):
+            yield from self._turn("offloading")
+        quickest = yield from self._turn(QUICKEST)
+        if not self._members:
+            infeasible = [r for r in self._refusals if isinstance(r, InfeasibleBudget)]
+            raise min(infeasible, key=lambda r: r.least_bytes, default=self._refusals[0])
+        if quickest is not None:
+            yield from self._ask_others(quickest)
+        # All spend the rest of their effort, the best first; those without further candidates hand over to the next.
+        for member in self._ranked():
+            if member.left > 0:
+                yield from self._spend(member, member.left)
         self.evaluations = self._count
-        if not self._is_at_bound():
-            yield from self._turn(0, math.inf)
+        for member in self._ranked():
+            yield from self._spend(member, math.inf)
 
+    def _ask_others(self, quickest: _Member) -> Iterator[Sequence[MemberCandidate]]:
+        """Ask the other members for a single budget, once the quickest has planned the graph's own order."""
+        regrouped = None
+        if self._weights_order is not None:
+            regrouped = yield from self._turn(QUICKEST, by_weights=True)
+        if any(op.mutates for op in self.problem.graph.ops):
+            for name in OF_CHAINS:
+                yield from self._turn(name)
+        # Sample the others in the better order of the ops.
+        by_weights = regrouped is not None and regrouped.least_s < quickest.least_s
+        for name in SAMPLED:
+            yield from self._turn(name, by_weights=by_weights, share=SAMPLE)
+
+    @cached_property
     def _weights_order(self) -> tuple[int, ...] | None:
-        """Return an order that groups ops by weights; None if it does not fit or is the graph's own."""
+        """An order that groups ops by weights; None if it does not fit or is the graph's own."""
         graph, profile = self.problem.graph, self.problem.profile
         if not has_reuse(graph):
             return None
@@ -130,63 +157,55 @@ class Best(Searcher[MemberCandidate]):
         fits = least_bytes(reordered(graph, profile, order)[0]) <= self.problem.memory.nbytes
         return order if fits and list(order) != sorted(order) else None
 
-    def _ask_counted(self) -> Iterator[Sequence[MemberCandidate]]:
-        # The quickest member and those of chains run in full.
-        quickest = [i for i, name in enumerate(self._names) if name.startswith(QUICKEST)]
-        chains = [i for i, name in enumerate(self._names) if name in OF_CHAINS]
-        left: dict[int, float] = {}
-        for i in (*quickest, *chains):
-            if self._is_at_bound():
-                return
-            left[i] = 0
-            yield from self._turn(i)
-        # Sample the others in the better order of the ops; then all spend the rest of their effort, the best first.
-        start = min(quickest, key=self._rank) + 1
-        for i in range(start, start + len(SAMPLED)):
-            if self._is_at_bound():
-                return
-            effort = self._member(i).evaluations
-            left[i] = effort - (yield from self._turn(i, SAMPLE * effort))
-        for i in sorted(left, key=self._rank):
-            if self._is_at_bound():
-                return
-            if left[i] > 0:
-                yield from self._turn(i, left[i])
-        self.evaluations = self._count
-        for i in sorted(left, key=self._rank):  # a member without further candidates hands over to the next
-            if self._is_at_bound():
-                return
-            yield from self._turn(i, math.inf)
+    def _turn(self, name: str, *, by_weights: bool = False, share: float | None = None) -> _Turn:
+        """Ask a new member until it has spent a share of its effort, by default all of it."""
+        if self._is_within(AT_BOUND):
+            return None
+        problem = self.problem
+        if by_weights:
+            assert self._weights_order is not None
+            graph, profile = reordered(problem.graph, problem.profile, self._weights_order)
+            problem = replace(problem, graph=graph, profile=profile)
+        try:
+            searcher = make(name, problem, self._seed)
+        except (UnsupportedProblem, InfeasibleBudget) as refusal:
+            self._refusals.append(refusal)
+            return None
+        member = _Member(name, searcher, by_weights, len(self._members))
+        self._members.append(member)
+        if share is None:
+            yield from self._spend(member)
+        else:
+            effort = searcher.evaluations
+            member.left = effort - (yield from self._spend(member, share * effort))
+        return member
 
-    def _rank(self, i: int) -> tuple[float, int]:
-        return self._least_s[i], i
-
-    def _is_at_bound(self) -> bool:
-        return min(self._least_s) <= self.problem.bound_s * (1 + AT_BOUND)
-
-    def _turn(self, i: int, most: float | None = None) -> Generator[Sequence[MemberCandidate], None, int]:
-        """Ask a member until it has spent `most` evaluations or stops. Returns the number spent.
+    def _spend(self, member: _Member, most: float | None = None) -> Generator[Sequence[MemberCandidate], None, int]:
+        """Ask a member until it has spent `most` evaluations or stops, unless the bound is reached before. Returns the
+        number spent.
 
         `most` is the member's own effort by default, read after its first candidates because computing it takes time.
         """
-        member, spent = self._member(i), 0
-        while inner := member.ask():
-            self._told, self.is_compiled = (), member.is_compiled
-            yield [MemberCandidate(i, c) for c in inner]
-            member.tell(inner[: len(self._told)], self._told)
+        searcher, spent = member.searcher, 0
+        if self._is_within(AT_BOUND):
+            return spent
+        while inner := searcher.ask():
+            self._told, self.is_compiled = (), searcher.is_compiled
+            yield [MemberCandidate(member.index, c) for c in inner]
+            searcher.tell(inner[: len(self._told)], self._told)
             spent += len(inner)
-            if spent >= (member.evaluations if most is None else most):
+            if spent >= (searcher.evaluations if most is None else most):
                 break
         return spent
 
-    def _member(self, i: int) -> Any:
-        if i not in self._members:
-            name, problem = self._names[i], self.problem
-            if self._order is not None and name.endswith(BY_WEIGHTS):
-                graph, profile = reordered(problem.graph, problem.profile, self._order)
-                problem = replace(problem, graph=graph, profile=profile)
-            self._members[i] = make(name.partition(" ")[0], problem, self._seed)
-        return self._members[i]
+    def _ranked(self) -> list[_Member]:
+        return sorted(self._members, key=lambda member: member.rank)
+
+    def _is_within(self, gap: float) -> bool:
+        """Whether the best latency so far is within a relative gap of the bound."""
+        least_s = min((member.least_s for member in self._members), default=math.inf)
+        # The bound takes time to compute: not before there is a plan.
+        return least_s < math.inf and least_s <= self.problem.bound_s * (1 + gap)
 
 
 def _is_narrow(problem: Problem) -> bool:

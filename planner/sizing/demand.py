@@ -61,7 +61,7 @@ class Demand:
 
 
 def _in_smallest_pool(footprint: Footprint, profile: Profile) -> Footprint:
-    pool_bytes = page_aligned(ActivationPools(footprint.graph, profile).leanest().nbytes)
+    pool_bytes = page_aligned(ActivationPools(footprint.graph, profile).least_bytes())
     return Footprint.of_pool(footprint.graph, pool_bytes) if pool_bytes < footprint.activation_bytes else footprint
 
 

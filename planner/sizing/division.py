@@ -9,13 +9,6 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.curves import (
-    Estimate,
-    Estimates,
-    estimate_latency_s,
-    latency_curve,
-    rough_latency_s,
-)
 from cohabit.planner.sizing.demand import Demand, workspaces
 from cohabit.planner.sizing.deployment import (
     ONE_REGION,
@@ -26,7 +19,14 @@ from cohabit.planner.sizing.deployment import (
     ModelDemand,
     laid_out,
 )
-from cohabit.planner.sizing.fitting import plan_model
+from cohabit.planner.sizing.fitting import (
+    Estimate,
+    Estimates,
+    estimate_latency_s,
+    latency_curve,
+    plan_model,
+    rough_latency_s,
+)
 from cohabit.planner.sizing.shares import Curve, latency_weights, share_out, weighted_latency_s
 
 LEAST_GAIN = 0.1

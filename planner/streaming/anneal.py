@@ -217,7 +217,7 @@ def _lateness(work: Arrays, swaps: Swaps) -> tuple[Floats, Floats, Bools]:
     op_end_s = np.zeros(ops + 1)
     link_s, i = 0.0, 0
     for k in range(ops):
-        while i < count and swaps.before[i] <= k:
+        while i < count and swaps.after_op[i] < k:
             start_s[i] = max(link_s, op_end_s[swaps.after_op[i] + 1])
             link_s = start_s[i] + work.swap_s[swaps.parameter[i]]
             end_s[i] = link_s

@@ -1,4 +1,4 @@
-"""Converts residents and swap-ins to a schedule. Rows come as early in the total order as lanes allow."""
+"""Adds drops to the schedule of ops and swap-ins that `planner.streaming.stream` evaluates."""
 
 from collections import defaultdict, deque
 
@@ -6,28 +6,37 @@ import numpy as np
 
 from cohabit.planner.arrays import Ints
 from cohabit.planner.graph import Graph
-from cohabit.planner.schedule.table import COMPUTE, DROP, NOTHING, SWAP_IN, Row, Schedule, scheduled
-from cohabit.planner.streaming.page_map import NOWHERE
-from cohabit.planner.streaming.stream import Swaps
+from cohabit.planner.schedule.table import COMPUTE, DROP, NOTHING, SWAP_IN, Row, Schedule
+from cohabit.planner.streaming.stream import Swaps, schedule_of
 from cohabit.planner.streaming.workload import Workload
 
 
+def emit(work: Workload, resident_at: Ints, swaps: Swaps) -> Schedule:
+    """Return the schedule that runs the ops in the order of `work`, with every tensor dropped after its last use."""
+    made = _by_address(schedule_of(work.arrays, work.numbering, resident_at, swaps))
+    of_activations, of_parameters = _activation_drops(work.footprint.graph), _parameter_drops(work, made, swaps)
+    row_after_op = [0, *(np.flatnonzero(made.verb == COMPUTE) + 1).tolist()]
+    drops = [(row, t) for k, row in enumerate(row_after_op, -1) for t in (*of_activations[k], *of_parameters[k])]
+    at, dropped = np.array(drops, np.int64).reshape(-1, 2).T
+    return made._replace(
+        verb=np.insert(made.verb, at, DROP),
+        what=np.insert(made.what, at, dropped),
+        offset=np.insert(made.offset, at, NOTHING),
+        wait=np.insert(made.wait, at, NOTHING, axis=0),
+    )
+
+
 class ParameterRows:
-    """Rows of parameters' copies and drops, taken in order. Op positions are those of execution."""
+    """Rows of the same copies and drops, taken in order. Op positions are those of execution."""
 
     def __init__(self, work: Workload, resident_at: Ints, swaps: Swaps) -> None:
-        count = int(swaps.length[0])
-        columns = (swaps.parameter, swaps.page, swaps.after_op, swaps.op)
-        parameter, page, after_op, needed_by = (column[:count].tolist() for column in columns)
-        tensor = [work.parameters[p] for p in parameter]
-        resident = sorted(
-            np.flatnonzero(resident_at != NOWHERE).tolist(), key=lambda p: (int(resident_at[p]), work.parameters[p])
-        )
-        self.resident_at = {work.parameters[p]: work.offset(int(resident_at[p])) for p in resident}
+        made = _by_address(schedule_of(work.arrays, work.numbering, resident_at, swaps))
+        self.resident_at = dict(zip(made.residents.tolist(), made.resident_at.tolist(), strict=True))
         """Offsets of the residents."""
-        self._work = work
-        self._drops = _parameter_drops(work, frozenset(self.resident_at), tensor, needed_by)
-        self._left = deque(zip(tensor, page, after_op, needed_by, strict=True))
+        self._drops = _parameter_drops(work, made, swaps)
+        copied = made.verb == SWAP_IN
+        columns = (made.what[copied], made.offset[copied], swaps.after_op, swaps.op)
+        self._left = deque(zip(*(column.tolist() for column in columns), strict=False))
 
     @property
     def needed_by(self) -> int | None:
@@ -40,26 +49,18 @@ class ParameterRows:
 
     def swap_in(self) -> Row:
         """Remove and return the row of the next copy."""
-        tensor, page, after_op, _ = self._left.popleft()
-        return SWAP_IN, tensor, self._work.offset(page), after_op
+        tensor, offset, after_op, _ = self._left.popleft()
+        return SWAP_IN, tensor, offset, after_op
 
     def drops_after(self, k: int) -> list[Row]:
         """Return the drops of parameters that are not needed after op k (-1: from the start)."""
-        return [(DROP, t, NOTHING, NOTHING) for t in self._drops.get(k, ())]
+        return [(DROP, t, NOTHING, NOTHING) for t in self._drops[k]]
 
 
-def emit(work: Workload, resident_at: Ints, swaps: Swaps) -> Schedule:
-    """Make a schedule that runs the ops in the order of `work`."""
-    copies, drops = ParameterRows(work, resident_at, swaps), _activation_drops(work.footprint.graph)
-    rows: list[Row] = []
-    for k in range(-1, len(work.numbering.op)):
-        if k >= 0:
-            rows.append((COMPUTE, int(work.numbering.op[k]), NOTHING, NOTHING))
-        rows += [(DROP, t, NOTHING, NOTHING) for t in drops.get(k, ())]
-        rows += copies.drops_after(k)
-        while copies.may_start(k):
-            rows.append(copies.swap_in())
-    return scheduled(work.numbering.graph, rows, copies.resident_at, work.footprint.activation_bytes)
+def _by_address(made: Schedule) -> Schedule:
+    """Sort the residents by address; empty ones share one."""
+    order = np.lexsort((made.residents, made.resident_at))
+    return made._replace(residents=made.residents[order], resident_at=made.resident_at[order])
 
 
 def _activation_drops(graph: Graph) -> dict[int, list[int]]:
@@ -74,18 +75,16 @@ def _activation_drops(graph: Graph) -> dict[int, list[int]]:
     return drops
 
 
-def _parameter_drops(
-    work: Workload, residents: frozenset[int], tensor: list[int], needed_by: list[int]
-) -> dict[int, list[int]]:
-    """Return the parameters to drop after each op. `tensor[i]` is swapped in for op `needed_by[i]`."""
-    ops = len(work.footprint.uses)
+def _parameter_drops(work: Workload, made: Schedule, swaps: Swaps) -> dict[int, list[int]]:
+    """Return the parameters to drop after each op."""
+    ops, residents = len(work.footprint.uses), frozenset(made.residents.tolist())
     drops: dict[int, list[int]] = defaultdict(list)
     reads: dict[int, list[int]] = {t: [] for t in residents}
     for k, uses in enumerate(work.footprint.uses):
         for t in uses:
             reads.setdefault(t, []).append(k)
     arrivals: dict[int, list[int]] = defaultdict(list)
-    for t, k in zip(tensor, needed_by, strict=True):
+    for t, k in zip(made.what[made.verb == SWAP_IN].tolist(), swaps.op.tolist(), strict=False):
         arrivals[t].append(k)
     for t, uses_of_t in reads.items():
         starts = [-1, *arrivals[t]] if t in residents else arrivals[t]

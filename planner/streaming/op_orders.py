@@ -23,16 +23,11 @@ class OpOrders:
     """Orders to plan. All but the first are made on demand."""
 
     def __init__(self, problem: Problem, pool_bytes: int | None = None) -> None:
-        """Raise UnsupportedProblem for counted memory or state, InfeasibleBudget with the least budget if no order
-        fits.
+        """Raise UnsupportedProblem, or InfeasibleBudget with the least budget if no order fits.
 
         With `pool_bytes`, activations are offloaded to fit this pool; only the graph's own order is planned.
         """
-        if problem.memory.counted or any(t.kind == "state" for t in problem.graph.tensors):
-            raise UnsupportedProblem(
-                f"{problem.graph.name}: streaming needs a partition and a workspace, and a graph that changes no"
-                " parameters; ask another searcher for anything else"
-            )
+        require_served(problem, "streaming")
         self._others = _feasible_views(problem) if pool_bytes is None else _in_pool(problem, pool_bytes)
         self._made = [next(self._others)]
 
@@ -47,6 +42,19 @@ class OpOrders:
 
     def __iter__(self) -> Iterator[OpOrder]:
         return (self[i] for i in range(len(self)))
+
+
+def require_served(problem: Problem, searcher: str) -> None:
+    """Raise UnsupportedProblem for all but the latency of an inference in a partition and a shared workspace."""
+    if (
+        problem.memory.workspace_lasts
+        or problem.objective == "period"
+        or any(t.kind == "state" for t in problem.graph.tensors)
+    ):
+        raise UnsupportedProblem(
+            f"{problem.graph.name}: {searcher} minimises the latency in a partition and a workspace, of a graph that"
+            " changes no parameters; ask another searcher for anything else"
+        )
 
 
 def _in_pool(problem: Problem, pool_bytes: int) -> Iterator[OpOrder]:

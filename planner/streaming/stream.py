@@ -29,7 +29,7 @@ from cohabit.planner.streaming.page_map import (
     tidy,
     use,
 )
-from cohabit.planner.streaming.workload import Arrays, Numbering
+from cohabit.planner.streaming.workload import Arrays, Numbering, offset_of
 
 STREAMED: Final = 0
 """Not a resident."""
@@ -66,8 +66,6 @@ class Swaps(NamedTuple):
     """Last op that used these bytes before, or NOTHING."""
     op: Ints
     """Op that reads it first; the number of ops for the epilogue."""
-    before: Ints
-    """Latest op before which it is issued, ascending; `op`, unless the copy went ahead."""
     length: Ints
     """Number of swap-ins in the arrays; shape [1]."""
 
@@ -101,7 +99,7 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
     memory = empty_page_map(work.partition_pages, work.window_pages, parameters, 2 * (most + parameters) + 4)
     swaps = Swaps(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64),
-        np.empty(most, np.int64), np.zeros(1, np.int64),
+        np.zeros(1, np.int64),
     )  # fmt: skip
     locked = np.full(parameters, NOTHING)  # op through which each parameter stays in memory
     upcoming = work.first_use.copy()
@@ -160,7 +158,7 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
             if page < 0:
                 continue
             after_op = max(touched[p], put(memory, p, page, work.size[p]))
-            _append(swaps, p, page, after_op, op, k + 1)
+            _append(swaps, p, page, after_op, op)
             link_s = max(link_s, op_end_s[after_op + 1]) + work.swap_s[p]
             arrival_s[p] = link_s
             cursor = page + work.size[p]
@@ -209,28 +207,40 @@ def timed(
         return played_s, np.inf, link_pages
     if len(numbering.op) == 0:
         return 0.0, 0.0, link_pages
-    lanes = lanes_of(numbering.graph, _schedule(work, numbering, resident_at, swaps))
+    lanes = lanes_of(numbering.graph, schedule_of(work, numbering, resident_at, swaps))
     latency_s, period_s = latency_and_period(lanes, work.compute_slowdown, work.swap_slowdown, good_s)
     return latency_s, period_s, link_pages
 
 
 @compiled
-def _schedule(work: Arrays, numbering: Numbering, resident_at: Ints, swaps: Swaps) -> Schedule:
-    """Make a schedule of ops and swap-ins. Drops are omitted: they take no time, and copies name the last users."""
-    ops, count = len(work.op_s), swaps.length[0]
+def schedule_of(work: Arrays, numbering: Numbering, resident_at: Ints, swaps: Swaps) -> Schedule:
+    """Make a schedule of ops and swap-ins, which come as early in the total order as lanes allow.
+
+    `planner.streaming.emit` adds the drops. They take no time, and no row waits for them: copies name the last users of
+    their bytes, and activations always fit in the pool.
+    """
+    ops, count = len(numbering.op), swaps.length[0]
     verb, what = np.empty(ops + count, np.int64), np.empty(ops + count, np.int64)
-    page, after = np.zeros(ops + count, np.int64), np.full(ops + count, NOTHING)
+    offset, after = np.full(ops + count, NOTHING), np.full(ops + count, NOTHING)
     i = row = 0
-    for k in range(ops + 1):
-        while i < count and swaps.before[i] <= k:
-            verb[row], what[row] = SWAP_IN, numbering.tensor[swaps.parameter[i]]
-            page[row], after[row] = swaps.page[i], swaps.after_op[i]
-            i, row = i + 1, row + 1
-        if k < ops:
+    for k in range(-1, ops):
+        if k >= 0:
             verb[row], what[row], row = COMPUTE, numbering.op[k], row + 1
+        while i < count and swaps.after_op[i] <= k:
+            verb[row], what[row] = SWAP_IN, numbering.tensor[swaps.parameter[i]]
+            offset[row], after[row] = offset_of(work, numbering, swaps.page[i]), swaps.after_op[i]
+            i, row = i + 1, row + 1
     residents = np.flatnonzero(resident_at >= 0)
+    at = np.array([offset_of(work, numbering, page) for page in resident_at[residents]], np.int64)
     return with_waits(
-        numbering.graph, verb, what, page, after, numbering.tensor[residents], resident_at[residents], UNLIMITED
+        numbering.graph,
+        verb[:row],
+        what[:row],
+        offset[:row],
+        after[:row],
+        numbering.tensor[residents],
+        at,
+        UNLIMITED,
     )
 
 
@@ -264,7 +274,7 @@ def _bring(
                 return False
             after_op = max(touched[p], put(memory, p, page, work.size[p]))
         memory.where[p] = page
-        _append(swaps, p, page, after_op, op, op)
+        _append(swaps, p, page, after_op, op)
     return True
 
 
@@ -303,12 +313,11 @@ def _move(work: Arrays, memory: PageMap, swaps: Swaps, parameter: int, page: int
             remove(memory, parameter)
         after_op = max(touched, put(memory, parameter, page, work.size[parameter]))
     memory.where[parameter] = page
-    _append(swaps, parameter, page, after_op, op, op)
+    _append(swaps, parameter, page, after_op, op)
 
 
 @compiled
-def _append(swaps: Swaps, parameter: int, page: int, after_op: int, op: int, before: int) -> None:
+def _append(swaps: Swaps, parameter: int, page: int, after_op: int, op: int) -> None:
     i = swaps.length[0]
     swaps.parameter[i], swaps.page[i], swaps.after_op[i], swaps.op[i] = parameter, page, after_op, op
-    swaps.before[i] = before
     swaps.length[0] += 1

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cohabit.planner.arrays import Floats, GraphArrays, Ints, ints
+from cohabit.planner.compiled import compiled
 from cohabit.planner.errors import InvalidPlan
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint, pages
 from cohabit.planner.memory import Memory
@@ -59,6 +60,8 @@ class Numbering(NamedTuple):
     """Tensor id of each parameter."""
     op: Ints
     """Op id at each position; empty for a graph without ops."""
+    pool_bytes: int
+    """Bytes at the workspace's start for activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +130,12 @@ class Workload:
             keeps=cached,
         )
         numbering = Numbering(
-            graph, ints(parameters), ints(range(len(footprint.graph.ops)) if order is None else order)
+            graph,
+            ints(parameters),
+            ints(range(len(footprint.graph.ops)) if order is None else order),
+            footprint.activation_bytes,
         )
         return Workload(footprint, profile, parameters, arrays, numbering)
-
-    def offset(self, page: int) -> int:
-        """Convert a page of `planner.streaming.page_map` to an offset of a schedule."""
-        if page <= self.arrays.partition_pages:  # only empty parameters are at the border
-            return page * PAGE_BYTES
-        in_window = (page - self.arrays.partition_pages - 1) * PAGE_BYTES
-        return WORKSPACE + self.footprint.activation_bytes + in_window
 
     def pages_of(self, placements: Sequence[Placement]) -> Ints:
         """Return the first pages of residents at given addresses. Raises InvalidPlan for addresses outside its
@@ -158,6 +157,14 @@ class Workload:
                 )
             resident_at[number[placement.tensor]] = page
         return resident_at
+
+
+@compiled
+def offset_of(work: Arrays, numbering: Numbering, page: int) -> int:
+    """Convert a page of `planner.streaming.page_map` to an offset of a schedule."""
+    if page <= work.partition_pages:  # only empty parameters are at the border
+        return page * PAGE_BYTES
+    return WORKSPACE + numbering.pool_bytes + (page - work.partition_pages - 1) * PAGE_BYTES
 
 
 def streams_in_cache(footprint: Footprint, profile: Profile) -> bool:

@@ -56,7 +56,7 @@ def bind(
     of_storage = {tensor.storage_key: tensor for tensor in offloaded if tensor.spill.is_weight}
     statics: list[Any] = []
     for static in drafted.statics:
-        # A view needs its storage at full size: counted weights get theirs while it is created.
+        # A view needs its storage at full size: pooled weights get theirs while it is created.
         if not isinstance(static, StaticWeight):
             values = _values(static.statics, statics)
             with ExitStack() as sized:
@@ -102,12 +102,13 @@ def bind(
 
 
 def _require_unpacked(lowered: Lowered, plan: Plan) -> None:
-    """Raise UnsupportedPlan for counted parameters that are packed: a kernel's layout is made for one address."""
-    packed = [p.name for s in lowered.manifest.segments for p in s.pieces if p.layout is not None]
-    if plan.memory.counted and packed:
+    """Raise UnsupportedPlan for packed parameters without an address: a kernel's layout is made for one address."""
+    pooled = (segment for t, segment in enumerate(lowered.manifest.segments) if t in plan.pooled)
+    packed = [piece.name for segment in pooled for piece in segment.pieces if piece.layout is not None]
+    if packed:
         raise UnsupportedPlan(
-            f"{lowered.name}: the plan counts all bytes of one budget, but weights such as {packed[0]} are packed;"
-            " lower the model without packed weights"
+            f"{lowered.name}: the plan has no address for weights such as {packed[0]}, which are packed; lower the"
+            " model without packed weights"
         )
 
 

@@ -34,7 +34,7 @@ PendingCall = tuple[Instruction, Statics]
 
 @dataclass(frozen=True, slots=True)
 class StaticWeight:
-    """A parameter, with its segment's address; None for a counted segment."""
+    """A parameter, with its segment's address; None for a segment in the pool."""
 
     piece: Piece
     segment: int

@@ -133,6 +133,11 @@ class Program:
         return max((i + 1 for i in awaited), default=0)
 
     @property
+    def has_pooled_weights(self) -> bool:
+        """Whether parameters or state are allocated from the pool, so that runs may move them."""
+        return any(tensor.spill.is_weight for tensor in self.offloaded)
+
+    @property
     def saves_unread_residents(self) -> bool:
         """Whether a resident may be copied out before an op has waited for the copy that restored it."""
         initial = {step.tensor for step in self.residents}

@@ -39,8 +39,8 @@ class SpillInterval:
 class Spill:
     """One tensor whose storage is resized while a program runs.
 
-    A swapped activation or input; or, where weights are counted, any parameter or state that the plan copies or keeps
-    as a resident.
+    A swapped activation or input; or a parameter or state that the plan copies or keeps as a resident, without an
+    address.
     """
 
     tensor: int
@@ -60,23 +60,12 @@ class Spill:
 
 def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
     """Return the spills of a checked plan, by tensor. Raises UnsupportedPlan for tensors that cannot leave memory."""
-    leaving = {s.tensor for s in plan.steps if isinstance(s, SwapIn | SwapOut)}
-    if plan.memory.counted:
-        leaving |= {p.tensor for p in plan.residents}
-    else:
-        leaving = {t for t in leaving if graph.tensors[t].kind != "parameter"}
-    for tensor in sorted(leaving):
-        kind = graph.tensors[tensor].kind
-        if kind == "state" and not plan.memory.counted:
-            raise UnsupportedPlan(
-                f"{graph.name}: the plan swaps {graph.tensors[tensor].name}, which is state: only where everything is"
-                " counted does it have a storage of its own. Plan one budget"
-            )
-        if kind == "input" and not plan.memory.counted:
-            raise UnsupportedPlan(
-                f"{graph.name}: the plan swaps {graph.tensors[tensor].name} out, which is an"
-                f" {kind}: its bytes are the request's own. Plan with inputs that stay"
-            )
+    leaving = plan.pooled.union(step.tensor for step in plan.steps if isinstance(step, SwapOut))
+    for tensor in sorted(leaving & plan.addressed):
+        raise UnsupportedPlan(
+            f"{graph.name}: the plan swaps {graph.tensors[tensor].name}, which has an address: only without one does"
+            " it have a storage of its own. Plan a single budget"
+        )
     if not leaving:
         return ()
     lives: dict[int, list[LiveRange]] = {tensor: [] for tensor in sorted(leaving)}

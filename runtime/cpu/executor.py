@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-from cohabit.planner.timeline import Timeline
+from cohabit.planner.plan import Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep

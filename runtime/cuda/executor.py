@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from cohabit.planner.errors import CohabitError, format_bytes
-from cohabit.planner.timeline import Span, Timeline
+from cohabit.planner.plan import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.cuda.api import CapturedGraph, Driver
@@ -113,14 +113,13 @@ class CudaExecutor:
         little memory.
         """
         start = time.perf_counter()
-        is_counted = program.plan.memory.counted
-        if not is_counted:
-            self._load_residents(program)
+        is_stale = program.name in self._stale
+        self._load_residents(program)
         if program.admission.pool is None:
             with self._shared.exclusive:
-                self._admit(program)  # runs it, which also loads counted residents
-        elif is_counted:
-            self._load_counted(program)
+                self._admit(program)  # runs it, which also loads residents in the pool
+        elif program.has_pooled_weights:
+            self._load_pool(program, is_stale=is_stale)
         return time.perf_counter() - start
 
     def load_in_pieces(self, programs: Sequence[CudaProgram]) -> Iterator[None]:
@@ -131,6 +130,7 @@ class CudaExecutor:
             self.load(program)
 
     def _load_residents(self, program: CudaProgram) -> None:
+        """Load the residents that have addresses."""
         with self._faults(program):
             self._adopt()
             graph = program.admission.residents
@@ -141,24 +141,23 @@ class CudaExecutor:
             _raise_if_failed(program, transfer)
             self._stale.discard(program.name)
 
-    def _load_counted(self, program: CudaProgram) -> None:
-        """Load the residents of a counted program into its pool, in place where they are allocated."""
+    def _load_pool(self, program: CudaProgram, *, is_stale: bool = False) -> None:
+        """Load the residents without an address into the pool, in place where they are allocated."""
         with self._faults(program), self._shared.exclusive:
             self._adopt()
-            residents = program.counted_residents
-            if program.name in self._stale or not all(tensor.is_ready for tensor in residents):
+            residents = program.pooled_residents
+            if is_stale or not all(tensor.is_ready for tensor in residents):
                 self._bring(program, residents, program.offloaded)
                 program.admission.moved = False
             else:
                 self._bring(program, residents)
-            self._stale.discard(program.name)
 
     def _return_to_places(self, program: CudaProgram) -> None:
         """Move residents back to where they lay before the last run, so that the next run finds the same gaps.
 
         They are copied through the host: torch's allocator cannot allocate at a given address.
         """
-        moved = [tensor for tensor in program.counted_residents if tensor.moves]
+        moved = [tensor for tensor in program.pooled_residents if tensor.moves]
         with self._faults(program), self._shared.exclusive:
             self._adopt()
             self._copy_out([tensor for tensor in program.state if tensor in moved])
@@ -220,8 +219,8 @@ class CudaExecutor:
     ) -> Result:
         """Run one inference. See `runtime.backend.ProgramRunner`.
 
-        `on_recording` gets every step of a traced run or a counted program, which is issued step by step. Otherwise it
-        gets only the start and end of the inference.
+        `on_recording` gets every step of a traced run, or of a program with weights in its pool, which is issued step
+        by step. Otherwise it gets only the start and end of the inference.
 
         Residents that the last run could not restore are loaded again; this run fails only if that fails, too.
         """
@@ -238,7 +237,7 @@ class CudaExecutor:
         elif program.admission.moved:
             self._return_to_places(program)
         with self._faults(program):
-            is_timed = traced or (on_recording is not None and program.plan.memory.counted)
+            is_timed = traced or (on_recording is not None and program.has_pooled_weights)
             watch = CudaStopwatch(self._driver, program) if is_timed else None
             with self._transfers.paused(program.copying_s):
                 self._issue(program, inputs, watch, epilogue)
@@ -246,7 +245,7 @@ class CudaExecutor:
             # The outputs are ready; the epilogue runs after the answer.
             device_s = self._driver.seconds(self._began, self._answered)
             outputs = program.buffers.taken()
-            program.admission.moved = any(tensor.moves for tensor in program.counted_residents)
+            program.admission.moved = any(tensor.moves for tensor in program.pooled_residents)
             latency_s = time.perf_counter() - start
             self._submit_epilogue(program, watch)
         if watch is not None:
@@ -340,7 +339,7 @@ class CudaExecutor:
         refused: MemoryExceeded | None = None
         waste = min((op.scratch_bytes for op in program.graph.ops), default=0)  # profiling adds it to every op
         plan = program.plan
-        residents = [tensor.spill.tensor for tensor in program.counted_residents]
+        residents = [tensor.spill.tensor for tensor in program.pooled_residents]
         pools = fitting_pools(self._streams, program.graph, plan.steps, program.pool_memory, waste, residents)
         while program.admission.pool is None:
             try:
@@ -357,7 +356,7 @@ class CudaExecutor:
                 lacks_small_segment = (pool.refused_bytes or 0) == SMALL_SEGMENT_BYTES
                 pool.close()
                 if not isinstance(error, MemoryExceeded) or (
-                    program.plan.memory.counted and not lacks_small_segment
+                    program.has_pooled_weights and not lacks_small_segment
                 ):
                     raise
                 refused = refused or error
@@ -382,15 +381,15 @@ class CudaExecutor:
     def _try_out(self, program: CudaProgram) -> None:
         """Run a program for the first time, to initialise libraries; all other state is restored.
 
-        A counted program runs until the pool's layout repeats: then no later run can run out of memory. The first run
-        adds segments for small tensors.
+        With weights in the pool, it runs until the pool's layout repeats: then no later run can run out of memory. The
+        first run adds segments for small tensors.
         """
-        if not program.plan.memory.counted:
+        if not program.has_pooled_weights:
             self._first_run(program)
             return
         found = set[Hashable]()
         random = self._driver.random_state()
-        self._load_counted(program)
+        self._load_pool(program)
         try:
             with program.state_kept():
                 while (layout := program.pool.layout) not in found:
@@ -404,7 +403,7 @@ class CudaExecutor:
         finally:
             self._driver.set_random_state(random)
         if program.state:
-            self._load_counted(program)
+            self._load_pool(program)
 
     def _first_run(self, program: CudaProgram) -> None:
         program.admission.choosing = True
@@ -417,7 +416,7 @@ class CudaExecutor:
             program.admission.choosing = False
         _check_refusal(program, failed=False)
         self.settle()
-        if program.pool.held_bytes and not program.plan.memory.counted:
+        if program.pool.held_bytes and not program.has_pooled_weights:
             raise DeviceError(
                 f"{program.graph.name}: {format_bytes(program.pool.held_bytes)} of its workspace stay taken by a"
                 " library after an inference; what a library keeps must not lie there"

@@ -68,7 +68,7 @@ class AdmissionState:
     graph_bytes: int = 0
     """Device memory of `graph` and `residents` outside the arena."""
     moved: bool = False
-    """The last run has moved counted residents."""
+    """The last run has moved residents in the pool."""
     choosing: bool = False
     """Libraries choose kernels in this run: scratch is limited to `MOST_SCRATCH_BYTES`."""
 
@@ -126,14 +126,14 @@ class CudaProgram(Program):
         frame[:] = [None] * len(frame)
 
     @property
-    def counted_residents(self) -> list[OffloadedTensor]:
+    def pooled_residents(self) -> list[OffloadedTensor]:
         """Residents allocated from the pool. Those that stay come first, so that they always lie in the same place."""
         residents = [step.offloaded for step in self.residents if step.offloaded is not None]
         return sorted(residents, key=lambda tensor: tensor.moves)
 
     @property
     def state(self) -> list[OffloadedTensor]:
-        """Weights that runs change. Only counted programs have any."""
+        """Weights that runs change; they are in the pool."""
         return [t for t in self.offloaded if self.graph.tensors[t.spill.tensor].kind == "state"]
 
     @contextmanager
@@ -254,8 +254,8 @@ def prepare(
 
     Raises UnsupportedPlan, and MemoryExceeded if its buffers cannot be pinned.
     """
-    if program.plan.memory.counted and store.staged:
-        raise UnsupportedPlan(f"{program.name}: one budget for everything needs parameters in pinned memory")
+    if program.has_pooled_weights and store.staged:
+        raise UnsupportedPlan(f"{program.name}: parameters without an address need pinned memory")
     scheduled = schedule(program, join=not store.staged)
     own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
     return CudaProgram(
@@ -297,7 +297,7 @@ def _pool_bytes(plan: Plan) -> int:
 
 def _obstacle(program: Program, *, staged: bool) -> str | None:
     """Return why a program cannot be captured, or None if nothing in its plan, store or trace prevents it."""
-    if program.plan.memory.counted:
+    if program.has_pooled_weights:
         return _RELOCATED
     if staged:
         return "its parameters are not pinned: copies pass through the staging ring, which the host fills"

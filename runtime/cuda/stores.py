@@ -95,7 +95,7 @@ class PinnedStore:
         self._manifest = manifest
         self._host = pinned.take(manifest.file_bytes, path.parent.name)
         self._decoded: dict[int, HostBytes] = {}
-        """Decoded host copies of encoded segments, for counted parameters."""
+        """Decoded host copies of encoded segments, for parameters in the pool."""
         read_weights(path, manifest, self._host, verify_reads=verify_reads)
         self._region = torch.from_numpy(self._host)
 

@@ -11,8 +11,8 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from cohabit.planner.plan import Span
 from cohabit.planner.profile import NOISY
-from cohabit.planner.timeline import Span
 from cohabit.runtime.backend import Executor
 from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep

@@ -155,10 +155,8 @@ class _StaticsAt:
 def _require_relocatable(name: str, plan: Plan) -> None:
     if any(isinstance(step, SwapIn | SwapOut) for step in plan.steps):
         raise UnsupportedPlan(f"{name}: only a program whose plan keeps every parameter can move")
-    if plan.memory.counted:
-        raise UnsupportedPlan(
-            f"{name}: the plan has one budget for everything; a program that moves needs a workspace"
-        )
+    if plan.pooled:
+        raise UnsupportedPlan(f"{name}: only a program whose plan has addresses for its parameters can move")
 
 
 def _statics(calls: tuple[DraftCall, ...]) -> dict[int, int]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cohabit.planner.errors import CohabitError, format_bytes
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.search.registry import SEARCHERS
 from cohabit.server.commands import EXIT_FAILED
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     print_table(out, table, title=title)
     if results:
         out.print(PLAN_WORDS, style="dim", soft_wrap=True)
-    if len({plan.memory.counted for _, plan, *_ in results}) > 1:
+    if len({plan.memory for _, plan, *_ in results}) > 1:
         out.print(_TWO_QUESTIONS, soft_wrap=True)
     for name, reason in reasons.items():
         errors.print(f"cohabit: {name}: {reason}", markup=False, soft_wrap=True)
@@ -120,11 +120,12 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
 def _table(measured: MeasuredGraph, memory_bytes: int, results: list[_Result]) -> tuple[str, Table]:
     """Return a title and a table of the results, lowest latency first."""
-    from cohabit.planner.bounds.bound import latency_bound
+    from cohabit.planner.bounds.relaxation import latency_bound
     from cohabit.planner.schedule.simulate import simulate
 
     graph, profile = measured.graph, measured.profile
-    bound_s = latency_bound(graph, profile, Memory(memory_bytes, counted=True))
+    budget = single_budget(memory_bytes)
+    bound_s = latency_bound(graph, profile, budget)
     table = make_table(
         *("searcher", "latency", "over bound", "over resident"),
         *("over link", "planned in", "evaluations", "memory as"),
@@ -140,7 +141,7 @@ def _table(measured: MeasuredGraph, memory_bytes: int, results: list[_Result]) -
             format_bytes(simulate(graph, plan, profile).link_bytes),
             f"{seconds:.2f} s",
             str(made.evaluations),
-            "one budget" if plan.memory.counted else split,
+            "one budget" if plan.memory == budget else split,
         )
     title = f"{graph.name} at batch {graph.bucket} in {format_bytes(memory_bytes)}"
     return f"{title}: {milliseconds(profile.compute_s)} resident, lower bound {milliseconds(bound_s)}", table

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.profile import NOISY
-from cohabit.planner.search.registry import BASELINES, SEARCHERS, SERVING
+from cohabit.planner.search.registry import BASELINES, SEARCHERS
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
 from cohabit.server.commands.planning.measured import MeasuredGraph, measured_graphs
 from cohabit.server.commands.planning.progress import SearchProgress
@@ -129,7 +129,7 @@ def _plan(
     graph, searcher = measured.graph, options.search
     progress.doing(f"{graph.name} at batch {graph.bucket} in {memory.text}")
     plan = measured.search(searcher, memory, options, progress)
-    label = f"{searcher}-single" if options.single and searcher in SERVING else searcher
+    label = f"{searcher}-single" if options.single else searcher
     path = write_plan(options.output, graph, plan, memory.text, label)
     about = plan.provenance
     assert about is not None

@@ -13,10 +13,9 @@ from typing import Literal
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.placement import Block, place
 from cohabit.planner.lifetimes import START, Lifespan, LiveRange, live_ranges
-from cohabit.planner.plan import Compute, Drop, Lane, Plan, SwapIn, SwapOut
+from cohabit.planner.plan import Compute, Drop, Lane, Plan, Span, SwapIn, SwapOut, Timeline
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
-from cohabit.planner.timeline import Span, Timeline
 
 Kind = Literal["resident", "parameter", "state", "input", "activation", "scratch"]
 KINDS: tuple[Kind, ...] = ("resident", "parameter", "state", "input", "activation", "scratch")

@@ -36,7 +36,7 @@ _LANE_MARKS = {
 def plan_document(analysis: PlanAnalysis) -> PlanDocument:
     graph, memory = analysis.graph, analysis.plan.memory
     split: Phrase = ()
-    if not memory.counted:
+    if memory.partition_bytes:
         split = (size(memory.partition_bytes), " partition + ", size(memory.workspace_bytes), " workspace · ")
     counts = f"{len(graph.ops)} ops · {len(analysis.plan.steps)} steps · "
     return PlanDocument(

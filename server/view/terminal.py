@@ -32,7 +32,7 @@ def _header(analysis: PlanAnalysis) -> Text:
     graph, plan, timeline, about = analysis.graph, analysis.plan, analysis.timeline, analysis.plan.provenance
     text = Text()
     text.append(f"{graph.name}, batch {graph.bucket}, in {format_bytes(analysis.memory_bytes)}", "bold")
-    if not plan.memory.counted:
+    if plan.memory.partition_bytes:
         partition, workspace = plan.memory.partition_bytes, plan.memory.workspace_bytes
         text.append(f" ({format_bytes(partition)} partition + {format_bytes(workspace)} workspace)")
     text.append("\n")

@@ -75,7 +75,7 @@ def _names(graph: Json, plan: Json) -> None:
             _rule(1, step["tensor"] in tensors)
     for placed in (*plan["residents"], *(s for s in plan["steps"] if s["type"] == "swap_in")):
         is_weight = graph["tensors"][placed["tensor"]]["kind"] in ("parameter", "state")
-        _rule(2, (placed["address"] is not None) == (is_weight and not plan["memory"]["counted"]))
+        _rule(2, placed["address"] is None or is_weight)
 
 
 def _rounded(nbytes: int, multiple: int) -> int:
@@ -129,14 +129,16 @@ class _Walk:
     def start(self) -> None:
         memory, pool = self.plan["memory"], self.plan["pool_bytes"]
         _rule(3, memory["partition_bytes"] >= 0 and 0 <= pool <= memory["workspace_bytes"])
-        _rule(3, not memory["counted"] or memory["partition_bytes"] == 0)
         kinds = [t["kind"] for t in self.tensors]
         self.host = {t: None for t, kind in enumerate(kinds) if kind in ("parameter", "state")}
         residents = [p["tensor"] for p in self.plan["residents"]]
         _rule(4, len(set(residents)) == len(residents))
         for p in self.plan["residents"]:
             _rule(4, kinds[p["tensor"]] in ("parameter", "state"))
-            _rule(4, p["address"] is None or p["address"]["region"] == "partition")
+            if p["address"] is None:
+                _rule(4, memory["counted"] or self.tensors[p["tensor"]]["nbytes"] == 0)
+            else:
+                _rule(4, p["address"]["region"] == "partition")
         self.unsaved = {t for t in residents if kinds[t] == "state"}
         for t, kind in enumerate(kinds):
             if kind == "input":

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from cohabit.planner.graph import Graph, Op, Tensor, TensorKind
 from cohabit.planner.layout.feasible import Footprint
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.order import predecessors
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn
 from cohabit.planner.problem import Problem
@@ -166,7 +166,7 @@ def counted_problem(seed: int) -> Problem:
     room = sum(t.nbytes for t in graph.tensors)
     memory = least_bytes(graph) + rng.choice((0, 100, PAGE, 3 * PAGE, room // 4, room // 2, 2 * room))
     profile, objective = random_profile(rng, graph), rng.choice(("latency", "latency", "period"))
-    return Problem(graph, profile, Memory(memory, counted=True), objective=objective)
+    return Problem(graph, profile, single_budget(memory), objective=objective)
 
 
 def served_problem(seed: int) -> Problem:

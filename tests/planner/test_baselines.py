@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, UnknownSearcher, UnsupportedProblem
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.papers.baselines.checkpointing import (
     SLOTS,
     ChainCheckpointing,
@@ -39,7 +39,7 @@ from tests.planner.graphs import PAGE, profile_of
 
 Layer = tuple[str, int]
 """A target, and the pages of the layer's output."""
-PLENTY = Memory(1 << 40, counted=True)
+PLENTY = single_budget(1 << 40)
 
 
 def trained(layers: Sequence[Layer]) -> Graph:
@@ -117,12 +117,12 @@ def runs(problem: Problem, plan: Plan) -> Counter[str]:
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_where_no_plan_of_the_rule_fits_the_serial_schedule_runs(baseline: str) -> None:
     graph = trained(CONVOLUTIONS)
-    problem = problem_of(graph, Memory(least_bytes(graph), counted=True))
+    problem = problem_of(graph, single_budget(least_bytes(graph)))
     found = search(problem, baseline)
     assert found.steps == write(problem, serial_schedule(problem), problem.memory.nbytes).steps
     assert not found.residents
     with pytest.raises(InfeasibleBudget):
-        search(problem_of(graph, Memory(least_bytes(graph) - 1, counted=True)), baseline)
+        search(problem_of(graph, single_budget(least_bytes(graph) - 1)), baseline)
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -212,7 +212,7 @@ def test_superneurons_offloads_the_first_outputs_of_convolutions_only_as_memory_
     graph = trained([("conv", 4), ("linear", 1)] * 5)
     found = []
     for pages in range(40, 0, -1):
-        problem = problem_of(graph, Memory(pages * PAGE, counted=True))
+        problem = problem_of(graph, single_budget(pages * PAGE))
         if pages * PAGE >= least_bytes(graph) and (plan := only_plan(SuperNeurons(problem, 0))).residents:
             found.append(swapped_out(problem, plan))
     outputs = ["A1", "A3", "A5", "A7", "A9"]
@@ -321,7 +321,7 @@ def test_ops_that_change_state_are_not_repeated(searcher: type[Baseline]) -> Non
     graph = trained([("linear", 2), ("relu", 2), ("dropout", 2)] * 4)
     resident = peak_bytes(problem_of(graph))
     problem = problem_of(
-        graph, Memory(resident if searcher is not ChainCheckpointing else resident * 3 // 4, counted=True)
+        graph, single_budget(resident if searcher is not ChainCheckpointing else resident * 3 // 4)
     )
     found = runs(problem, only_plan(searcher(problem, 0)))
     assert max(found.values()) >= 2
@@ -332,7 +332,7 @@ def test_ops_that_change_state_are_not_repeated(searcher: type[Baseline]) -> Non
 def test_best_is_no_slower_on_a_training_step_than_plans_of_its_chain(seed: int) -> None:
     rng = random.Random(seed)
     graph = trained([("linear", rng.randint(1, 6)) for _ in range(24)])
-    problem = problem_of(graph, Memory(peak_bytes(problem_of(graph)) // 2, counted=True), bandwidth=PAGE)
+    problem = problem_of(graph, single_budget(peak_bytes(problem_of(graph)) // 2), bandwidth=PAGE)
     best = search(problem, limit=Limit(evaluations=20)).provenance
     assert best is not None
     for searcher in OF_CHAINS:

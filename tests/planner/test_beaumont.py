@@ -9,7 +9,7 @@ import pytest
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.beaumont import dynprog as module
 from cohabit.planner.papers.beaumont.dynprog import Offloaded, incumbents, optima
 from cohabit.planner.papers.beaumont.grouping import alive_bytes, grouped, short_layers, turn, virtual_layers
@@ -18,15 +18,14 @@ from cohabit.planner.papers.beaumont.offload import greedy, relaxed_s, whole
 from cohabit.planner.papers.beaumont.searcher import LEAN, SERIAL, DynProg, Greedy
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
-from cohabit.planner.schedule.delayed_drops import delay_drops
+from cohabit.planner.schedule.alap import alap, codes, tables
 from cohabit.planner.schedule.gaps import Choice, Gaps
-from cohabit.planner.schedule.no_wait import no_wait
+from cohabit.planner.schedule.no_wait import delay_drops, no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from tests.planner.actions import listed, plan_of, plan_of_choices
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
-from tests.planner.reference import sequence_peak_bytes
 
 State = tuple[int, int, tuple[int, ...]]
 
@@ -334,11 +333,11 @@ def test_plans_offload_what_was_chosen(searcher: str, offloaded: set[str], laten
     graph = layers_of([PAGE * n for n in (9, 1, 3, 5, 5, 1)])
     profile = profile_of(graph)
     enough = int(alive_bytes(Gaps(graph)).max()) + 5 * PAGE
-    plan = search(Problem(graph, profile, Memory(enough - PAGE, counted=True)), searcher)
+    plan = search(Problem(graph, profile, single_budget(enough - PAGE)), searcher)
     assert {graph.tensors[t].name for t in swapped(plan)} == offloaded
     assert len(plan.residents) == 5
     assert simulate(graph, plan, profile).latency_s == latency_s
-    unhurried = search(Problem(graph, profile, Memory(enough + 2 * PAGE, counted=True)), searcher)
+    unhurried = search(Problem(graph, profile, single_budget(enough + 2 * PAGE)), searcher)
     assert not any(isinstance(s, SwapIn | SwapOut) for s in unhurried.steps)
 
 
@@ -350,14 +349,14 @@ def test_sequences_by_the_clock_are_safe() -> None:
         graph = random_training_graph(rng) if seed % 2 else random_graph(rng)
         gaps, profile = Gaps(graph), random_profile(rng, graph)
         choices = [rng.choice(gap.choices) for gap in gaps.all]
-        least = no_wait(gaps, 10**9, choices, 0)
-        if least is None:
+        held = alap(tables(gaps), codes(choices)).held
+        if not len(held):
             continue
-        memory = int(sequence_peak_bytes(graph, *listed(least)) * rng.uniform(1, 2))
+        memory = int(held.max() * rng.uniform(1, 2))
         decided, residents = listed(no_wait(gaps, memory, choices))
         actions = delay_drops(graph, profile, decided, residents, memory)
         assert sorted(actions) == sorted(decided)
-        plan = plan_of(Problem(graph, profile, Memory(memory, counted=True)), actions, residents)
+        plan = plan_of(Problem(graph, profile, single_budget(memory)), actions, residents)
         assert plan is not None, "no drop is delayed for longer than memory allows"
         check(graph, profile, plan)
         moved += actions != decided
@@ -376,7 +375,7 @@ def test_bytes_on_their_way_out_are_not_written_while_others_are_free() -> None:
     choices = [Choice.SWAP if gap.tensor == w else Choice.KEEP for gap in gaps.all]
     ends = []
     for memory in (2 * PAGE, 3 * PAGE):
-        plan = plan_of_choices(Problem(graph, profile, Memory(memory, counted=True)), gaps, choices, delayed=True)
+        plan = plan_of_choices(Problem(graph, profile, single_budget(memory)), gaps, choices, delayed=True)
         assert plan is not None
         check(graph, profile, plan)
         ends.append([s.end_s for s in simulate(graph, plan, profile).spans if s.lane == "compute"])
@@ -391,7 +390,7 @@ def test_dynprog_keeps_up_with_greedy_on_training_graphs() -> None:
         profile = profile_of(graph, bandwidth=2.5 * PAGE)
         peak = int(alive_bytes(Gaps(graph)).max()) + 12 * PAGE
         for searcher in total:
-            plan = search(Problem(graph, profile, Memory(int(0.75 * peak), counted=True)), searcher)
+            plan = search(Problem(graph, profile, single_budget(int(0.75 * peak))), searcher)
             check(graph, profile, plan)
             total[searcher] += simulate(graph, plan, profile).latency_s / profile.compute_s
     assert total["dynprog"] <= 1.01 * total["greedy"]
@@ -402,7 +401,7 @@ def test_dynprog_keeps_up_with_greedy_on_training_graphs() -> None:
 def test_where_the_weights_do_not_fit_next_to_the_chain_everything_leaves_over_every_gap(searcher: str) -> None:
     """The paper keeps all weights in memory."""
     graph = chain([PAGE * n for n in (4, 1, 2, 3, 1, 2, 4, 1)])
-    problem = Problem(graph, profile_of(graph, bandwidth=2.0 * PAGE), Memory(14 * PAGE, counted=True))
+    problem = Problem(graph, profile_of(graph, bandwidth=2.0 * PAGE), single_budget(14 * PAGE))
     made = {"greedy": Greedy, "dynprog": DynProg}[searcher](problem, 0)
     assert made.ask() == [LEAN, SERIAL]
     plan = search(problem, searcher)
@@ -415,9 +414,9 @@ def test_where_the_weights_do_not_fit_next_to_the_chain_everything_leaves_over_e
 
 def test_choices_that_are_equal_are_evaluated_once() -> None:
     graph = layers_of([PAGE] * 6)
-    problem = Problem(graph, profile_of(graph), Memory(100 * PAGE, counted=True))
+    problem = Problem(graph, profile_of(graph), single_budget(100 * PAGE))
     for made in (Greedy(problem, 0), DynProg(problem, 0)):
         assert made.ask() == [(), LEAN, SERIAL]
         assert made.evaluations == 3
-    tight = Problem(graph, profile_of(graph), Memory(least_bytes(graph), counted=True))
+    tight = Problem(graph, profile_of(graph), single_budget(least_bytes(graph)))
     assert search(tight, "dynprog").steps

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cohabit.planner.arrays import GraphArrays
-from cohabit.planner.bounds.bound import latency_bound
-from cohabit.planner.bounds.relaxation import relax
+from cohabit.planner.bounds.relaxation import latency_bound, relax
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.order import predecessors
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
@@ -111,8 +110,8 @@ def tiny(rng: random.Random) -> Graph:
 
 def test_all_that_fits_takes_the_time_of_its_ops() -> None:
     graph = only_parameters([[0], [1], [2]], [4, 4, 4])
-    assert latency_bound(graph, profile_of(graph), Memory(12 * PAGE, counted=True)) == pytest.approx(3)
-    relaxed = relax(graph, profile_of(graph), Memory(12 * PAGE, counted=True))
+    assert latency_bound(graph, profile_of(graph), single_budget(12 * PAGE)) == pytest.approx(3)
+    relaxed = relax(graph, profile_of(graph), single_budget(12 * PAGE))
     assert relaxed is not None
     assert relaxed.resident == pytest.approx({0: 1, 1: 1, 2: 1})
 
@@ -149,7 +148,7 @@ def test_a_bound_is_what_the_best_plan_takes(
 ) -> None:
     graph = only_parameters(reads, pages, after)
     profile = profile_of(graph, latency_s=copy_latency_s)
-    assert latency_bound(graph, profile, Memory(memory * PAGE, counted=True)) == pytest.approx(latency_s)
+    assert latency_bound(graph, profile, single_budget(memory * PAGE)) == pytest.approx(latency_s)
 
 
 def test_an_activation_of_later_ops_makes_no_room_for_part_of_a_matrix() -> None:
@@ -159,13 +158,13 @@ def test_an_activation_of_later_ops_makes_no_room_for_part_of_a_matrix() -> None
     ops[3] = replace(ops[3], writes=(*ops[3].writes, between))
     ops[5] = replace(ops[5], reads=(*ops[5].reads, between))
     graph = replace(graph, tensors=(*graph.tensors, Tensor("A", PAGE, "activation")), ops=tuple(ops))
-    assert latency_bound(graph, profile_of(graph), Memory(27 * PAGE, counted=True)) == pytest.approx(1 + 4 * 10 + 1)
+    assert latency_bound(graph, profile_of(graph), single_budget(27 * PAGE)) == pytest.approx(1 + 4 * 10 + 1)
 
 
 def test_of_equal_solutions_the_relaxation_keeps_what_is_used_late() -> None:
     """One of the last two matrices is copied once the first has been used; nothing runs meanwhile."""
     graph = only_parameters([[0], [1], [2]], [4] * 3)
-    relaxed = relax(graph, profile_of(graph, [1.0, 0.0, 1.0]), Memory(8 * PAGE, counted=True))
+    relaxed = relax(graph, profile_of(graph, [1.0, 0.0, 1.0]), single_budget(8 * PAGE))
     assert relaxed is not None
     assert relaxed.latency_s == pytest.approx(1 + 4 + 1)
     assert relaxed.resident == pytest.approx({0: 1, 1: 0, 2: 1})
@@ -183,7 +182,7 @@ def test_an_activation_in_the_way_is_copied_or_computed_again(first_s: float, ex
     ]
     graph = Graph("across", 1, "weights", tuple(tensors), tuple(ops), (4,))
     profile = profile_of(graph, [first_s, 1.0, 1.0])
-    assert latency_bound(graph, profile, Memory(4 * PAGE, counted=True)) == pytest.approx(expected)
+    assert latency_bound(graph, profile, single_budget(4 * PAGE)) == pytest.approx(expected)
 
 
 def test_changes_in_place_keep_ops_in_order() -> None:
@@ -193,7 +192,7 @@ def test_changes_in_place_keep_ops_in_order() -> None:
     ops = [Op("op0", "any", (0,), (2,)), Op("op1", "any", (2,), (), 0, (2,)), Op("op2", "any", (1, 2), (3,))]
     graph = Graph("in place", 1, "weights", tuple(tensors), tuple(ops), (3,))
     assert predecessors(graph) == [set(), {0}, {1}]
-    assert latency_bound(graph, profile_of(graph), Memory(4 * PAGE, counted=True)) == pytest.approx(1 + 3 + 1)
+    assert latency_bound(graph, profile_of(graph), single_budget(4 * PAGE)) == pytest.approx(1 + 3 + 1)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -204,7 +203,7 @@ def test_more_memory_never_raises_the_bound(seed: int) -> None:
     profile = random_profile(rng, graph)
     least = least_bytes(graph)
     sizes = sorted(least + rng.randint(0, sum(t.nbytes for t in graph.tensors)) for _ in range(4))
-    bounds = [latency_bound(graph, profile, Memory(m, counted=True)) for m in (least, *sizes)]
+    bounds = [latency_bound(graph, profile, single_budget(m)) for m in (least, *sizes)]
     assert all(a >= b * (1 - 1e-7) for a, b in itertools.pairwise(bounds))
     assert bounds[-1] >= profile.compute_s * (1 - 1e-9)
 
@@ -216,7 +215,7 @@ def test_a_thinned_chain_bounds_as_well_and_no_better(seed: int) -> None:
     graph = only_parameters([[i] for i in range(8)], [rng.randint(1, 5) for _ in range(8)])
     profile = profile_of(graph, [rng.choice((0.0, 0.5, 1.0, 3.0)) for _ in graph.ops])
     memory = least_bytes(graph) + PAGE * rng.randint(0, 9)
-    whole, thinned = (relax(graph, profile, Memory(memory, counted=True), most_ops=n) for n in (8, 3))
+    whole, thinned = (relax(graph, profile, single_budget(memory), most_ops=n) for n in (8, 3))
     assert whole is not None
     assert thinned is not None
     assert thinned.latency_s <= whole.latency_s * (1 + 1e-5)
@@ -231,7 +230,7 @@ def test_the_best_possible_plan_is_no_faster(seed: int) -> None:
         graph, [rng.choice((0.0, 0.5, 1.0, 3.0)) for _ in graph.ops], latency_s=rng.choice((0.0, 0.5))
     )
     memory = least_bytes(graph) + PAGE * rng.randint(0, 4)
-    assert latency_bound(graph, profile, Memory(memory, counted=True)) <= best_possible(graph, profile, memory)
+    assert latency_bound(graph, profile, single_budget(memory)) <= best_possible(graph, profile, memory)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -243,7 +242,7 @@ def test_no_random_plan_is_faster(seed: int) -> None:
     arrays = GraphArrays.of(graph, profile)
     serial_actions: tuple[list[Action], frozenset[int]] = (serial(graph), frozenset())
     for actions, residents in (random_actions(rng, graph), random_actions(rng, graph), serial_actions):
-        memory = Memory(peak_bytes(arrays, *columns(actions), residents), counted=True)
+        memory = single_budget(peak_bytes(arrays, *columns(actions), residents))
         plan = plan_of(Problem(graph, profile, memory), actions, residents)
         assert plan is not None
         check(graph, profile, plan)

@@ -10,7 +10,7 @@ import pytest
 from cohabit.planner.check import _Range, _Ranges, check
 from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 from tests.planner.reference import peak_bytes
@@ -60,10 +60,6 @@ BROKEN = {
     "pool_beyond_the_workspace": Broken(
         lambda: replace(PLAN, pool_bytes=3 * PAGE + 1), "the workspace 12288, and the pool 12289;"
     ),
-    "partition_though_all_is_counted": Broken(
-        lambda: replace(PLAN, memory=Memory(3 * PAGE, PAGE, counted=True)),
-        "a partition, but its memory is a single budget",
-    ),
     "pool_too_small": Broken(
         lambda: replace(PLAN, pool_bytes=2 * PAGE - 1),
         "(compute op0): tensors without an address take 8192 bytes, and 0 released bytes may still be in use;"
@@ -78,16 +74,20 @@ BROKEN = {
     ),
     "negative_offset": Broken(lambda: changed(0, address=at("workspace", -PAGE)), "W1 at workspace+-4096"),
     "overlap_with_live_tensor": Broken(lambda: changed(0, address=at("partition", 0)), "overlaps W0 at [0, 4096)"),
-    "parameter_without_address": Broken(lambda: changed(0, address=None), "W1 has no address; with a partition"),
+    "parameter_without_address": Broken(
+        lambda: changed(0, address=None), "(compute op0): tensors without an address take 12288 bytes"
+    ),
     "resident_without_address": Broken(
-        lambda: replace(PLAN, residents=(Placement(0),)), "start: W0 has no address; with a partition"
+        lambda: replace(PLAN, residents=(Placement(0),)),
+        "resident W0 has no address, but the workspace does not last",
     ),
     "activation_with_address": Broken(
         lambda: and_then(SwapOut(6, after=(7,)), Drop(6), SwapIn(6, WINDOW, after=(10,))),
-        "A3 has an address; with a partition",
+        "A3 has an address, but is neither a parameter nor state",
     ),
     "address_though_all_is_counted": Broken(
-        lambda: replace(PLAN, memory=Memory(3 * PAGE, counted=True)), "W1 has an address; with a partition"
+        lambda: replace(PLAN, memory=single_budget(3 * PAGE)),
+        "start: W0 at partition+0 ends at 4096, but the partition has 0 bytes",
     ),
     "read_before_swap_in": Broken(
         lambda: replace(PLAN, steps=(Drop(0), *PLAN.steps[1:])), "reads W0, which is not in memory"
@@ -197,7 +197,7 @@ def test_bytes_of_an_op_s_scratch_are_free_once_it_has_ended() -> None:
         (2,),
     )  # fmt: skip
     pool_bytes = PAGE + 256 + 64
-    memory = Memory(pool_bytes, counted=True)
+    memory = single_budget(pool_bytes)
     for after, fine in (((0,), True), ((), False)):
         plan = Plan(
             graph.fingerprint, "", memory, pool_bytes, (), (Compute(0), SwapIn(0, None, after), Compute(1, (1,)))
@@ -221,7 +221,7 @@ def test_a_step_that_takes_no_bytes_is_not_asked_for_room() -> None:
     steps = (
         Compute(0), SwapOut(2, (0,)), Drop(2), SwapIn(3, None, (1,)), Compute(1), Drop(1), SwapIn(2), Compute(2, (6,)),
     )  # fmt: skip
-    plan = Plan(graph.fingerprint, "", Memory(192, counted=True), 192, (Placement(0),), steps)
+    plan = Plan(graph.fingerprint, "", single_budget(192), 192, (Placement(0),), steps)
     check(graph, None, plan)
 
 
@@ -244,7 +244,7 @@ def test_empty_tensors_overlap_nothing() -> None:
 def test_resident_that_came_back_may_leave_again_before_an_op_reads_it() -> None:
     """An op has read it before, and had waited until the inference before had brought it."""
     graph = chain([PAGE])
-    plan = Plan(graph.fingerprint, "", Memory(3 * PAGE, counted=True), 3 * PAGE, (Placement(0),), ())
+    plan = Plan(graph.fingerprint, "", single_budget(3 * PAGE), 3 * PAGE, (Placement(0),), ())
     away_and_back = (Drop(0), SwapIn(0, None, (0,)))
     check(graph, None, replace(plan, steps=(Compute(0), *away_and_back, *away_and_back)))
     with pytest.raises(InvalidPlan, match="no op has read the tensor yet"):
@@ -311,7 +311,7 @@ def test_overlapping_ranges_are_found_as_by_going_through_all() -> None:
 def test_a_parameter_that_is_an_output_is_there_when_the_last_op_ends_and_no_longer() -> None:
     tensors = (Tensor("W", 64, "parameter"), Tensor("X", 64, "input"), Tensor("Y", 64, "activation"))
     graph = Graph("output", 1, "", tensors, (Op("make", "t", (1,), (2,)),), (0, 2))
-    plan = Plan(graph.fingerprint, "", Memory(192, counted=True), 192, (), ())
+    plan = Plan(graph.fingerprint, "", single_budget(192), 192, (), ())
     check(graph, None, replace(plan, steps=(SwapIn(0), Compute(0, (0,)), Drop(0))))
     for steps in ((SwapIn(0), Drop(0), Compute(0, (0,))), (Compute(0), SwapIn(0)), (SwapIn(0), Compute(0))):
         with pytest.raises(InvalidPlan, match="output W is not in memory when the last op ends"):

@@ -158,10 +158,10 @@ def test_without_compiled_loops_the_same_plan_is_made_by_interpreting_them(tmp_p
 QUICK_PLAN = """
 import sys
 import cohabit.planner.plan
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.registry import COUNTED
+from cohabit.planner.search.registry import SEARCHERS, can_plan
 from cohabit.planner.streaming import stream
 from cohabit.planner.sizing.fitting import split_budget
 from tests.planner.graphs import chain, profile_of
@@ -174,7 +174,8 @@ is_compiled = "Dispatcher" in type(stream.play).__name__
 assert is_compiled == ("numba" in sys.modules), "numba is imported only where it compiles"
 print("compiled" if is_compiled else "interpreted")
 print(cohabit.planner.plan.encode(plan).decode())
-for searcher in COUNTED:
-    problem = Problem(graph, profile, Memory(4 << 20, counted=True))
-    print(cohabit.planner.plan.encode(search(problem, searcher, limit=Limit(evaluations=3))).decode())
+problem = Problem(graph, profile, single_budget(4 << 20))
+for searcher in SEARCHERS:
+    if can_plan(searcher, problem):
+        print(cohabit.planner.plan.encode(search(problem, searcher, limit=Limit(evaluations=3))).decode())
 """

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.gaps import START, Choice, Gap, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
@@ -149,7 +149,7 @@ def test_what_else_a_repeated_op_writes_makes_way_for_it() -> None:
     actions, _ = listed(no_wait(gaps, 6 * PAGE, [KEEP, KEEP, RECOMPUTE]))
     again = actions.index(compute(0), 1)
     assert actions[again - 1 : again + 1] == [drop(a), compute(0)]
-    plan = plan_of_choices(Problem(graph, profile, Memory(6 * PAGE, counted=True)), gaps, [KEEP, KEEP, RECOMPUTE])
+    plan = plan_of_choices(Problem(graph, profile, single_budget(6 * PAGE)), gaps, [KEEP, KEEP, RECOMPUTE])
     assert plan is not None
     check(graph, profile, plan)
 
@@ -166,7 +166,7 @@ def test_random_choices_make_safe_plans_or_none(seed: int) -> None:
     decided = no_wait(gaps, memory, choices)
     assert decided is not None or memory < ample
     for delayed in (False, True):
-        problem = Problem(graph, profile, Memory(memory, counted=True))
+        problem = Problem(graph, profile, single_budget(memory))
         plan = plan_of_choices(problem, gaps, choices, delayed=delayed)
         assert (plan is None) == (decided is None)
         if plan is not None:
@@ -194,7 +194,7 @@ def test_all_kept_in_ample_memory_runs_at_the_resident_time(seed: int) -> None:
     graph = any_graph(rng)
     gaps, profile = Gaps(graph), random_profile(rng, graph)
     plan = plan_of_choices(
-        Problem(graph, profile, Memory(sum(t.aligned_bytes for t in graph.tensors) + 2**12, counted=True)),
+        Problem(graph, profile, single_budget(sum(t.aligned_bytes for t in graph.tensors) + 2**12)),
         gaps,
         all_kept(gaps),
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, raised, shrink
 from cohabit.planner.papers.swapadvisor.evolution import Evolution, select, survival
 from cohabit.planner.papers.swapadvisor.genetic import Chromosome, Genetic
@@ -56,7 +56,7 @@ def swaps_of(
     graph: Graph, profile: Profile, order: Ints, pool: MemoryPool, threshold: float, *, double_pass: bool = True
 ) -> tuple[Cost, Plan | None]:
     """What a pool's swap plan costs, and the plan in as much memory as the pool has; None if the ops cannot run."""
-    problem, (uses, _) = Problem(graph, profile, Memory(pool.nbytes, counted=True)), uses_of(graph, profile)
+    problem, (uses, _) = Problem(graph, profile, single_budget(pool.nbytes)), uses_of(graph, profile)
     schedule = schedule_of_pool(problem, uses, order, pool, threshold, double_pass)
     if schedule is None:
         return UNFIT, None
@@ -251,7 +251,7 @@ def test_the_leanest_cls_needs_least_memory(seed: int) -> None:
 
 def problem_of(memory_bytes: int) -> Problem:
     graph = random_training_graph(random.Random(5), 6)
-    return Problem(graph, profile_of(graph), Memory(memory_bytes, counted=True))
+    return Problem(graph, profile_of(graph), single_budget(memory_bytes))
 
 
 def evolve(searcher: Genetic, generations: int) -> list[list[Chromosome]]:

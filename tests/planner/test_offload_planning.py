@@ -153,7 +153,7 @@ def test_every_plan_of_a_random_graph_may_run(seed: int) -> None:
     rng = random.Random(seed)
     graph = with_changes_in_place(rng, random_graph(rng, 30))
     profile = random_profile(rng, graph)
-    leanest = -(-ActivationPools(graph, profile).leanest().nbytes // PAGE) * PAGE
+    leanest = -(-ActivationPools(graph, profile).least_bytes() // PAGE) * PAGE
     partition = PAGE * rng.choice((0, 3, 9))
     window = Footprint.of_pool(graph, leanest).least_workspace_bytes(partition)
     problem = Problem(graph, profile, Memory(window + PAGE * rng.choice((0, 2)), partition))
@@ -172,7 +172,7 @@ def test_every_plan_of_a_random_graph_may_run(seed: int) -> None:
 def test_a_pool_of_any_size_holds_what_is_in_it(rank: Rank) -> None:
     graph = unet()
     pools = ActivationPools(graph, profile_of(graph))
-    least, most = pools.leanest().nbytes, Footprint.of(graph).activation_bytes
+    least, most = pools.least_bytes(), Footprint.of(graph).activation_bytes
     offloads = []
     for nbytes in range(least, most + 1, 8 * PAGE):
         pool = pools.within(nbytes, rank)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.swapadvisor.on_demand import (
     EvictAndFetch,
     Eviction,
@@ -113,7 +113,7 @@ def test_state_that_is_an_output_is_saved_and_stays(pages: int) -> None:
     ops = [Op("op0", "any", (3, 1), (2,)), Op("op1", "any", (0, 2), (), 0, (0,))]
     graph = Graph("stateful", 1, "weights", tuple(tensors), tuple(ops), (0, 2))
     graph.validate()
-    plan = search(Problem(graph, profile_of(graph), Memory(pages * PAGE, counted=True)), "on_demand")
+    plan = search(Problem(graph, profile_of(graph), single_budget(pages * PAGE)), "on_demand")
     assert {p.tensor for p in plan.residents} == ({0, 3} if pages == 4 else {3})
     check(graph, None, plan)
 
@@ -149,7 +149,7 @@ def test_decisions_fit_and_hold_from_one_iteration_to_the_next(seed: int) -> Non
 def test_prefetching_overlaps_what_on_demand_waits_for() -> None:
     """Ten ops of a second, ten weights of a second: half of each copy can hide at most, and all but the first do."""
     graph = chain([PAGE] * 10)
-    problem = Problem(graph, profile_of(graph), Memory(6 * PAGE, counted=True))
+    problem = Problem(graph, profile_of(graph), single_budget(6 * PAGE))
     plan = search(problem, "on_demand")
     assert plan.provenance is not None
     assert plan.provenance.latency_s == pytest.approx(11.0)

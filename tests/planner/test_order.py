@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cohabit.planner.check import check
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.order import by_parameters, has_reuse, in_original_order, predecessors, reordered
 from cohabit.planner.plan import Compute
 from cohabit.planner.problem import Problem
@@ -36,7 +36,7 @@ def test_the_plan_of_a_reordered_graph_runs_the_ops_of_the_graph_in_that_order()
     profile = profile_of(graph)
     order = by_parameters(graph)
     other, other_profile = reordered(graph, profile, order)
-    problem = Problem(other, other_profile, Memory(20 * PAGE, counted=True))
+    problem = Problem(other, other_profile, single_budget(20 * PAGE))
     plan = in_original_order(search(problem, "on_demand"), order, graph, profile)
     check(graph, profile, plan)
     assert [s.op for s in plan.steps if isinstance(s, Compute)] == list(order)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.home.cost import TOO_MUCH_S, evaluate, overhead, seconds
 from cohabit.planner.papers.home.particle_swarm import (
     InitialParticles,
@@ -95,7 +95,7 @@ def test_cost_model_predicts_the_simulator() -> None:
         memory = least_bytes(graph) + rng.randrange(12) * PAGE
         if no_wait(gaps, memory, choices) is None:
             continue
-        plan = plan_of_choices(Problem(graph, profile, Memory(memory, counted=True)), gaps, choices, delayed=True)
+        plan = plan_of_choices(Problem(graph, profile, single_budget(memory)), gaps, choices, delayed=True)
         assert plan is not None
         estimates.append(estimate(gaps, profile, codes(choices), memory)[0])
         simulated.append(simulate(graph, plan, profile).latency_s)
@@ -130,7 +130,7 @@ def test_first_particles_fit() -> None:
         rng = random.Random(seed)
         graph = random_training_graph(rng)
         problem = Problem(
-            graph, random_profile(rng, graph), Memory(least_bytes(graph) + rng.randrange(8) * PAGE, counted=True)
+            graph, random_profile(rng, graph), single_budget(least_bytes(graph) + rng.randrange(8) * PAGE)
         )
         start = InitialParticles(problem, Gaps(graph))
         draw = np.random.default_rng(seed)
@@ -167,7 +167,7 @@ def test_what_is_cheap_to_compute_is_computed_again_over_a_slow_link() -> None:
     """A1 and A2 of Figure 4's network do not fit next to the scratch; to compute them takes a second, to copy ten."""
     graph = four_layers()
     for bandwidth, repeats in ((PAGE / 10, True), (PAGE * 100, False)):
-        problem = Problem(graph, profile_of(graph, bandwidth=bandwidth), Memory(3 * PAGE + 1024, counted=True))
+        problem = Problem(graph, profile_of(graph, bandwidth=bandwidth), single_budget(3 * PAGE + 1024))
         plan = search(problem, "particle_swarm", limit=Limit(evaluations=100))
         computed = sum(isinstance(step, Compute) for step in plan.steps)
         assert (computed > len(graph.ops)) == repeats

@@ -21,7 +21,7 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import CohabitError, FormatError, InvalidPlan
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.layout.feasible import Footprint
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
@@ -56,7 +56,7 @@ def made(rng: random.Random) -> tuple[Graph, Profile, Plan]:
         workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.randint(0, 5)
         problem = Problem(graph, profile, Memory(workspace, partition))
         return graph, profile, search(problem, kind, limit=Limit(evaluations=12))
-    memory = Memory(least_bytes(graph) + PAGE * rng.randint(0, 20), counted=True)
+    memory = single_budget(least_bytes(graph) + PAGE * rng.randint(0, 20))
     problem = Problem(graph, profile, memory)
     if kind == "on_demand":
         return graph, profile, search(problem, "on_demand")
@@ -260,8 +260,8 @@ def training_step(*steps: Step, counted: bool = False) -> tuple[Graph, Plan]:
     ops = (Op("forward", "mm", (0, 1), (2,)), Op("update", "add_", (0, 2), (), 0, (0,)))
     graph = Graph("step", 1, "", tensors, ops, (2,))
     resident = Placement(0, None if counted else HOME)
-    memory = Memory(192, 0, True) if counted else Memory(128, 64)
-    return graph, Plan(graph.fingerprint, "", memory, 192 if counted else 128, (resident,), steps)
+    memory = single_budget(192) if counted else Memory(192, 64)
+    return graph, Plan(graph.fingerprint, "", memory, 192, (resident,), steps)
 
 
 HOME = Address("partition", 0)
@@ -278,7 +278,7 @@ FORWARD, UPDATE = Compute(0), Compute(1)
         (17, (SwapOut(0), FORWARD, UPDATE)),
         (19, (FORWARD, UPDATE, UPDATE)),
         (13, (FORWARD, UPDATE, Drop(0), SwapIn(0, HOME, (1,)))),
-        (2, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, None, (2,)))),
+        (21, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, None, (2,)))),
     ],
 )
 def test_changes_in_place_follow_the_written_rules(rule: int | None, steps: tuple[Step, ...]) -> None:
@@ -293,7 +293,7 @@ def test_changes_in_place_follow_the_written_rules(rule: int | None, steps: tupl
         (9, (SwapOut(0), Drop(0), SwapIn(0, None, (0,)), replace(FORWARD, after=(2,)), UPDATE)),
         (None, (FORWARD, SwapOut(0), Drop(0), SwapIn(0, None, (0, 1)), replace(UPDATE, after=(3,)))),
         (16, (FORWARD, SwapOut(0), Drop(0), SwapIn(0, None, (1,)), replace(UPDATE, after=(3,)))),
-        (2, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, HOME, (2,)))),
+        (5, (FORWARD, UPDATE, SwapOut(0, (1,)), Drop(0), SwapIn(0, HOME, (2,)))),
     ],
 )
 def test_state_that_is_counted_follows_the_written_rules(rule: int | None, steps: tuple[Step, ...]) -> None:
@@ -382,9 +382,9 @@ def test_page_names_every_field_and_no_other() -> None:
         cohabit.planner.plan.Provenance,
     )
     for struct in structs:
-        assert set(struct.__struct_fields__) <= tables, struct
+        assert set(struct.__struct_encode_fields__) <= tables, struct
     listed = set(re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \|", text, re.MULTILINE))
-    fields = {name for struct in structs for name in struct.__struct_fields__}
+    fields = {name for struct in structs for name in struct.__struct_encode_fields__}
     types = {"type", "compute", "swap_in", "swap_out", "drop"}
     assert {name for pair in listed for name in pair if name} <= fields | types
 

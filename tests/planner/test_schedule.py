@@ -13,7 +13,7 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, InvalidPlan, UnsupportedProblem
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Compute, Drop, Placement, Plan, SwapIn, SwapOut, lane_of
 from cohabit.planner.problem import UNFIT, Problem
 from cohabit.planner.profile import Profile
@@ -58,7 +58,7 @@ def random_plan(rng: random.Random, spare_bytes: int = 0) -> tuple[Graph, Profil
     actions, residents = random_actions(rng, graph)
     if rng.random() < 0.7:
         memory = Memory(peak_bytes(GraphArrays.of(graph, profile), *columns(actions), residents) + spare_bytes)
-        problem = Problem(graph, profile, replace(memory, counted=True))
+        problem = Problem(graph, profile, single_budget(memory.nbytes))
         schedule = counted(problem.arrays, *columns(actions), residents, memory.nbytes)
         assert schedule is not None
         return graph, profile, write(problem, schedule, memory.nbytes)
@@ -111,7 +111,7 @@ def test_bytes_of_actions_are_what_going_through_them_counts(seed: int) -> None:
     graph = any_graph(rng)
     profile = random_profile(rng, graph)
     actions, residents = random_actions(rng, graph)
-    problem = Problem(graph, profile, Memory(0, counted=True))
+    problem = Problem(graph, profile, single_budget(0))
     peak = peak_bytes(problem.arrays, *columns(actions), residents)
     assert peak == sequence_peak_bytes(graph, actions, residents)
     assert counted(problem.arrays, *columns(actions), residents, peak - 1) is None
@@ -246,7 +246,7 @@ def test_a_schedule_takes_the_time_of_its_plan(seed: int) -> None:
     graph = any_graph(rng)
     profile = random_profile(rng, graph)
     actions, residents = random_actions(rng, graph)
-    memory = Memory(sequence_peak_bytes(graph, actions, residents) + PAGE * rng.randint(0, 3), counted=True)
+    memory = single_budget(sequence_peak_bytes(graph, actions, residents) + PAGE * rng.randint(0, 3))
     problem = Problem(graph, profile, memory)
     schedule = counted(problem.arrays, *columns(actions), residents, memory.nbytes)
     assert schedule is not None
@@ -295,11 +295,11 @@ def test_serial_plan_runs_in_the_least_memory(seed: int, training: bool) -> None
     graph = random_training_graph(rng) if training else random_graph(rng)
     profile = random_profile(rng, graph)
     least = least_bytes(graph)
-    problem = Problem(graph, profile, Memory(least, counted=True))
+    problem = Problem(graph, profile, single_budget(least))
     check(graph, profile, write(problem, serial_schedule(problem), least))
     if least > 0:
         with pytest.raises(InfeasibleBudget) as refusal:
-            require_counted(Problem(graph, profile, Memory(least - 1, counted=True)), "test")
+            require_counted(Problem(graph, profile, single_budget(least - 1)), "test")
         assert refusal.value.least_bytes == least
 
 
@@ -308,14 +308,14 @@ def test_memory_with_a_partition_or_given_residents_is_none_in_which_everything_
     profile = profile_of(graph)
     for problem in (
         Problem(graph, profile, Memory(4 * PAGE, PAGE)),
-        Problem(graph, profile, Memory(8 * PAGE, counted=True), (Placement(0),)),
+        Problem(graph, profile, single_budget(8 * PAGE), (Placement(0),)),
     ):
         with pytest.raises(UnsupportedProblem, match="one budget in which everything is counted"):
             require_counted(problem, "test")
 
 
 def counted_plan(graph: Graph, actions: list[Action], residents: tuple[int, ...], pages: int) -> Plan:
-    plan = plan_of(Problem(graph, profile_of(graph), Memory(pages * PAGE, counted=True)), actions, residents)
+    plan = plan_of(Problem(graph, profile_of(graph), single_budget(pages * PAGE)), actions, residents)
     assert plan is not None
     return plan
 

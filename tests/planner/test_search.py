@@ -12,7 +12,7 @@ from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, InvalidPlan, UnsupportedProblem
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.order import by_parameters, has_reuse, reordered
 from cohabit.planner.plan import Address, Compute, Drop, Placement, SwapIn
 from cohabit.planner.problem import Limit, Problem
@@ -49,7 +49,7 @@ def test_the_objective_decides_between_latency_and_period(seed: int) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng)
     profile = random_profile(rng, graph)
-    problem = Problem(graph, profile, Memory(int(least_bytes(graph) * 1.3), counted=True))
+    problem = Problem(graph, profile, single_budget(int(least_bytes(graph) * 1.3)))
     alone = search(problem).provenance
     in_a_row = search(dataclasses.replace(problem, objective="period")).provenance
     assert alone is not None

@@ -227,13 +227,13 @@ def test_kept_residents_lie_before_those_that_are_released() -> None:
 def played(
     work: Workload, choice: list[int], hold: bool = False, lead: tuple[int, ...] = ()
 ) -> list[tuple[int, ...]]:
-    """Parameter, page, last user of its bytes, and the op before which it is issued, of each copy."""
+    """Parameter, page, last user of its bytes, and the op that reads it first, of each copy."""
     decisions = uniform(np.array(choice), np.full(len(work.arrays.use_op), hold), 0)
     if lead:
         decisions = Decisions(decisions.choice, decisions.hold, decisions.fit, np.array(lead))
     swaps, _ = play(work.arrays, place_residents(work.arrays, np.array(choice)), decisions)
     count = int(swaps.length[0])
-    columns = (swaps.parameter, swaps.page, swaps.after_op, swaps.before)
+    columns = (swaps.parameter, swaps.page, swaps.after_op, swaps.op)
     return list(zip(*(column[:count].tolist() for column in columns), strict=True))
 
 

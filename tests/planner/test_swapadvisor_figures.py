@@ -5,7 +5,7 @@ import pytest
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.swapadvisor.allocations import (
     Allocation,
     AllocationSpace,
@@ -69,7 +69,7 @@ def figure_1(alignment: int = 1) -> Graph:
 
 
 def one_pass(graph: Graph, profile: Profile, order: list[int], pool: MemoryPool) -> Plan:
-    problem, (uses, _) = Problem(graph, profile, Memory(pool.nbytes, counted=True)), uses_of(graph, profile)
+    problem, (uses, _) = Problem(graph, profile, single_budget(pool.nbytes)), uses_of(graph, profile)
     schedule = schedule_of_pool(problem, uses, np.array(order), pool, THRESHOLD, double_pass=False)
     assert schedule is not None
     plan = write(problem, schedule, pool.nbytes)

@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
-from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis
-from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
+from cohabit.planner.memory import single_budget
+from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis, Channel, TransferSpan
 from cohabit.planner.papers.tensile.latency import predicted
-from cohabit.planner.papers.tensile.order import actions_of, choices_of
-from cohabit.planner.papers.tensile.peak import MemoryUsage
-from cohabit.planner.papers.tensile.schedule import TensileSchedule
+from cohabit.planner.papers.tensile.schedule import MemoryUsage, TensileSchedule, actions_of, choices_of
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
@@ -106,7 +103,7 @@ def checked_plan(schedule: TensileSchedule) -> Plan:
     axis = schedule.axis
     actions, residents = actions_of(axis)
     memory = peak_bytes(GraphArrays.of(axis.graph, axis.profile), *columns(actions), residents)
-    plan = plan_of(Problem(axis.graph, axis.profile, Memory(memory, counted=True)), actions, residents)
+    plan = plan_of(Problem(axis.graph, axis.profile, single_budget(memory)), actions, residents)
     assert plan is not None
     check(axis.graph, None, plan)
     return plan

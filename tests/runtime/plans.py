@@ -6,7 +6,7 @@ from msgspec import structs
 
 from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.table import (
@@ -57,6 +57,23 @@ def streaming_plan(graph: Graph, resident: frozenset[int] = frozenset()) -> Plan
         steps += [Drop(i) for i in streamed]
     memory = Memory(pool + _up(window, 4096), partition)
     return Plan(graph.fingerprint, "", memory, pool, tuple(residents), tuple(steps))
+
+
+def partly_addressed_plan(graph: Graph) -> Plan:
+    """One resident, and every other streamed parameter from the pool, without an address."""
+    base = streaming_plan(graph, frozenset(graph.parameters[:1]))
+    pooled = graph.parameters[1::2]
+    more = _up(sum(graph.tensors[i].aligned_bytes for i in pooled), 4096)
+
+    def moved(step: Step) -> Step:
+        if not isinstance(step, SwapIn) or step.address is None:
+            return step
+        address = None if step.tensor in pooled else Address("workspace", step.address.offset + more)
+        return structs.replace(step, address=address)
+
+    memory = Memory(base.memory.workspace_bytes + more, base.memory.partition_bytes)
+    pool_bytes = base.pool_bytes + more
+    return structs.replace(base, memory=memory, pool_bytes=pool_bytes, steps=tuple(map(moved, base.steps)))
 
 
 def offloading_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
@@ -114,7 +131,7 @@ def recomputing_plan(graph: Graph) -> Plan:
     memory_bytes = peak_bytes(arrays, *columns(actions), weights)
     schedule = counted(arrays, *columns(actions), weights, memory_bytes)
     assert schedule is not None
-    problem = Problem(graph, profile_of(graph), Memory(memory_bytes, counted=True))
+    problem = Problem(graph, profile_of(graph), single_budget(memory_bytes))
     return structs.replace(write(problem, schedule, memory_bytes), profile="")
 
 

@@ -30,7 +30,7 @@ from benchmarks.captured.cpu import CpuTraining, measure_contention
 from benchmarks.captured.learn import learned
 from benchmarks.captured.trainer import MEASURED_FIRST, Trainer, TrainingLost, memory_bytes
 from cohabit.planner.errors import FormatError, InfeasibleBudget
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.plan import Compute, Drop, Plan, Provenance, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
@@ -38,11 +38,11 @@ from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.write import write
-from cohabit.planner.search.registry import COUNTED
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import Copy
+from tests.planner.searchers import SINGLE
 from tests.runtime.observing import observed
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -153,7 +153,7 @@ def test_steps_have_eager_s_bits_at_every_budget(
     assert_same(trained(trainer, model, optimizer), eager(make))
 
 
-@pytest.mark.parametrize("searcher", COUNTED)
+@pytest.mark.parametrize("searcher", SINGLE)
 def test_every_searcher_s_plan_of_a_step_is_executed(searcher: str, tmp_path: Path) -> None:
     model = net()
     optimizer = sgd(model)
@@ -179,7 +179,7 @@ def test_recomputation_repeats_no_random_numbers(monkeypatch: pytest.MonkeyPatch
     def recomputing(trainer: Trainer) -> Plan:
         graph, gaps = trainer.graph, Gaps(trainer.graph)
         choices = [Choice.RECOMPUTE if Choice.RECOMPUTE in gap.choices else Choice.KEEP for gap in gaps.all]
-        problem = Problem(graph, trainer.profile, Memory(2 * trainer.peak_bytes, counted=True))
+        problem = Problem(graph, trainer.profile, single_budget(2 * trainer.peak_bytes))
         schedule = schedule_of_choices(problem, gaps, choices)
         assert schedule is not None
         return promised(trainer, write(problem, schedule, problem.memory.nbytes))

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.registry import COUNTED
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.backend import CpuBackend
@@ -21,10 +20,11 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
 from tests.planner.graphs import profile_of
+from tests.planner.searchers import SINGLE
 from tests.runtime import models
 from tests.runtime.backends import Bench, cpu, fake_cuda, fake_staged, opened, packed
 from tests.runtime.observing import addresses, note_held
-from tests.runtime.plans import recomputing_plan
+from tests.runtime.plans import partly_addressed_plan, recomputing_plan
 
 
 class Convolutions(nn.Module):
@@ -100,7 +100,7 @@ def moves(plan: Plan) -> tuple[int, int]:
     return sum(isinstance(s, SwapIn) for s in plan.steps), sum(isinstance(s, SwapOut) for s in plan.steps)
 
 
-@pytest.mark.parametrize("searcher", COUNTED)
+@pytest.mark.parametrize("searcher", SINGLE)
 def test_a_searcher_s_plan_runs_within_its_budget(
     bench: Bench, model: tuple[nn.Module, Lowered], searcher: str
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_searcher_s_plan_runs_within_its_budget(
     least, whole = least_bytes(bench.graph), bench.graph.parameter_bytes + resident_plan(bench.graph).pool_bytes
     profile = profile_of(bench.graph, 1e-3, bandwidth=1e7)
     for share in (0.0, 0.3):
-        memory = Memory(least + int(share * (whole - least)) // 4096 * 4096, counted=True)
+        memory = single_budget(least + int(share * (whole - least)) // 4096 * 4096)
         plan = search(Problem(bench.graph, profile, memory), searcher, limit=Limit(evaluations=20))
         program = program_of(bench, plan)
         for _ in range(3):
@@ -132,9 +132,19 @@ def test_activations_are_computed_again(bench: Bench) -> None:
         assert most_held(bench, program) <= plan.memory.nbytes
 
 
+def test_only_some_parameters_may_have_addresses(bench: Bench) -> None:
+    kept = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
+    plan = partly_addressed_plan(bench.graph)
+    assert plan.pooled
+    assert {bench.graph.tensors[t].kind for t in plan.addressed} == {"parameter"}
+    program = bench.program(plan)
+    for _ in range(3):
+        assert torch.equal(bench.run(program).outputs[0], kept)
+
+
 def test_the_search_by_generations_sends_activations_out(bench: Bench) -> None:
     """So that the tests above are of plans that copy in both directions."""
-    memory = Memory(least_bytes(bench.graph), counted=True)
+    memory = single_budget(least_bytes(bench.graph))
     problem = Problem(bench.graph, profile_of(bench.graph, 1e-3, bandwidth=1e7), memory)
     assert moves(search(problem, "genetic", limit=Limit(evaluations=20)))[1] > 0
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 import cohabit.runtime.cpu.backend
 import cohabit.runtime.measure.stopwatch
 from cohabit.planner.graph import aligned
+from cohabit.planner.plan import Span, Timeline
 from cohabit.planner.profile import NOISY, Link, Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.timeline import Span, Timeline
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.lowering.allowed_ops import draws
 from cohabit.runtime.lowering.lower import Lowered, lower

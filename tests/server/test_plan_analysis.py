@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
@@ -52,7 +52,7 @@ seeds = st.integers(0, 10**6)
 
 
 def serial_plan(graph: Graph, profile: Profile) -> Plan:
-    problem = Problem(graph, profile, Memory(least_bytes(graph), counted=True))
+    problem = Problem(graph, profile, single_budget(least_bytes(graph)))
     return write(problem, serial_schedule(problem), problem.memory.nbytes)
 
 
@@ -62,7 +62,7 @@ def random_analysis(seed: int) -> PlanAnalysis:
     profile = random_profile(rng, graph)
     if rng.random() < 0.5:
         return analyze(graph, profile, serial_plan(graph, profile))
-    memory = Memory(least_bytes(graph) + PAGE * rng.randint(0, 20), counted=True)
+    memory = single_budget(least_bytes(graph) + PAGE * rng.randint(0, 20))
     return analyze(graph, profile, search(Problem(graph, profile, memory), "on_demand"))
 
 

@@ -16,7 +16,7 @@ import cohabit.planner.plan
 import cohabit.planner.profile
 from cohabit.planner.check import check
 from cohabit.planner.errors import UnsupportedProblem
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import single_budget
 from cohabit.planner.problem import Problem
 from cohabit.planner.search import registry
 from cohabit.planner.search.searcher import AnySearcher
@@ -122,11 +122,11 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
     path = planned("--seed", "3")
     assert path.name == "chain-b1-28KiB-on_demand-seed3.plan.json"
     plan = cohabit.planner.plan.decode(path.read_bytes())
-    assert plan.memory == Memory(28 << 10, counted=True)
+    assert plan.memory == single_budget(28 << 10)
     path.unlink()
     path = planned("--search", "best", "--evaluations", "2", "--single")
     assert path.name == "chain-b1-28KiB-best-single.plan.json"
-    assert cohabit.planner.plan.decode(path.read_bytes()).memory.counted
+    assert cohabit.planner.plan.decode(path.read_bytes()).memory == single_budget(28 << 10)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_baseline_plans_one_budget() -> None:
     path = planned("--search", "vdnn_all")
     plan = cohabit.planner.plan.decode(path.read_bytes())
     check(GRAPH, PROFILE, plan)
-    assert plan.memory == Memory(28 << 10, counted=True)
+    assert plan.memory == single_budget(28 << 10)
 
 
 def test_show_opens_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_compare_shows_every_searcher_and_hides_no_failure(
 ) -> None:
     monkeypatch.setattr(compare_plans, "SEARCHERS", (*registry.SEARCHERS, "missing"))
     searchers = ["--searchers", "best,on_demand,missing"]
-    monkeypatch.setattr(registry, "_COUNTED", registry._COUNTED | {"missing": "nowhere:Nothing"})
+    monkeypatch.setattr(registry, "_SEARCHERS", registry._SEARCHERS | {"missing": ("nowhere:Nothing",)})
     monkeypatch.setattr(registry, "SEARCHERS", compare_plans.SEARCHERS)
     assert (
         main(["compare-plans", *PAIR, "--memory", "48KiB", "--evaluations", "2", *searchers, "--output", "kept"])

@@ -1,20 +1,69 @@
-"""The time axis of one iteration: runs of ops, accesses to tensors, and the gaps in between.
+"""The time axis of one iteration: runs of ops, accesses to tensors, the gaps in between, and transfers on the link.
 
 TENSILE, section III: a workload is the sequence of tensor accesses in the order of the ops, each as long as its op.
 Times are whole nanoseconds, so that an end and a start at the same time compare as equal.
 """
 
+import heapq
 import math
-from bisect import insort
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from cohabit.planner.graph import Graph, TensorKind
-from cohabit.planner.papers.tensile.channel import TransferSpan
 from cohabit.planner.profile import Link, Profile
 
 NS_PER_S: Final = 10**9
+
+
+class TransferSpan(NamedTuple):
+    """Nanoseconds [start, end). An empty span is a transfer that computation waits for; it is not on the time axis."""
+
+    start_ns: int
+    end_ns: int
+
+
+class Channel:
+    """The link over time: transfers in order of time, and free spans for others.
+
+    TENSILE, section IV-C: a transfer occupies the channel exclusively, so one tensor is swapped at a time.
+    """
+
+    def __init__(self, spans: Iterable[TransferSpan] = ()) -> None:
+        self._spans = sorted(spans)
+
+    def take(self, span: TransferSpan) -> None:
+        if span.start_ns < span.end_ns:
+            insort(self._spans, span)
+
+    def release(self, span: TransferSpan) -> None:
+        if span.start_ns < span.end_ns:
+            del self._spans[bisect_left(self._spans, span)]
+
+    def earliest(
+        self, work_ns: int, low_ns: int, high_ns: int, avoid: Sequence[TransferSpan] = ()
+    ) -> TransferSpan | None:
+        """Return the earliest free span of this length in [low, high) that overlaps nothing in `avoid`.
+
+        Spans of `avoid` are sorted and do not overlap.
+        """
+        start, first = low_ns, max(bisect_right(self._spans, (low_ns, 0)) - 1, 0)
+        for taken in heapq.merge(avoid, self._spans[first:], key=lambda span: span.start_ns):
+            if start + work_ns > high_ns or taken.start_ns >= start + work_ns:
+                break
+            start = max(start, taken.end_ns)
+        return TransferSpan(start, start + work_ns) if start + work_ns <= high_ns else None
+
+    def latest(self, work_ns: int, low_ns: int, high_ns: int) -> TransferSpan | None:
+        """Return the latest free span of this length in [low, high)."""
+        end = high_ns
+        for i in range(bisect_right(self._spans, (high_ns, 0)) - 1, -1, -1):
+            taken = self._spans[i]
+            if end - work_ns < low_ns or taken.end_ns <= end - work_ns:
+                break
+            end = min(end, taken.start_ns)
+        return TransferSpan(end - work_ns, end) if end - work_ns >= low_ns else None
 
 
 @dataclass(eq=False, slots=True)

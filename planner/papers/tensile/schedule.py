@@ -16,18 +16,90 @@ Sections of the paper, with its gaps and contradictions:
   does not say which tensors leave; here, the largest at the peak (`press_out`). The pause is not on the time axis.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from cohabit.planner.graph import Graph
-from cohabit.planner.papers.tensile.axis import AccessGap, Axis, TensorAccesses
-from cohabit.planner.papers.tensile.channel import Channel, TransferSpan
-from cohabit.planner.papers.tensile.peak import MemoryUsage, Peak
+from cohabit.planner.papers.tensile.axis import AccessGap, Axis, Channel, TensorAccesses, TransferSpan
 from cohabit.planner.profile import Profile
+from cohabit.planner.schedule.gaps import START, Choice, Gaps
+from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action
 
 PATIENCE: Final = 100
 """Iterations after which a schedule that improves too little is abandoned."""
 LEAST_GAIN: Final = 0.0005
 """Fraction of the peak that three iterations must save from then on."""
+_ORDER: Final = (SWAP_OUT, DROP, SWAP_IN, COMPUTE)
+"""Order of actions at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The first moment at which the most bytes are in memory."""
+
+    nbytes: int
+    tensors: tuple[int, ...]
+    """Tensors in memory then, largest first."""
+    time_ns: int
+
+
+class MemoryUsage:
+    """Memory in use over time: the spans in which each tensor is in memory.
+
+    TENSILE, section IV-B, algorithm 1: memory use changes when an iteration begins, when a tensor is generated, at a
+    swap-in, at a swap-out (but no earlier than the preceding access ends), and at a release. The paper counts a swap-in
+    at its end; here it counts from its start, because its destination is occupied by then. Scratch counts while its op
+    runs.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Count everything again after ops were added and times have shifted."""
+        self._slot: dict[int, int] = {}
+        owner: list[int] = []
+        for track in self._axis.tracks.values():
+            self._slot[track.tensor] = len(owner)
+            owner += [track.tensor] * (len(track.gaps) + len(track.extra) + 1)
+        scratch = [(run.start_ns, run.end_ns, self._axis.scratch_bytes(run)) for run in self._axis.runs]
+        tensors = len(owner)
+        self._owner = np.array([*owner, *([-1] * len(scratch))], np.int64)
+        self._first, self._end, self._nbytes = np.zeros((3, len(self._owner)), np.int64)
+        if scratch:
+            self._first[tensors:], self._end[tensors:], self._nbytes[tensors:] = np.array(scratch, np.int64).T
+        for track in self._axis.tracks.values():
+            self.update(track)
+
+    def update(self, track: TensorAccesses) -> None:
+        """Count a tensor again after its gaps have changed."""
+        slot = self._slot[track.tensor]
+        slots = slice(slot, slot + len(track.gaps) + len(track.extra) + 1)
+        stays = list(self._axis.stays(track))
+        self._first[slots] = self._end[slots] = 0
+        self._first[slot : slot + len(stays)] = [s.start_ns for s in stays]
+        self._end[slot : slot + len(stays)] = [s.end_ns for s in stays]
+        self._nbytes[slots] = track.nbytes
+
+    def held_through(self, time_ns: int) -> int:
+        """Return the bytes in memory both before and after a moment, without those released or brought in then."""
+        return int(self._nbytes[(self._first < time_ns) & (time_ns < self._end)].sum())
+
+    def peak(self) -> Peak:
+        moments = np.concatenate((2 * self._end, 2 * self._first + 1))  # at equal times, releases come first
+        order = np.argsort(moments, kind="stable")
+        held = np.cumsum(np.concatenate((-self._nbytes, self._nbytes))[order])
+        if not len(held):
+            return Peak(0, (), 0)
+        at = int(held.argmax())
+        time_ns = int(moments[order[at]]) // 2
+        present = np.flatnonzero((self._first <= time_ns) & (time_ns < self._end) & (self._owner >= 0))
+        largest_first = present[np.argsort(-self._nbytes[present], kind="stable")]
+        return Peak(int(held[at]), tuple(self._owner[largest_first].tolist()), time_ns)
 
 
 class TensileSchedule:
@@ -219,3 +291,47 @@ def _is_there(track: TensorAccesses, at_ns: int) -> bool:
 
 def _is_gone(track: TensorAccesses, at_ns: int) -> bool:
     return not track.stays and track.accesses[-1].end_ns <= at_ns
+
+
+def actions_of(axis: Axis) -> tuple[list[Action], frozenset[int]]:
+    """Return one iteration's actions in time order, and the weights resident before and after it.
+
+    A swap-in is issued after the op before its start, and a drop at the start of the tensor's absence, so that at every
+    action the contents of memory match the schedule at that time.
+    """
+    timed = [(run.start_ns, (COMPUTE, run.op)) for run in axis.runs]
+    for track in axis.tracks.values():
+        timed += _actions(axis, track)
+    timed.sort(key=lambda a: (a[0], _ORDER.index(a[1][0])))
+    residents = (t for t, track in axis.tracks.items() if track.resident)
+    return [action for _, action in timed], frozenset(residents)
+
+
+def _actions(axis: Axis, track: TensorAccesses) -> Iterator[tuple[int, Action]]:
+    t = track.tensor
+    leave = DROP, t
+    yield from ((run.end_ns, leave) for run in track.extra)
+    if not track.is_weight and not track.stays:
+        yield axis.end_of(track.accesses[-1] if track.accesses else None), leave
+    for span in track.outs.values():
+        yield span.start_ns, (SWAP_OUT, t)
+    for gap in track.gaps:
+        if not gap.kept:
+            yield axis.gone_ns(track, gap), leave
+        if gap.back is not None:
+            yield gap.back.start_ns, (SWAP_IN, t)
+
+
+def choices_of(axis: Axis, gaps: Gaps) -> list[Choice]:
+    """Return the choice of each gap, without times."""
+    found: dict[tuple[int, int, bool], Choice] = {}
+    for track in axis.tracks.values():
+        last_use = START
+        for gap in track.gaps:
+            if gap.before is not None and not gap.before.again:
+                last_use = gap.before.op
+            if not gap.kept:
+                choice = Choice.RESTORE if gap.early else Choice.SWAP if gap.rerun is None else Choice.RECOMPUTE
+                found[track.tensor, last_use, gap.across] = choice
+    choices = (found.get((g.tensor, g.last_use, g.wraps), Choice.KEEP) for g in gaps.all)
+    return [choice if choice in g.choices else Choice.SWAP for choice, g in zip(choices, gaps.all, strict=True)]

@@ -10,8 +10,7 @@ from functools import cache
 from typing import Final
 
 from cohabit.planner.papers.tensile.axis import Axis
-from cohabit.planner.papers.tensile.order import actions_of, choices_of
-from cohabit.planner.papers.tensile.schedule import TensileSchedule
+from cohabit.planner.papers.tensile.schedule import TensileSchedule, actions_of, choices_of
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.gaps import Gaps
 from cohabit.planner.schedule.no_wait import schedule_of_choices

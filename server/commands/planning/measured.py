@@ -3,21 +3,17 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from cohabit.planner.graph import Graph
-from cohabit.planner.memory import Memory
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
-from cohabit.planner.search.registry import SERVING
+from cohabit.planner.search.registry import can_plan
 from cohabit.server.commands.planning.files import read_graph, read_profile, read_profiles
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.planning.subject import MEASURING, MemoryBudget
 from cohabit.server.config.sources import config_of, given
 from cohabit.server.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cohabit.planner.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +32,20 @@ class MeasuredGraph:
         self, searcher: str, memory: MemoryBudget, options: argparse.Namespace, progress: SearchProgress
     ) -> Plan:
         """Plan with the flags' effort. Raises InfeasibleBudget and the other errors of `planner.search.driver`."""
-        from cohabit.planner.problem import Limit  # importing the planner is slow, and --help does not need it
+        from cohabit.planner.problem import (
+            Limit,
+            Problem,
+        )  # importing the planner is slow, and --help does not need it
         from cohabit.planner.search.driver import search
         from cohabit.planner.warm import warm_up
 
-        problem = self._problem(self.bytes_of(memory), searcher, options.single)
+        nbytes = self.bytes_of(memory)
+        single = options.single or not can_plan(searcher, Problem(self.graph, self.profile, Memory(nbytes)))
         if options.time_limit is not None:  # the limit is for searching, not for compiling
             progress.doing(f"compiling the loops of {searcher}")
-            warm_up(searcher, counted=problem.memory.counted)
+            warm_up(searcher, single=single)
         return search(
-            problem,
+            Problem(self.graph, self.profile, single_budget(nbytes) if single else self._split(nbytes)),
             searcher,
             seed=options.seed,
             limit=Limit(options.evaluations, options.time_limit),
@@ -54,15 +54,11 @@ class MeasuredGraph:
             is_stopped=lambda: progress.is_stopped,
         )
 
-    def _problem(self, memory_bytes: int, searcher: str, single: bool) -> "Problem":
-        from cohabit.planner.problem import Problem
+    def _split(self, memory_bytes: int) -> Memory:
         from cohabit.planner.sizing.fitting import split_budget
 
-        if searcher not in SERVING or single:
-            return Problem(self.graph, self.profile, Memory(memory_bytes, counted=True))
         bucket = self.graph.bucket
-        memory = split_budget({bucket: self.graph}, {bucket: self.profile}, memory_bytes)
-        return Problem(self.graph, self.profile, memory)
+        return split_budget({bucket: self.graph}, {bucket: self.profile}, memory_bytes)
 
 
 def measured_graphs(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
