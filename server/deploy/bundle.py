@@ -11,7 +11,7 @@ import msgspec
 
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.deployment import Division
+from cohabit.planner.sizing.problem import Division
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
 from cohabit.runtime.lowering.lower import Entry
 from cohabit.runtime.lowering.weights import description_path
@@ -56,8 +56,7 @@ def export(config: ServeConfig, output: Path, on_progress: OnProgress) -> Bundle
     division = planner.division([model.demand for model in models], memory_bytes)
     entries: list[BundledModel] = []
     try:
-        for model, partition_bytes in zip(models, division.partition_bytes, strict=True):
-            memory = Memory(division.workspace_bytes, partition_bytes)
+        for model, memory in zip(models, division.memories, strict=True):
             on_progress(model.source.name, f"planning, {len(entries)} of {len(models)} models done")
             model.plans = planner.best_plans(model.demand, memory)
             on_progress(model.source.name, "writing")

@@ -9,7 +9,7 @@ from functools import partial
 from cohabit.planner.errors import CohabitError, InfeasibleBudget, format_bytes
 from cohabit.planner.graph import aligned
 from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.deployment import Division
+from cohabit.planner.sizing.problem import Division
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering.lower import NotCached

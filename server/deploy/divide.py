@@ -13,7 +13,7 @@ from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
+from cohabit.planner.sizing.problem import Division, LayoutName, ModelDemand
 from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.deploy.partitions import Partitions
 from cohabit.server.deploy.worker import WorkerProcesses, stage

@@ -7,7 +7,7 @@ from typing import Any
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import ModelDemand
+from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import HostStore

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 from cohabit.planner.errors import CohabitError
-from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import NOISY
 from cohabit.planner.shapes import Bucket
@@ -132,10 +131,9 @@ class Replanner:
         memory_bytes = self._placement.decider.memory_limit.of(sum(model.weight_bytes for model in models))
         division = await in_thread(planner.division, demands, memory_bytes, later=True)
         found: dict[str, Plans] = {}
-        for model, demand, partition_bytes, most in zip(
-            models, demands, division.partition_bytes, division.most_batches, strict=True
+        for model, demand, memory, most in zip(
+            models, demands, division.memories, division.most_batches, strict=True
         ):
-            memory = Memory(division.workspace_bytes, partition_bytes)
             found[model.load_id] = await in_thread(planner.best_plans, demand.up_to(most), memory)
         await self._redivide(found)
 
