@@ -7,7 +7,7 @@ models' requests in between. The front end has the tokens, so that a text contin
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.model_files import ModelFiles
 from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
-from cohabit.server.ipc.model import GENERATION, Array, ModelInfo
+from cohabit.server.ipc.model import GENERATION, Array, LanguageDocument, ModelInfo
 from cohabit.server.ipc.request import Parameters, RequestedOutput
 from cohabit.server.protocol.datatypes import DTYPES
 from cohabit.server.protocol.decoding import Sampler, Sampling, StopStrings, log_probabilities
@@ -33,16 +33,6 @@ _PATIENCE_S = 30.0
 """Seconds that a started text waits for memory."""
 _QUICK_VOCABULARY = 64 << 10
 """Largest vocabulary whose tokens are sampled on the event loop."""
-
-
-class LanguageDocument(msgspec.Struct, frozen=True):
-    """Content of `generation.json`."""
-
-    stop_ids: tuple[int, ...] = ()
-    """Tokens at which a text ends."""
-    chat_template: str | None = None
-    special_tokens: Mapping[str, str] = {}
-    """Special tokens that a chat template may use, such as `bos_token`."""
 
 
 _document = msgspec.json.Decoder(LanguageDocument)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cohabit.server.errors import InvalidRequest
-from cohabit.server.frontend.generation import LanguageDocument
 from cohabit.server.frontend.templates import rendered
+from cohabit.server.ipc.model import LanguageDocument
 from cohabit.server.protocol.decoding import Sampler, Sampling, StopStrings, log_probabilities
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32))
