@@ -1,4 +1,4 @@
-"""One model's waiting requests: a queue per priority level, then one for late requests."""
+"""Requests that wait for one model: a queue per priority level, then one for late requests."""
 
 import math
 from collections import Counter, deque
@@ -19,7 +19,7 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
     request: Request
     number: int
     """Order of arrival over all models."""
-    generation: int
+    load_number: int
     """The load of its model that executes the request: the one served when it arrived."""
     arrived_s: float
     deadline_s: float | None = None
@@ -40,8 +40,8 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
         return self.deadline_s is not None or self.late_s is not None
 
 
-class ModelQueue:
-    """Requests in dispatch order."""
+class RequestQueue:
+    """One model's waiting requests in dispatch order."""
 
     def __init__(self) -> None:
         self._levels: dict[int, deque[Ticket]] = {}

@@ -7,15 +7,16 @@ from cohabit.server.scheduling.batching import Batch, choose_batch
 from cohabit.server.scheduling.estimates import Estimate, ModelEstimates
 from cohabit.server.scheduling.limits import Admission
 from cohabit.server.scheduling.policy import Policy
-from cohabit.server.scheduling.queues import ModelQueue, Ticket
+from cohabit.server.scheduling.queues import RequestQueue, Ticket
 
 
 class ScheduledModel:
     """Plain data; the scheduler reads and updates it."""
 
-    def __init__(self, generation: int) -> None:
-        self.first_generation = self.generation = generation
-        self.queue = ModelQueue()
+    def __init__(self) -> None:
+        self.load_number = 0
+        """The load that executes new requests."""
+        self.queue = RequestQueue()
         self.policy = Policy()
         self.admission = Admission()
         self.estimates = ModelEstimates({})

@@ -40,7 +40,9 @@ class Scheduler:
         """Models with waiting requests that are not paused."""
         self._order = DispatchOrder(self._waiting)
         self._arrivals = 0
-        self._generations = 0
+        self._loads = 0
+        self._executing: ScheduledModel | None = None
+        """The model of the current execution. It may have been removed meanwhile."""
         self._busy_until_s = -math.inf
         self._overloaded_s = -math.inf
         """Time at which a request was last shed."""
@@ -66,18 +68,18 @@ class Scheduler:
         max_rows: int = 0,
         recovery_s: float = 0.0,
     ) -> int:
-        """Add a model version, or replace its servable. Returns the generation of new tickets.
+        """Add a model version, or replace its servable. Returns the load number of new tickets, unique per scheduler.
 
-        A batch has at most `max_rows` rows, all of one generation. With 0, requests are executed alone.
+        A batch has at most `max_rows` rows, all of one load. With 0, requests are executed alone.
         """
-        self._generations += 1
-        known = self._models.setdefault(model, ScheduledModel(self._generations))
-        known.generation = self._generations
+        self._loads += 1
+        known = self._models.setdefault(model, ScheduledModel())
+        known.load_number = self._loads
         known.policy = policy or Policy()
         known.estimates = ModelEstimates(predicted_s or {})
         known.max_rows = max_rows
         known.recovery_s = recovery_s
-        return known.generation
+        return known.load_number
 
     def replan(self, model: ModelKey, predicted_s: Mapping[Bucket, float], recovery_s: float) -> None:
         """Replace a model's predictions after its plans have changed."""
@@ -95,9 +97,9 @@ class Scheduler:
         return tickets
 
     def drop_older(self, model: ModelKey) -> list[Ticket]:
-        """Remove and return the waiting requests for older generations of a model."""
+        """Remove and return the waiting requests for older loads of a model."""
         known = self._models[model]
-        older = [ticket for ticket in known.queue if ticket.generation != known.generation]
+        older = [ticket for ticket in known.queue if ticket.load_number != known.load_number]
         for ticket in older:
             self.cancel(ticket)
         return older
@@ -183,20 +185,20 @@ class Scheduler:
         self._order.dispatched(batch)
         predicted_s = known.estimate_of(batch.tickets[0]).seconds(batch.rows)
         self._busy_until_s = now_s + predicted_s
+        self._executing = known
         return replace(batch, predicted_s=predicted_s)
 
     def finished(self, batch: Batch, now_s: float, seconds: float | None) -> None:
         """Record the end of an execution after `seconds`; None if it failed, since its time is not representative."""
+        known, self._executing = self._executing, None
+        assert known is not None
         self._busy_until_s = -math.inf
-        known = self._models.get(batch.model)
         first = batch.tickets[0]
-        if known is None or first.generation < known.first_generation:
-            return  # the model was removed meanwhile
         known.admission.leave(len(batch.tickets))
         steps = (ticket.request.sequence for ticket in batch.tickets)
         known.returning = {step.id for step in steps if step is not None and not step.end} - known.queue.sequences
         known.free_s = now_s
-        if seconds is not None and first.generation == known.generation:
+        if seconds is not None and first.load_number == known.load_number:
             known.estimates.measured(first.request.sizes, batch.rows, seconds, now_s)
 
     def answered(self, seconds: float) -> None:
@@ -247,7 +249,7 @@ class Scheduler:
                 due_s = min(due_s, deadline_s - estimate.upper_estimate_s(request.batch, now_s))
         number, times_s = self._arrivals + 1, (arrived_s, deadline_s, timeout_s, late_s, due_s)
         alone = not self._live and self._busy_until_s == -math.inf
-        return Ticket(request, number, known.generation, *times_s, level, alone)
+        return Ticket(request, number, known.load_number, *times_s, level, alone)
 
     def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
         """Return when a request must start, or, under a DELAY policy, counts as late."""
