@@ -125,7 +125,7 @@ class Decider:
         partitions = self._memory.partitions
         others = [model for model in self._memory.models.values() if model is not old]
         if self._all_resident and others:
-            raise await in_thread(self._no_room_for_all, models[0], others)
+            raise await in_thread(self._resident_refusal, models[0], others)
         if self._at_start:
             self.memory_bytes = await in_thread(self._measured_memory, models)
         division = await in_thread(
@@ -183,7 +183,7 @@ class Decider:
     def _all_resident(self) -> bool:
         return self._config.layout == "resident"
 
-    def _no_room_for_all(self, model: Model, others: list[Model]) -> CohabitError:
+    def _resident_refusal(self, model: Model, others: list[Model]) -> CohabitError:
         """Return the error for a model that does not fit in the resident layout."""
         partitions, name = self._memory.partitions, model.key.name
         workspace = self._planner.least_workspace(model.demand, partitions.arena_bytes)

@@ -81,7 +81,7 @@ class Migrator:
             self._memory.remove(model)
             raise
 
-    async def make_room(self, decision: Decision) -> None:
+    async def free_memory(self, decision: Decision) -> None:
         """Free the memory chosen for new models, by moving or displacing loaded ones."""
         if decision.resizing is not None:
             await self.resize(decision.resizing, decision.displaced)

@@ -156,7 +156,7 @@ class ModelPlacement:
         assert not self.is_open or len(models) == 1
         closed = models
 
-        async def tried(model: Model, step: Coroutine[None, None, None]) -> None:
+        async def recording_failure(model: Model, step: Coroutine[None, None, None]) -> None:
             try:
                 await step
             except Exception as error:
@@ -169,7 +169,9 @@ class ModelPlacement:
                 # Plan before memory changes: a model without plans must not displace others.
                 for done, (model, memory) in enumerate(zip(models, decision.memories, strict=True)):
                     stage = f"{done} of {len(models)}, {model.key.name}"
-                    await tried(model, self.decider.plan(model, memory, partial(on_progress, "planning", stage)))
+                    await recording_failure(
+                        model, self.decider.plan(model, memory, partial(on_progress, "planning", stage))
+                    )
                 planned = [model for model in models if model.key not in failures]
                 if first:
                     await in_thread(self._open, decision.memories)
@@ -178,12 +180,12 @@ class ModelPlacement:
                 # A failed load rolls back later calls only: at the start, the other models are still served.
                 with suppress(_NotPlaced):
                     async with self.migrator.restoring_on_failure():
-                        await self.migrator.make_room(decision)
+                        await self.migrator.free_memory(decision)
                         self.memory.assign_lanes(planned)
                         for model in planned:
                             model.lane = model.lane if old is None else old.lane
                             on_progress(model.key.name, "bringing residents in")
-                            await tried(model, self.migrator.load(model, accept, throttle=not first))
+                            await recording_failure(model, self.migrator.load(model, accept, throttle=not first))
                         if failures and not first:
                             raise _NotPlaced
                 outside_bytes = self.memory.backend.outside_bytes
@@ -245,7 +247,7 @@ class ModelPlacement:
         """Retire a load that a newer load of the same version has replaced."""
         lane = self._lanes[model.lane]
         if self.has_displaced(model):
-            lane.hand_back(model.key)
+            lane.redirect_waiting(model.key)
         else:
             await lane.finish(model.key, timeout_s, older_only=True)
         async with self._changing:

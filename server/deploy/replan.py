@@ -129,7 +129,7 @@ class Replanner:
         """
         planner, demands = self._placement.planner, [model.whole_demand for model in models]
         memory_bytes = self._placement.decider.memory_limit.of(sum(model.weight_bytes for model in models))
-        division = await in_thread(planner.division, demands, memory_bytes, later=True)
+        division = await in_thread(planner.division, demands, memory_bytes, low_priority=True)
         found: dict[str, Plans] = {}
         for model, demand, memory, most in zip(
             models, demands, division.memories, division.most_batches, strict=True

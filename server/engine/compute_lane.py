@@ -112,9 +112,9 @@ class ComputeLane:
         self._current.pop(model, None)
         self._forget_old_loads(model)
         for ticket in forgotten:
-            self._settle(ticket, ModelNotFound(*model, reason="unloaded"))
+            self._resolve(ticket, ModelNotFound(*model, reason="unloaded"))
 
-    def hand_back(self, model: ModelKey) -> None:
+    def redirect_waiting(self, model: ModelKey) -> None:
         """Refuse the waiting requests for replaced servables, and resume dispatch.
 
         The front end resends these requests to the current servable.
@@ -122,7 +122,7 @@ class ComputeLane:
         with self.device.changed:
             older = self._scheduler.drop_older(model)
         for ticket in older:
-            self._settle(ticket, ModelNotFound(*model, reason="replaced"))
+            self._resolve(ticket, ModelNotFound(*model, reason="replaced"))
         self._forget_old_loads(model)
         self.resume(model)
 
@@ -168,7 +168,7 @@ class ComputeLane:
             self._cancel(ticket)
             raise
         self._scheduler.answered(time.monotonic() - ended_s)
-        return _hand_out(request, answer)
+        return _write_outputs(request, answer)
 
     async def ended(self, request: Request) -> None:
         """Wait until a cancelled request no longer uses its buffers."""
@@ -262,7 +262,7 @@ class ComputeLane:
         if self._alarm is not None:
             self._alarm.cancel()
         for ticket in list(self._waiting):
-            self._settle(ticket, shutting_down())
+            self._resolve(ticket, shutting_down())
         if self.device.is_running:
             await asyncio.to_thread(self.device.join, timeout_s)
         return not self.device.is_running
@@ -275,7 +275,7 @@ class ComputeLane:
             self.device.background.clear()
             self.device.changed.notify()
         for pending in background:
-            pending.settle(error)
+            pending.on_end(error)
 
     def _require_running(self) -> None:
         if self.draining:
@@ -291,7 +291,7 @@ class ComputeLane:
             self.device.loads[ticket.load_number].statistics.cancelled()
             self._forget(ticket)
 
-    def _settle(self, ticket: Ticket, outcome: tuple[Answer, float] | RequestError) -> None:
+    def _resolve(self, ticket: Ticket, outcome: tuple[Answer, float] | RequestError) -> None:
         future = self._forget(ticket)
         if future is None or future.done():
             return
@@ -321,7 +321,7 @@ class ComputeLane:
             if isinstance(outcome, RequestError):
                 self.refused(ticket, outcome, "BACKEND" if isinstance(outcome, ExecutionFailed) else "OTHER")
             else:
-                self._settle(ticket, (outcome, ended_s))
+                self._resolve(ticket, (outcome, ended_s))
         if lost is not None:
             self.device_lost(lost)
 
@@ -329,7 +329,7 @@ class ComputeLane:
         """Answer a request with an error, and count it."""
         waited_s = time.monotonic() - ticket.arrived_s
         self._count_failure(ticket.load_number, reason, waited_s)
-        self._settle(ticket, error)
+        self._resolve(ticket, error)
 
     def _count_failure(self, load_number: int, reason: FailureReason, seconds: float) -> None:
         load = self.device.loads.get(load_number)
@@ -350,8 +350,8 @@ class ComputeLane:
     def _shed(self) -> None:
         self._alarm_s = math.inf
         with self.device.changed:
-            hopeless = self._scheduler.shed(time.monotonic())
-        self.refuse_late(hopeless)
+            late = self._scheduler.shed(time.monotonic())
+        self.refuse_late(late)
         self._watch_deadlines()
 
     def refuse_late(self, tickets: Sequence[Ticket]) -> None:
@@ -388,7 +388,7 @@ def make_lanes(
     return lanes
 
 
-def _hand_out(request: Request, answer: Answer) -> Answer:
+def _write_outputs(request: Request, answer: Answer) -> Answer:
     """Write the requested outputs into a request's output buffer, if it has one.
 
     Raises ExecutionFailed for an output that is missing, or larger than the model's description says.

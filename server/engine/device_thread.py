@@ -47,7 +47,7 @@ class PendingWork:
     """Background work, and the function that reports its end."""
 
     work: BackgroundWork
-    settle: Callable[[BaseException | None], None]
+    on_end: Callable[[BaseException | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ class DeviceThread:
     def _next(self, now_s: float) -> Batch | None:
         """Take the next requests to execute, and shed those that are too late."""
         batch = self.scheduler.next(now_s)
-        if hopeless := self.scheduler.shed(now_s):
-            self._call_on_loop(self._owner.refuse_late, hopeless)
+        if late := self.scheduler.shed(now_s):
+            self._call_on_loop(self._owner.refuse_late, late)
         return batch
 
     def _advance(self, pending: PendingWork) -> None:
@@ -147,7 +147,7 @@ class DeviceThread:
             with self.changed:
                 if pending in self.background:
                     self.background.remove(pending)
-            self._call_on_loop(pending.settle, error)
+            self._call_on_loop(pending.on_end, error)
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         """Call a function on the event loop."""

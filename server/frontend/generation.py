@@ -86,7 +86,7 @@ class TokenSequence:
         while self.done < len(self.tokens):
             piece = self.tokens[self.done : self.done + self._most]
             try:
-                answer = await self._patiently(piece, start=self.done == 0)
+                answer = await self._step_with_retries(piece, start=self.done == 0)
             except SequenceLost:
                 if self.done == 0:
                     raise
@@ -96,7 +96,7 @@ class TokenSequence:
         assert answer is not None
         return answer
 
-    async def _patiently(self, piece: Sequence[int], start: bool) -> Array:
+    async def _step_with_retries(self, piece: Sequence[int], start: bool) -> Array:
         """Run a step; a started text waits while the server is overloaded."""
         deadline_s = asyncio.get_running_loop().time() + _PATIENCE_S
         while True:

@@ -91,10 +91,12 @@ def best_rate_batch(
         return usual
     first = usual.tickets[0]
     candidates = executable(waiting)
-    alike = [t for t in candidates if t.load_number == first.load_number and t.request.sizes == first.request.sizes]
+    compatible = [
+        t for t in candidates if t.load_number == first.load_number and t.request.sizes == first.request.sizes
+    ]
     best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
     for rows in estimate.planned(max_rows):
-        chosen = tuple(_fitting(alike, rows, now_s + estimate.upper_estimate_s(rows, now_s)))
+        chosen = tuple(_fitting(compatible, rows, now_s + estimate.upper_estimate_s(rows, now_s)))
         filled = sum(ticket.request.batch for ticket in chosen)
         if chosen and filled / estimate.seconds(filled) > best_per_s:
             best, best_per_s = Batch(chosen, filled), filled / estimate.seconds(filled)
