@@ -19,7 +19,7 @@ from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, Bundle
 from cohabit.server.config.config import BY_KEY, ServeConfig, cache_of
 from cohabit.server.config.sizes import write_size
 from cohabit.server.deploy.divide import Planner
-from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.model import Model, PlansFound
 from cohabit.server.deploy.prepare import (
     OnProgress,
     lowered_and_measured,
@@ -58,7 +58,7 @@ def export(config: ServeConfig, output: Path, on_progress: OnProgress) -> Bundle
     try:
         for model, memory in zip(models, division.memories, strict=True):
             on_progress(model.source.name, f"planning, {len(entries)} of {len(models)} models done")
-            model.plans = planner.best_plans(model.demand, memory)
+            model.found = PlansFound(planner.best_plans(model.demand, memory), searched=True)
             on_progress(model.source.name, "writing")
             _write(model, memory, config, output)
             entries.append(_entry(model))

@@ -105,10 +105,12 @@ class Decider:
         if known is None:
             on_search()
         if known is None and (self._config.plans_later or not self._at_start):
-            model.plans = await in_thread(self._planner.quick_plans, model.demand, memory)
+            model.found = PlansFound(
+                await in_thread(self._planner.quick_plans, model.demand, memory), searched=False
+            )
             return
-        model.plans = await in_thread(self._planner.best_plans, model.demand, memory) if known is None else known
-        model.searched = not model.is_provisional
+        plans = await in_thread(self._planner.best_plans, model.demand, memory) if known is None else known
+        model.found = PlansFound(plans, searched=not model.is_provisional)
 
     async def _free_memory(self, model: Model, without: Model | None) -> Memory | None:
         """Return the free memory, with that of `without`, in which a model is fastest; None if it fits in none."""
@@ -197,9 +199,9 @@ class Decider:
         return InfeasibleBudget(name, None, partitions.arena_bytes, taken + model.parameter_bytes)
 
     def _first_plans(self, model: Model, memory: Memory) -> PlansFound:
-        """Return initial plans, and whether they come from a full search."""
+        """Return initial plans: cached ones, else quick ones."""
         known = self._planner.known_plans(model.demand, memory)
-        return known or self._planner.quick_plans(model.demand, memory), known is not None
+        return PlansFound(known or self._planner.quick_plans(model.demand, memory), searched=known is not None)
 
 
 def _leave_out_batches(models: Sequence[Model], most_batches: Sequence[int]) -> None:

@@ -164,6 +164,7 @@ class ModelPlacement:
 
         try:
             async with self._changing:
+                # Decide: the memory of each model, and the loaded ones that must move or go.
                 first = not self.is_open
                 decision = await self.decider.decide(models, old, on_progress)
                 # Plan before memory changes: a model without plans must not displace others.
@@ -177,7 +178,8 @@ class ModelPlacement:
                     await in_thread(self._open, decision.memories)
                 elif failures:
                     return failures
-                # A failed load rolls back later calls only: at the start, the other models are still served.
+                # Move loaded models, then load the new ones. A failure rolls back later calls only: at the start, the
+                # other models are still served.
                 with suppress(_NotPlaced):
                     async with self.migrator.restoring_on_failure():
                         await self.migrator.free_memory(decision)
@@ -212,7 +214,7 @@ class ModelPlacement:
             plans = choose()
             if not plans:
                 return False
-            memories = {load_id: found[min(found)].memory for load_id, (found, _) in plans.items()}
+            memories = {load_id: found.memory for load_id, found in plans.items()}
             sizes = {load_id: self.memory.partitions.held[load_id].nbytes for load_id in self.memory.models}
             sizes |= {load_id: memory.partition_bytes for load_id, memory in memories.items()}
             (workspace,) = {memory.workspace_bytes for memory in memories.values()}
