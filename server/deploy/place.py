@@ -186,7 +186,7 @@ class ModelPlacement:
                         self.memory.assign_lanes(planned)
                         for model in planned:
                             model.lane = model.lane if old is None else old.lane
-                            on_progress(model.key.name, "bringing residents in")
+                            on_progress(model.key.name, "loading residents")
                             await recording_failure(model, self.migrator.load(model, accept, throttle=not first))
                         if failures and not first:
                             raise _NotPlaced

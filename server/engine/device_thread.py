@@ -150,7 +150,6 @@ class DeviceThread:
             self._call_on_loop(pending.on_end, error)
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function on the event loop."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:

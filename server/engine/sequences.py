@@ -143,7 +143,7 @@ class Sequences:
         They are valid until the next call. Raises InvalidRequest for an unknown sequence, and Overloaded if there is no
         memory for a new one.
         """
-        found = [self._before(ticket) for ticket in tickets]
+        found = [self._sequence_before(ticket) for ticket in tickets]
         parts: dict[str, list[Array]] = {}
         for ticket, known in zip(tickets, found, strict=True):
             for name, array in ticket.request.inputs.items():
@@ -163,11 +163,11 @@ class Sequences:
             for name, arrays in parts.items()
         }
 
-    def _before(self, ticket: Ticket) -> _Sequence:
+    def _sequence_before(self, ticket: Ticket) -> _Sequence:
         """Return a request's sequence before the request."""
         step = _step(ticket.request)
         if not step.start:
-            return self._found(step.id, ticket.arrived_s)
+            return self._known_sequence(step.id, ticket.arrived_s)
         self._forget_idle(ticket.arrived_s)
         known = _Sequence(object(), [state.initial for state in self._rules.states], 0, ticket.arrived_s)
         if step.id not in self._known and self._memory.used_bytes + known.nbytes > self._memory.limit_bytes:
@@ -204,7 +204,7 @@ class Sequences:
             step = _step(ticket.request)
             own = {name: array[row : row + 1] if self._batched else array for name, array in outputs.items()}
             before = None if step.start else self._known[step.id]
-            kept[step.id] = None if step.end else self._after(step, before, own, now_s)
+            kept[step.id] = None if step.end else self._sequence_after(step, before, own, now_s)
         added = sum(sequence.nbytes for sequence in kept.values() if sequence is not None)
         added -= sum(self._known[sequence].nbytes for sequence in kept if sequence in self._known)
         if not self._memory.take(self, added):
@@ -223,7 +223,7 @@ class Sequences:
         if not self._known:
             self._gathered.clear()
 
-    def _after(
+    def _sequence_after(
         self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array], now_s: float
     ) -> _Sequence:
         """Return a sequence after an execution. `before` stays valid; states with spare capacity are shared."""
@@ -263,7 +263,7 @@ class Sequences:
             if sequence not in self._waiting:
                 self.forget(sequence)
 
-    def _found(self, sequence: SequenceId, arrived_s: float) -> _Sequence:
+    def _known_sequence(self, sequence: SequenceId, arrived_s: float) -> _Sequence:
         known = self._known.get(sequence)
         if known is None or arrived_s - known.used_s > self._rules.idle_s:
             raise SequenceLost(

@@ -20,7 +20,7 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
     number: int
     """Order of arrival over all models."""
     load_number: int
-    """The load of its model that executes the request: the one served when it arrived."""
+    """The load of its model that executes the request: the one served when it arrived. Unique per compute lane."""
     arrived_s: float
     deadline_s: float | None = None
     """Time by which the answer must be ready; otherwise the request is shed."""
@@ -59,7 +59,6 @@ class RequestQueue:
 
     @property
     def sequences(self) -> set[SequenceId]:
-        """The sequences that have requests here."""
         return {ticket.request.sequence.id for ticket in self if ticket.request.sequence is not None}
 
     def starting_with(self, leader: Ticket) -> Iterator[Ticket]:

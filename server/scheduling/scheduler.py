@@ -44,13 +44,13 @@ class Scheduler:
         self._executing: ScheduledModel | None = None
         """The model of the current execution. It may have been removed meanwhile."""
         self._busy_until_s = -math.inf
-        self._overloaded_s = -math.inf
+        self._last_shed_s = -math.inf
         """Time at which a request was last shed."""
         self._answer_delay = Delay()
         """From the end of an execution until the event loop sends its answer."""
-        self._live: set[Ticket] = set()
+        self._tickets: set[Ticket] = set()
         """All waiting requests."""
-        self._deadlines = Deadlines(self._live)
+        self._deadlines = Deadlines(self._tickets)
         self._skipped: list[Ticket] = []
 
     def pending(self, model: ModelKey) -> int:
@@ -126,11 +126,11 @@ class Scheduler:
         if ticket.deadline_s is not None:
             needed_s = self._start_s(ticket, scheduled, now_s) + self._needed_s(ticket, now_s) - now_s
             if now_s + needed_s > ticket.deadline_s:
-                self._overloaded_s = now_s
+                self._last_shed_s = now_s
                 raise RequestTimedOut(request.model.name, ticket.timeout_s or 0.0, needed_s)
         scheduled.admission.enter(request.model.name, scheduled.policy, now_s, self._backlog_s)
         self._arrivals += 1
-        self._live.add(ticket)
+        self._tickets.add(ticket)
         scheduled.queue.push(ticket)
         if request.sequence is not None:
             scheduled.expected_sequences.discard(request.sequence.id)
@@ -142,7 +142,7 @@ class Scheduler:
 
     def cancel(self, ticket: Ticket) -> bool:
         """Remove a request from its queue; False if it no longer waits."""
-        if ticket not in self._live:
+        if ticket not in self._tickets:
             return False
         scheduled = self._models[ticket.request.model]
         scheduled.queue.remove(ticket)
@@ -161,7 +161,7 @@ class Scheduler:
             elif ticket.late_s is not None:
                 self._models[ticket.request.model].queue.move_to_end(ticket)
             elif self.cancel(ticket):
-                self._overloaded_s = now_s
+                self._last_shed_s = now_s
                 shed.append(ticket)
         return shed
 
@@ -174,7 +174,7 @@ class Scheduler:
             (ticket,) = batch.tickets
             self.cancel(ticket)
             self._skipped.append(ticket)
-            self._overloaded_s = now_s
+            self._last_shed_s = now_s
         if batch is None:
             return None
         scheduled = self._models[batch.model]
@@ -216,7 +216,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Cancel every waiting request."""
-        for ticket in list(self._live):
+        for ticket in list(self._tickets):
             self.cancel(ticket)
 
     def _update_waiting(self, model: ModelKey, scheduled: ScheduledModel) -> None:
@@ -228,11 +228,11 @@ class Scheduler:
 
     def _forget(self, ticket: Ticket) -> None:
         """Remove a request that no longer waits, and thus the references to its inputs."""
-        self._live.remove(ticket)
+        self._tickets.remove(ticket)
         self._deadlines.trim()
 
     def _choose(self, now_s: float) -> Batch | None:
-        return self._order.choose(now_s, overloaded=now_s - self._overloaded_s < _OVERLOADED_S)
+        return self._order.choose(now_s, overloaded=now_s - self._last_shed_s < _OVERLOADED_S)
 
     def _ticket(self, request: Request, scheduled: ScheduledModel, now_s: float) -> Ticket:
         level = scheduled.policy.level_of(request.priority)
@@ -249,7 +249,7 @@ class Scheduler:
                 estimate = scheduled.estimates.of(request.sizes)
                 due_s = min(due_s, deadline_s - estimate.upper_estimate_s(request.batch, now_s))
         number, times_s = self._arrivals + 1, (arrived_s, deadline_s, timeout_s, late_s, due_s)
-        alone = not self._live and self._busy_until_s == -math.inf
+        alone = not self._tickets and self._busy_until_s == -math.inf
         return Ticket(request, number, scheduled.load_number, *times_s, level, alone)
 
     def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
