@@ -245,7 +245,7 @@ class ModelPlacement:
             self._lanes[model.lane].remove(model.key)
             await self._vacate(model)
 
-    async def replaced(self, model: Model, timeout_s: float) -> None:
+    async def retire_replaced(self, model: Model, timeout_s: float) -> None:
         """Retire a load that a newer load of the same version has replaced."""
         lane = self._lanes[model.lane]
         if self.has_displaced(model):

@@ -185,13 +185,13 @@ async def generate(plane: DataPlane, text: Text) -> AsyncGenerator[TextPiece, No
             started_s = now_s
             text.generated += 1
             is_end = token in text.stop_ids
-            piece = "" if is_end or decoder is None else stops.passed(decoder.added(token))
+            piece = "" if is_end or decoder is None else stops.push(decoder.push(token))
             if is_end or stops.found:
                 text.finish_reason = "stop"
             elif text.generated >= text.most:
                 text.finish_reason = "length"
             if text.finish_reason is not None and not stops.found:
-                piece += stops.rest()
+                piece += stops.flush()
             likely = None
             if text.likely is not None:
                 likely = await call(slow, log_probabilities, logits, token, text.likely)

@@ -63,9 +63,9 @@ def test_a_text_in_pieces_is_cut_where_the_whole_would_be(seed: int) -> None:
     stops, passed, rest = StopStrings(strings), "", text
     while rest and not stops.found:
         size = draws.randint(1, 4)
-        passed, rest = passed + stops.passed(rest[:size]), rest[size:]
+        passed, rest = passed + stops.push(rest[:size]), rest[size:]
     found = stops.found
-    passed += stops.rest()
+    passed += stops.flush()
     # A piece may end before a longer string that begins earlier: the first that is complete counts.
     ends = sorted((text.find(s) + len(s), text.find(s)) for s in strings if s in text)
     assert found == bool(ends)
