@@ -35,7 +35,7 @@ from cohabit.loadgen.report import Report
 from cohabit.loadgen.run import run_load
 from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
-from cohabit.planner.sizing.deployment import ONE_REGION, LayoutName
+from cohabit.planner.sizing.problem import ONE_REGION, LayoutName
 
 GENETIC = "partitioned, genetic planner"
 ALL_CORES = "partitioned, all cores"

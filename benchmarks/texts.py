@@ -80,8 +80,8 @@ def _steps(options: argparse.Namespace, console: Console) -> list[str]:
     """Compare a step, with everything resident, in turns."""
     subject = from_folder(folder_of_model(options.folder), (), Lengths(most=MOST_TOKENS))
     archive = options.folder / "texts" / "chat" / "1" / "model.pt2"
-    assert subject.generation is not None
-    buckets = shape_buckets(subject.generation.shape_buckets)
+    assert subject.decoding is not None
+    buckets = shape_buckets(subject.decoding.shape_buckets)
     cache = options.folder / "cache" / "weights"
     lowered = lower(archive, "chat", [1, 2, 4, 8], cache, options=Options(packed=True), shape_buckets=buckets)
     store = open_store("ram", lowered.weights_path, lowered.manifest)

@@ -20,7 +20,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Placement, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
+from cohabit.planner.sizing.problem import Division, LayoutName, ModelDemand
 
 T = TypeVar("T")
 _DIVISION_VERSION = 5

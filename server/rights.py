@@ -21,13 +21,13 @@ def no_new_privileges() -> None:
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def allow_connections() -> None:
+def raise_open_file_limit() -> None:
     """Raise the limit of open files to its maximum: the default may be below --max-connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def yield_memory() -> None:
+def raise_oom_score() -> None:
     """Let the operating system kill this process before others if memory runs out."""
     with suppress(OSError):  # no /proc
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -108,7 +108,7 @@ class Server:
         """Listen on every port. Raises ConfigError if a port or a file cannot be opened."""
         config, access = self._config, self._access
         self._warn_if_open(access)
-        self._background.keep("watching token files", self.tokens.follow)
+        self._background.keep("watching token files", self.tokens.watch)
         tls = None
         if config.tls_cert is not None and config.tls_key is not None:
             tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)

@@ -13,7 +13,7 @@ from benchmarks.scrape import Running
 from cohabit.loadgen.errors import ServerFailed
 from cohabit.loadgen.report import ModelReport, Report, Spread
 from cohabit.loadgen.run import Load
-from cohabit.planner.sizing.deployment import LayoutName
+from cohabit.planner.sizing.problem import LayoutName
 
 
 def point(layout: LayoutName, rate_per_s: float, p99_s: float | None) -> Point:

@@ -65,7 +65,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.importing": (
         {"server", "runtime"},
-        {"huggingface_hub", "numpy", "safetensors", "torch", "transformers"},
+        {"huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"},
     ),
     "server.capacity": ({"server", "planner"}, {"msgspec", "numpy"}),
     "server.view": ({"server", "planner.errors"}, {"msgspec"}),

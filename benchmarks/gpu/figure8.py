@@ -9,7 +9,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +23,11 @@ from benchmarks.gpu.common import Measured, described, open_gpu, resnet
 from benchmarks.record import markdown_table
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.library import Library
+from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Deployment, LayoutName, ModelDemand
-from cohabit.planner.sizing.division import deploy
+from cohabit.planner.sizing.division import divide
+from cohabit.planner.sizing.fitting import plan_model
+from cohabit.planner.sizing.problem import Division, LayoutName, ModelDemand
 from cohabit.runtime.backend import Runner
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.backend import CudaBackend
@@ -33,7 +35,7 @@ from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.memory import DeviceArena
 from cohabit.runtime.options import CUDA_DEFAULTS, STORED_AS, Weights
-from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
+from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion, Sharing
 
 MODELS = 16
 SHARES = (0.25, 0.5, 1.0)
@@ -113,12 +115,18 @@ def _placed(backend: CudaBackend, model: Measured, name: LayoutName, memory_byte
         ModelDemand(f"resnet152-{n}", {Bucket(1): model.graph(1)}, {Bucket(1): model.profiles[Bucket(1)]})
         for n in range(MODELS)
     ]
+    division = divide(demands, memory_bytes, name)
     with TemporaryDirectory() as folder:  # the models share their plans
-        deployment = deploy(demands, memory_bytes, name, Library(Path(folder)))
+        library = Library(Path(folder))
+        pairs = zip(demands, division.memories, strict=True)
+        plans = {demand.name: plan_model(demand, memory, library)[Bucket(1)] for demand, memory in pairs}
     arena = backend.arena(memory_bytes)
-    place = _in_one_region if name in SHARINGS else _in_partitions
     try:
-        with place(backend, model, deployment, arena) as layout:
+        if name in SHARINGS:
+            placed = _in_one_region(backend, model, SHARINGS[name], division, plans, arena)
+        else:
+            placed = _in_partitions(backend, model, division, plans, arena)
+        with placed as layout:
             _warm_up(layout)
             yield layout
     finally:
@@ -127,16 +135,20 @@ def _placed(backend: CudaBackend, model: Measured, name: LayoutName, memory_byte
 
 @contextmanager
 def _in_partitions(
-    backend: CudaBackend, model: Measured, deployment: Deployment, arena: DeviceArena[torch.Tensor]
+    backend: CudaBackend,
+    model: Measured,
+    division: Division,
+    plans: Mapping[str, Plan],
+    arena: DeviceArena[torch.Tensor],
 ) -> Iterator[Layout]:
+    """Partitions from the arena's top down; the workspace is at its bottom."""
     programs: list[CudaProgram] = []
+    top = division.memory_bytes
     try:
-        for entry in deployment.entries:
-            bases = Bases(entry.partition_offset, 0)
-            own = replace(model.lowered, name=entry.name)
-            programs.append(
-                backend.build(own, entry.plans[Bucket(1)], model.profiles[Bucket(1)], arena, bases, model.store)
-            )
+        for (name, plan), partition_bytes in zip(plans.items(), division.partition_bytes, strict=True):
+            top -= partition_bytes
+            own, profile = replace(model.lowered, name=name), model.profiles[Bucket(1)]
+            programs.append(backend.build(own, plan, profile, arena, Bases(top, 0), model.store))
             backend.executor.load(programs[-1])
         yield Layout(programs, backend.executor)
     finally:
@@ -146,20 +158,19 @@ def _in_partitions(
 
 @contextmanager
 def _in_one_region(
-    backend: CudaBackend, model: Measured, deployment: Deployment, arena: DeviceArena[torch.Tensor]
+    backend: CudaBackend,
+    model: Measured,
+    sharing: Sharing,
+    division: Division,
+    plans: Mapping[str, Plan],
+    arena: DeviceArena[torch.Tensor],
 ) -> Iterator[Layout]:
-    workspace_bytes = deployment.workspace_bytes
-    sharing = SHARINGS[deployment.layout]
+    workspace_bytes = division.workspace_bytes
     shared = SharedRegion(backend, sharing, arena, workspace_bytes, arena.nbytes - workspace_bytes)
     try:
         programs = [
-            shared.add(
-                replace(model.lowered, name=entry.name),
-                entry.plans[Bucket(1)],
-                model.profiles[Bucket(1)],
-                model.store,
-            )
-            for entry in deployment.entries
+            shared.add(replace(model.lowered, name=name), plan, model.profiles[Bucket(1)], model.store)
+            for name, plan in plans.items()
         ]
         yield Layout(programs, shared)
     finally:

@@ -15,10 +15,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from benchmarks.record import markdown_table, parser_of, record
 from cohabit.loadgen.arrivals import zipf_weights
 from cohabit.planner.profile import Link
-from cohabit.planner.sizing.demand import Demand
-from cohabit.planner.sizing.deployment import ModelDemand
+from cohabit.planner.sizing.demand import MemoryDemand
 from cohabit.planner.sizing.division import divide
 from cohabit.planner.sizing.fitting import latency_curve
+from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.planner.sizing.shares import Curve, Point, latency_weights, share_out, weighted_latency_s
 from cohabit.server.commands.fit import candidates
 from cohabit.server.config.sources import config_of
@@ -74,7 +74,7 @@ def with_link(model: ModelDemand, bandwidth: float | None) -> ModelDemand:
 
 def _curves(models: Sequence[ModelDemand], workspace_bytes: int) -> list[Curve]:
     curves, known = [], dict[tuple[str, bool, str, int, int], float]()
-    for demand in map(Demand.of, models):
+    for demand in map(MemoryDemand.of, models):
         least = demand.least_partition_bytes(workspace_bytes)
         assert least is not None
         footprint, profile = demand.footprints[demand.smallest], demand.model.profiles[demand.smallest]

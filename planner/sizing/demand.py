@@ -7,30 +7,30 @@ from cohabit.planner.layout.feasible import Footprint, page_aligned
 from cohabit.planner.offloading.pool import ActivationPools
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import ModelDemand
+from cohabit.planner.sizing.problem import ModelDemand
 
 WINDOWS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)
 """Window sizes to try, in units of the largest op's parameters."""
 
 
 @dataclass(frozen=True)
-class Demand:
+class MemoryDemand:
     """A model, and the memory that its graphs need in every plan."""
 
     model: ModelDemand
     footprints: Mapping[Bucket, Footprint]
 
     @staticmethod
-    def of(model: ModelDemand) -> "Demand":
-        return Demand(model, {bucket: Footprint.of(g) for bucket, g in model.graphs.items()})
+    def of(model: ModelDemand) -> "MemoryDemand":
+        return MemoryDemand(model, {bucket: Footprint.of(g) for bucket, g in model.graphs.items()})
 
-    def with_offloading(self) -> "Demand":
+    def with_offloading(self) -> "MemoryDemand":
         """Return the demand with offloaded activations: less memory, more time."""
         smallest = {
             bucket: _in_smallest_pool(footprint, self.model.profiles[bucket])
             for bucket, footprint in self.footprints.items()
         }
-        return Demand(self.model, smallest)
+        return MemoryDemand(self.model, smallest)
 
     @property
     def smallest(self) -> Bucket:
@@ -65,7 +65,7 @@ def _in_smallest_pool(footprint: Footprint, profile: Profile) -> Footprint:
     return Footprint.of_pool(footprint.graph, pool_bytes) if pool_bytes < footprint.activation_bytes else footprint
 
 
-def workspaces(demands: Sequence[Demand], memory: int) -> list[int]:
+def workspaces(demands: Sequence[MemoryDemand], memory: int) -> list[int]:
     """Return workspace sizes to try: from the activations alone to the least that needs no partition, and larger.
 
     Ops that share parameters may need them only once if they run together, which takes more activations.

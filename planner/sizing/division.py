@@ -7,25 +7,20 @@ from itertools import pairwise
 
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
-from cohabit.planner.library import Library
-from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.demand import Demand, workspaces
-from cohabit.planner.sizing.deployment import (
-    ONE_REGION,
-    WHOLE_MODELS,
-    Deployment,
-    Division,
-    LayoutName,
-    ModelDemand,
-    laid_out,
-)
+from cohabit.planner.sizing.demand import MemoryDemand, workspaces
 from cohabit.planner.sizing.fitting import (
     Estimate,
     Estimates,
     estimate_latency_s,
     latency_curve,
-    plan_model,
     rough_latency_s,
+)
+from cohabit.planner.sizing.problem import (
+    ONE_REGION,
+    WHOLE_MODELS,
+    Division,
+    LayoutName,
+    ModelDemand,
 )
 from cohabit.planner.sizing.shares import Curve, latency_weights, share_out, weighted_latency_s
 
@@ -35,22 +30,6 @@ ALIKE = 0.05
 """Fraction by which a cost may exceed the best and count as equal; among equal costs, more batches win."""
 LEAST_STEP = 0.05
 """Fraction of the memory that a step of leaving out batches must save."""
-
-
-def deploy(
-    models: Sequence[ModelDemand],
-    memory_bytes: int,
-    layout: LayoutName = "partitioned",
-    library: Library | None = None,
-    *,
-    lanes: int = 1,
-) -> Deployment:
-    """Size every model and plan every bucket. Raises InfeasibleBudget with the least sufficient memory."""
-    division = divide(models, memory_bytes, layout, lanes=lanes)
-    sizes = [Memory(division.workspace_bytes, partition) for partition in division.partition_bytes]
-    models = [model.up_to(most) for model, most in zip(models, division.most_batches, strict=True)]
-    plans = [plan_model(model, memory, library) for model, memory in zip(models, sizes, strict=True)]
-    return laid_out(layout, models, division, plans, lanes)
 
 
 def divide(
@@ -71,7 +50,7 @@ def divide(
     take memory from parameters.
     """
     assert lanes == 1 or layout not in ONE_REGION
-    demands = [Demand.of(model) for model in models]
+    demands = [MemoryDemand.of(model) for model in models]
     if layout == "partitioned" and demands:
         room = _Room(memory_bytes, least_workspace_bytes, lanes, rough_latency_s if rough else estimate_latency_s)
         shares = _partition(demands, room)
@@ -98,13 +77,13 @@ class _Room:
 class _Shares:
     """A division of memory, and its cost: the sum of weight times latency."""
 
-    demands: Sequence[Demand]
+    demands: Sequence[MemoryDemand]
     workspace_bytes: int
     partition_bytes: Sequence[int]
     cost: float = 0.0
 
 
-def _partition(demands: Sequence[Demand], room: _Room) -> _Shares:
+def _partition(demands: Sequence[MemoryDemand], room: _Room) -> _Shares:
     """Choose batches, the lanes' workspace and the partitions that minimise the sum of rate times latency.
 
     If activations do not fit, the largest batches are left out. If that is not enough, activations are offloaded.
@@ -131,7 +110,7 @@ def _partition(demands: Sequence[Demand], room: _Room) -> _Shares:
     return next(shares for cost, shares in found if cost <= enough_s)
 
 
-def _with_fewer_batches(demands: Sequence[Demand], memory_bytes: int) -> Iterator[Sequence[Demand]]:
+def _with_fewer_batches(demands: Sequence[MemoryDemand], memory_bytes: int) -> Iterator[Sequence[MemoryDemand]]:
     """Yield the demands, then without the batches with the most activations, until those of one model must stay.
 
     Steps that save less than LEAST_STEP of the memory are combined. A single model keeps its batches: no other model
@@ -141,7 +120,7 @@ def _with_fewer_batches(demands: Sequence[Demand], memory_bytes: int) -> Iterato
         yield demands
         return
     left, yielded_bytes = list(demands), max(demand.activation_bytes for demand in demands)
-    yielded: Sequence[Demand] = demands
+    yielded: Sequence[MemoryDemand] = demands
     yield yielded
     while True:
         largest = max(range(len(left)), key=lambda i: left[i].activation_bytes)
@@ -150,14 +129,14 @@ def _with_fewer_batches(demands: Sequence[Demand], memory_bytes: int) -> Iterato
             if any(now is not then for now, then in zip(left, yielded, strict=True)):
                 yield tuple(left)
             return
-        left[largest] = Demand.of(model.up_to(model.batches[-2]))
+        left[largest] = MemoryDemand.of(model.up_to(model.batches[-2]))
         now_bytes = max(demand.activation_bytes for demand in left)
         if yielded_bytes - now_bytes >= LEAST_STEP * memory_bytes:
             yielded_bytes, yielded = now_bytes, tuple(left)
             yield yielded
 
 
-def _batching_loss_s(demands: Sequence[Demand], fewer: Sequence[Demand]) -> float:
+def _batching_loss_s(demands: Sequence[MemoryDemand], fewer: Sequence[MemoryDemand]) -> float:
     """Return the time that omitted batches would have saved, weighted like latencies.
 
     At half load, which the weights assume, the number of requests in an M/M/1 queue is geometrically distributed; so
@@ -175,22 +154,22 @@ def _batching_loss_s(demands: Sequence[Demand], fewer: Sequence[Demand]) -> floa
     return loss_s
 
 
-def _compute_s(demand: Demand, batch: int) -> float:
+def _compute_s(demand: MemoryDemand, batch: int) -> float:
     return min(p.compute_s for bucket, p in demand.model.profiles.items() if bucket.batch == batch)
 
 
-def _weights(demands: Sequence[Demand]) -> list[float]:
+def _weights(demands: Sequence[MemoryDemand]) -> list[float]:
     rates = [d.model.rate_per_s for d in demands]
     return latency_weights(rates, [d.model.profiles[d.smallest].compute_s for d in demands])
 
 
-def _resident_cost_s(demands: Sequence[Demand]) -> float:
+def _resident_cost_s(demands: Sequence[MemoryDemand]) -> float:
     """Return the cost if every parameter is resident."""
     compute_s = [d.model.profiles[d.smallest].compute_s for d in demands]
     return sum(weight * seconds for weight, seconds in zip(_weights(demands), compute_s, strict=True))
 
 
-def _partition_for(demands: Sequence[Demand], room: _Room) -> _Shares:
+def _partition_for(demands: Sequence[MemoryDemand], room: _Room) -> _Shares:
     """Choose the workspace and the partitions for all batches of these demands."""
     memory, lanes = room.memory_bytes, room.lanes
     largest_demand = max(demands, key=lambda d: d.least_bytes)
@@ -221,14 +200,14 @@ def _partition_for(demands: Sequence[Demand], room: _Room) -> _Shares:
     return best
 
 
-def _refusal(demand: Demand, memory_bytes: int, least_bytes: int, models: int) -> InfeasibleBudget:
+def _refusal(demand: MemoryDemand, memory_bytes: int, least_bytes: int, models: int) -> InfeasibleBudget:
     largest = demand.largest_demand
     name, op, bucket = demand.model.name, largest.largest_op, largest.graph.bucket
     return InfeasibleBudget(name, op, memory_bytes, least_bytes, models, bucket)
 
 
 def _share_out(
-    demands: Sequence[Demand], least: list[int], workspace: int, room: _Room, known: Estimates
+    demands: Sequence[MemoryDemand], least: list[int], workspace: int, room: _Room, known: Estimates
 ) -> _Shares:
     """Give memory where it saves the most time per byte, then the rest to models that still lack some."""
     lines: list[Curve] = [
@@ -243,7 +222,7 @@ def _share_out(
     return _Shares(demands, workspace, given, weighted_latency_s(chosen, weights))
 
 
-def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> list[int]:
+def _give_rest(demands: Sequence[MemoryDemand], partitions: list[int], left: int) -> list[int]:
     """Fill up partitions evenly, smallest lack first, until every parameter fits or no memory is left."""
     lack = [max(d.parameter_bytes - p, 0) for d, p in zip(demands, partitions, strict=True)]
     given = list(partitions)
@@ -256,7 +235,7 @@ def _give_rest(demands: Sequence[Demand], partitions: list[int], left: int) -> l
     return given
 
 
-def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> _Shares:
+def _all_resident(demands: Sequence[MemoryDemand], memory: int, lanes: int) -> _Shares:
     """Divide memory so that every parameter of every model is resident."""
     workspace = max((d.activation_bytes for d in demands), default=0)
     partitions = [d.parameter_bytes for d in demands]
@@ -266,7 +245,7 @@ def _all_resident(demands: Sequence[Demand], memory: int, lanes: int) -> _Shares
     return _Shares(demands, workspace, partitions)
 
 
-def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> _Shares:
+def _one_region(demands: Sequence[MemoryDemand], memory: int, layout: LayoutName) -> _Shares:
     """Make one region for all models. Plans keep every parameter: residency is decided at run time."""
     workspace = max((d.activation_bytes for d in demands), default=0)
     for least, op, name in sorted(((*_least(d, layout), d.model.name) for d in demands), key=lambda d: d[0])[-1:]:
@@ -275,7 +254,7 @@ def _one_region(demands: Sequence[Demand], memory: int, layout: LayoutName) -> _
     return _Shares(demands, workspace, [d.parameter_bytes for d in demands])
 
 
-def _least(demand: Demand, layout: LayoutName) -> tuple[int, str | None]:
+def _least(demand: MemoryDemand, layout: LayoutName) -> tuple[int, str | None]:
     """Return the bytes that a model needs of a shared region, and the op that needs them (None for the whole model)."""
     if layout in WHOLE_MODELS:
         return demand.parameter_bytes, None

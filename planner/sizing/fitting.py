@@ -16,8 +16,8 @@ from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.demand import Demand, workspaces
-from cohabit.planner.sizing.deployment import ModelDemand
+from cohabit.planner.sizing.demand import MemoryDemand, workspaces
+from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.planner.sizing.shares import Curve, Point
 from cohabit.planner.streaming import searcher as streaming
 
@@ -101,7 +101,7 @@ def split_budget(graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profi
     All buckets are feasible with the result. Raises InfeasibleBudget.
     """
     budget = budget_bytes // PAGE_BYTES * PAGE_BYTES
-    demand = Demand.of(ModelDemand(next(iter(graphs.values())).name, graphs, profiles))
+    demand = MemoryDemand.of(ModelDemand(next(iter(graphs.values())).name, graphs, profiles))
     if budget < demand.least_bytes:
         demand = demand.with_offloading()
     footprints, largest = demand.footprints, demand.largest_demand
@@ -128,12 +128,12 @@ def split_budget(graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profi
 
 def fit(model: ModelDemand, choices: Sequence[Memory]) -> Memory | None:
     """Choose the free memory with the least latency for one more model, trimming the partition; None if none fits."""
-    demand = Demand.of(model)
+    demand = MemoryDemand.of(model)
     chosen = _fit(demand, choices)
     return chosen if chosen is not None else _fit(demand.with_offloading(), choices)
 
 
-def _fit(demand: Demand, choices: Sequence[Memory]) -> Memory | None:
+def _fit(demand: MemoryDemand, choices: Sequence[Memory]) -> Memory | None:
     model = demand.model
     smallest = demand.smallest
     best: tuple[float, Memory] | None = None
@@ -152,7 +152,7 @@ def _fit(demand: Demand, choices: Sequence[Memory]) -> Memory | None:
 
 def workspaces_for(model: ModelDemand, memory_bytes: int) -> list[int]:
     """Return workspace sizes to try for a model."""
-    demand = Demand.of(model)
+    demand = MemoryDemand.of(model)
     return sorted({*workspaces([demand], memory_bytes), *workspaces([demand.with_offloading()], memory_bytes)})
 
 
@@ -186,7 +186,7 @@ def plans_by_size(model: ModelDemand, workspace_bytes: int, searcher: str = "bes
 
     Empty if no partition suffices with this workspace.
     """
-    demand = Demand.of(model)
+    demand = MemoryDemand.of(model)
     least = demand.least_partition_bytes(workspace_bytes)
     if least is None:
         demand = demand.with_offloading()

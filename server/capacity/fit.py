@@ -15,9 +15,9 @@ from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
 from cohabit.planner.sizing.division import divide
 from cohabit.planner.sizing.fitting import plan_model
+from cohabit.planner.sizing.problem import Division, LayoutName, ModelDemand
 from cohabit.server.capacity.simulation import NO_OVERHEADS, Overheads, SimulatedModel, poisson, simulate
 from cohabit.server.errors import ConfigError
 from cohabit.server.scheduling.policy import Policy
@@ -205,9 +205,9 @@ class Capacity:
         if memory_bytes not in self._plans:
             division = divide(self._demands, memory_bytes, self.layout)
             models = []
-            for candidate, partition_bytes in zip(self.candidates, division.partition_bytes, strict=True):
+            for candidate, memory in zip(self.candidates, division.memories, strict=True):
                 self._on_progress(f"planning {candidate.demand.name} in {format_bytes(memory_bytes)}")
-                models.append(self._simulated_model(candidate, Memory(division.workspace_bytes, partition_bytes)))
+                models.append(self._simulated_model(candidate, memory))
             self._plans[memory_bytes] = _PlannedModels(division, models)
         return self._plans[memory_bytes]
 

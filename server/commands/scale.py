@@ -116,7 +116,7 @@ def _start(plan: ScalePlan, replicas: int, host: str, http_port: int) -> None:
     serve.start(http_options={"host": host, "port": http_port})
     try:
         ingress = serve.run(application(plan, replicas), name=NAME, logging_config={"log_level": "WARNING"})
-        ingress.until_settled.remote().result()
+        ingress.wait_until_loaded.remote().result()
     except RuntimeError as error:
         found = serve.status().applications[NAME].deployments
         failed = {name: one.message.strip() for name, one in found.items() if "FAILED" in str(one.status)}

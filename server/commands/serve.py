@@ -18,7 +18,7 @@ from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.server.commands import EXIT_FAILED, exit_status
 from cohabit.server.config import sources
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.rights import allow_connections, no_new_privileges
+from cohabit.server.rights import no_new_privileges, raise_open_file_limit
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     from cohabit.server.log import configure_logging
 
     no_new_privileges()
-    allow_connections()
+    raise_open_file_limit()
     configure_logging(effective.config.log_format)
     if effective.takes_memory_left:
         _tell_memory(effective, _teller(effective.config, errors))

@@ -11,7 +11,7 @@ import msgspec
 
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.deployment import Division
+from cohabit.planner.sizing.problem import Division
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
 from cohabit.runtime.lowering.lower import Entry
 from cohabit.runtime.lowering.weights import description_path
@@ -19,7 +19,7 @@ from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, Bundle
 from cohabit.server.config.config import BY_KEY, ServeConfig, cache_of
 from cohabit.server.config.sizes import write_size
 from cohabit.server.deploy.divide import Planner
-from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.model import Model, PlansFound
 from cohabit.server.deploy.prepare import (
     OnProgress,
     lowered_and_measured,
@@ -56,10 +56,9 @@ def export(config: ServeConfig, output: Path, on_progress: OnProgress) -> Bundle
     division = planner.division([model.demand for model in models], memory_bytes)
     entries: list[BundledModel] = []
     try:
-        for model, partition_bytes in zip(models, division.partition_bytes, strict=True):
-            memory = Memory(division.workspace_bytes, partition_bytes)
+        for model, memory in zip(models, division.memories, strict=True):
             on_progress(model.source.name, f"planning, {len(entries)} of {len(models)} models done")
-            model.plans = planner.best_plans(model.demand, memory)
+            model.found = PlansFound(planner.best_plans(model.demand, memory), searched=True)
             on_progress(model.source.name, "writing")
             _write(model, memory, config, output)
             entries.append(_entry(model))

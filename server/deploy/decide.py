@@ -9,7 +9,7 @@ from functools import partial
 from cohabit.planner.errors import CohabitError, InfeasibleBudget, format_bytes
 from cohabit.planner.graph import aligned
 from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.deployment import Division
+from cohabit.planner.sizing.problem import Division
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering.lower import NotCached
@@ -105,10 +105,12 @@ class Decider:
         if known is None:
             on_search()
         if known is None and (self._config.plans_later or not self._at_start):
-            model.plans = await in_thread(self._planner.quick_plans, model.demand, memory)
+            model.found = PlansFound(
+                await in_thread(self._planner.quick_plans, model.demand, memory), searched=False
+            )
             return
-        model.plans = await in_thread(self._planner.best_plans, model.demand, memory) if known is None else known
-        model.searched = not model.is_provisional
+        plans = await in_thread(self._planner.best_plans, model.demand, memory) if known is None else known
+        model.found = PlansFound(plans, searched=not model.is_provisional)
 
     async def _free_memory(self, model: Model, without: Model | None) -> Memory | None:
         """Return the free memory, with that of `without`, in which a model is fastest; None if it fits in none."""
@@ -125,7 +127,7 @@ class Decider:
         partitions = self._memory.partitions
         others = [model for model in self._memory.models.values() if model is not old]
         if self._all_resident and others:
-            raise await in_thread(self._no_room_for_all, models[0], others)
+            raise await in_thread(self._resident_refusal, models[0], others)
         if self._at_start:
             self.memory_bytes = await in_thread(self._measured_memory, models)
         division = await in_thread(
@@ -183,7 +185,7 @@ class Decider:
     def _all_resident(self) -> bool:
         return self._config.layout == "resident"
 
-    def _no_room_for_all(self, model: Model, others: list[Model]) -> CohabitError:
+    def _resident_refusal(self, model: Model, others: list[Model]) -> CohabitError:
         """Return the error for a model that does not fit in the resident layout."""
         partitions, name = self._memory.partitions, model.key.name
         workspace = self._planner.least_workspace(model.demand, partitions.arena_bytes)
@@ -197,9 +199,9 @@ class Decider:
         return InfeasibleBudget(name, None, partitions.arena_bytes, taken + model.parameter_bytes)
 
     def _first_plans(self, model: Model, memory: Memory) -> PlansFound:
-        """Return initial plans, and whether they come from a full search."""
+        """Return initial plans: cached ones, else quick ones."""
         known = self._planner.known_plans(model.demand, memory)
-        return known or self._planner.quick_plans(model.demand, memory), known is not None
+        return PlansFound(known or self._planner.quick_plans(model.demand, memory), searched=known is not None)
 
 
 def _leave_out_batches(models: Sequence[Model], most_batches: Sequence[int]) -> None:

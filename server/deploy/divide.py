@@ -13,7 +13,7 @@ from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import Division, LayoutName, ModelDemand
+from cohabit.planner.sizing.problem import Division, LayoutName, ModelDemand
 from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.deploy.partitions import Partitions
 from cohabit.server.deploy.worker import WorkerProcesses, stage
@@ -41,13 +41,13 @@ class Planner:
         least_workspace_bytes: int = 0,
         on_divided: Callable[[], None] = lambda: None,
         *,
-        later: bool = False,
+        low_priority: bool = False,
         rough: bool = False,
     ) -> Division:
         """Return the division of memory among models. Calls `on_divided` first if it is not cached.
 
         Unchanged plans may need `least_workspace_bytes`. With `rough`, an uncached division is made by a rule of thumb
-        and not stored; with `later`, in a low-priority call. Raises InfeasibleBudget, or WorkerFailed with its message.
+        and not stored. Raises InfeasibleBudget, or WorkerFailed with its message.
         """
         layout, lanes = self._layout, self._lanes
         known = None
@@ -56,7 +56,7 @@ class Planner:
         if known is not None:
             return known
         on_divided()
-        call = self._workers.call_low_priority if later else self._workers.call
+        call = self._workers.call_low_priority if low_priority else self._workers.call
         division: Division = call(_divide, models, memory_bytes, layout, lanes, least_workspace_bytes, rough)
         if not (least_workspace_bytes or rough):
             self._library.store_division(models, memory_bytes, layout, lanes, division)

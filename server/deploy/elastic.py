@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.shares import Curve, Point, latency_weights, share_out, weighted_latency_s
-from cohabit.server.deploy.model import Model, Plans, PlansFound
+from cohabit.server.deploy.model import Model, PlansFound
 from cohabit.server.deploy.place import ModelPlacement
 from cohabit.server.deploy.replan import Replanner
 from cohabit.server.deploy.worker import in_thread
@@ -40,8 +40,8 @@ class _Sizes:
 
     def curve(self, model: Model) -> Curve:
         """Return predicted latency by partition size. The model's current plans replace those of the same size."""
-        self.plans[_bytes_of(model.plans)] = model.plans, model.searched
-        return tuple(Point(nbytes, model.latency_s(plans)) for nbytes, (plans, _) in sorted(self.plans.items()))
+        self.plans[model.found.memory.partition_bytes] = model.found
+        return tuple(Point(nbytes, model.latency_s(found.plans)) for nbytes, found in sorted(self.plans.items()))
 
 
 class Elastic:
@@ -177,9 +177,10 @@ class Elastic:
         for load_id, model in models.items():
             if self._replanner.is_busy:
                 return
-            found = await in_thread(self._placement.planner.plans_by_size, model.demand, workspace_bytes)
-            plans = {_bytes_of(made): (made, False) for made in found}
-            self._sizes[load_id] = _Sizes(workspace_bytes, model.profiles, plans)
+            made = await in_thread(self._placement.planner.plans_by_size, model.demand, workspace_bytes)
+            found = [PlansFound(plans, searched=False) for plans in made]
+            by_size = {plans.memory.partition_bytes: plans for plans in found}
+            self._sizes[load_id] = _Sizes(workspace_bytes, model.profiles, by_size)
 
 
 def _share_out(
@@ -189,11 +190,7 @@ def _share_out(
     curves = [sizes[load_id].curve(model) for load_id, model in models.items()]
     compute_s = [model.profiles[min(model.profiles)].compute_s for model in models.values()]
     weights = latency_weights([rates_per_s[load_id] for load_id in models], compute_s)
-    now = [Point(_bytes_of(model.plans), model.latency_s(model.plans)) for model in models.values()]
+    now = [Point(model.found.memory.partition_bytes, model.latency_s(model.plans)) for model in models.values()]
     chosen = share_out(curves, weights, memory_bytes)
     gain = 1 - weighted_latency_s(chosen, weights) / weighted_latency_s(now, weights)
     return {load_id: point.partition_bytes for load_id, point in zip(models, chosen, strict=True)}, gain
-
-
-def _bytes_of(plans: Plans) -> int:
-    return plans[min(plans)].memory.partition_bytes

@@ -247,7 +247,9 @@ class Lifecycle:
         versions = {entry.version for entry in found if entry.version is not None}
         async with self._locks.setdefault(model, asyncio.Lock()):
             surplus = [m for key, m in self.serving.items() if key.name == model and key.version not in versions]
-            sources = [entry for entry in found if isinstance(entry, ModelSource) and not self._keep(entry)]
+            sources = [
+                entry for entry in found if isinstance(entry, ModelSource) and not self._keep_if_unchanged(entry)
+            ]
             for source in sources:
                 if source.key not in self.serving:
                     self._registry.loading(source)
@@ -263,7 +265,7 @@ class Lifecycle:
                     await self._retire(old)
             self._registry.request_only(model, versions)
 
-    def _keep(self, source: ModelSource) -> bool:
+    def _keep_if_unchanged(self, source: ModelSource) -> bool:
         """Keep a served version if its file and configuration are unchanged. Returns False if it must be loaded."""
         present = self.serving.get(source.key)
         if present is None or not present.source.loads_as(source):
@@ -287,7 +289,7 @@ class Lifecycle:
         if failures:
             return failures[source.key]
         if present is not None:
-            await placement.replaced(present, self._config.exit_timeout_s)
+            await placement.retire_replaced(present, self._config.exit_timeout_s)
         elif old is not None and placement.has_displaced(old):
             await self._retire(old)
         _log.info("model loaded", extra={"fields": source.key.fields})

@@ -10,7 +10,7 @@ from functools import partial
 
 from cohabit.server.deploy.decide import Decision, Resizing
 from cohabit.server.deploy.load import PartitionedMemory
-from cohabit.server.deploy.model import Model, Plans, Programs
+from cohabit.server.deploy.model import Model, Plans, PlansFound, Programs
 from cohabit.server.deploy.partitions import Extent, Move, ReleaseForMove, moves, packed, vacate_all
 from cohabit.server.deploy.worker import in_thread
 from cohabit.server.engine.compute_lane import ComputeLane
@@ -21,23 +21,15 @@ Accept = Callable[[Model], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Deployed:
-    """A loaded model's plans and programs."""
-
-    plans: Plans
-    searched: bool
-    programs: Programs
-
-
-@dataclass(frozen=True, slots=True)
 class _MemoryMap:
     """Snapshot of the memory map, to restore after a failed change."""
 
     workspace_bytes: int
     held: Mapping[str, Extent]
     models: Mapping[str, Model]
-    deployed: Mapping[str, _Deployed]
-    """All three by load id (`Model.load_id`)."""
+    plans: Mapping[str, PlansFound]
+    programs: Mapping[str, Programs]
+    """All four by load id (`Model.load_id`)."""
 
 
 class Migrator:
@@ -64,7 +56,7 @@ class Migrator:
             await self._restore(before)
             raise
         for load_id, model in before.models.items():
-            programs = before.deployed[load_id].programs
+            programs = before.programs[load_id]
             if load_id not in self._memory.partitions.held:
                 await self._release_programs(model, programs)
                 await self._remove(model)
@@ -81,7 +73,7 @@ class Migrator:
             self._memory.remove(model)
             raise
 
-    async def make_room(self, decision: Decision) -> None:
+    async def free_memory(self, decision: Decision) -> None:
         """Free the memory chosen for new models, by moving or displacing loaded ones."""
         if decision.resizing is not None:
             await self.resize(decision.resizing, decision.displaced)
@@ -105,9 +97,9 @@ class Migrator:
             # Bind all before any move: an unsupported plan then changes nothing.
             for load_id, model in models.items():
                 if load_id in moving:
-                    plans, _ = resizing.plans.get(load_id, (model.plans, model.searched))
+                    found = resizing.plans.get(load_id, model.found)
                     programs[load_id] = await in_thread(
-                        memory.bind, model, plans, wanted[load_id], workspace_bytes=workspace, throttle=True
+                        memory.bind, model, found.plans, wanted[load_id], workspace_bytes=workspace, throttle=True
                     )
             if displaced is not None:
                 await self._displace(displaced)
@@ -124,13 +116,14 @@ class Migrator:
         Raises CohabitError; the model then keeps its current plans.
         """
         extent, before = self._memory.partitions.held[model.load_id], model.plans
+        found = PlansFound(plans, searched=True)
         programs = await in_thread(self._memory.bind, model, plans, extent, throttle=True)
         async with self.restoring_on_failure():
             if plans[min(plans)].residents == before[min(before)].residents:
                 await self._lanes[model.lane].call_on_lane(lambda: model.servable.switch(programs))
-                self._switched(model, plans, searched=True)
+                self._switched(model, found)
             else:
-                await self._move(model, plans, True, programs)
+                await self._move(model, found, programs)
 
     async def vacate(self, model: Model) -> None:
         """Release an idle model's programs, memory and store."""
@@ -140,8 +133,13 @@ class Migrator:
     def _memory_map(self) -> _MemoryMap:
         memory = self._memory
         models = dict(memory.models)
-        deployed = {load_id: _Deployed(m.plans, m.searched, m.servable.programs) for load_id, m in models.items()}
-        return _MemoryMap(memory.partitions.workspace_bytes, dict(memory.partitions.held), models, deployed)
+        return _MemoryMap(
+            memory.partitions.workspace_bytes,
+            dict(memory.partitions.held),
+            models,
+            {load_id: model.found for load_id, model in models.items()},
+            {load_id: model.servable.programs for load_id, model in models.items()},
+        )
 
     async def _restore(self, before: _MemoryMap) -> None:
         """Restore the memory map. Each moved model loads its residents at its next run."""
@@ -150,7 +148,7 @@ class Migrator:
             load_id: model
             for load_id, model in before.models.items()
             if held.get(load_id) != before.held.get(load_id)
-            or model.servable.programs is not before.deployed[load_id].programs
+            or model.servable.programs is not before.programs[load_id]
         }
         for model in moved.values():
             self._lanes[model.lane].pause(model.key)
@@ -159,11 +157,11 @@ class Migrator:
         memory.partitions.workspace_bytes = before.workspace_bytes
         memory.partitions.held = dict(before.held)
         for load_id, model in moved.items():
-            was, replaced = before.deployed[load_id], model.servable.programs
-            await self._lanes[model.lane].call_on_lane(partial(self._revert, model, was.programs))
-            if replaced is not was.programs:
+            programs, replaced = before.programs[load_id], model.servable.programs
+            await self._lanes[model.lane].call_on_lane(partial(self._revert, model, programs))
+            if replaced is not programs:
                 await self._release_programs(model, replaced)
-            self._switched(model, was.plans, searched=was.searched)
+            self._switched(model, before.plans[load_id])
             self._lanes[model.lane].resume(model.key)
 
     def _revert(self, model: Model, programs: Programs) -> None:
@@ -179,7 +177,7 @@ class Migrator:
         if memory.shared is not None:
             memory.add(model, await in_thread(memory.bind_shared, model))
             return
-        wanted = model.plans[min(model.plans)].memory
+        wanted = model.found.memory
         grown = memory.partitions.grow_workspace(wanted.workspace_bytes)
         extent = memory.partitions.take(model.load_id, wanted.partition_bytes)
         assert grown
@@ -212,21 +210,20 @@ class Migrator:
             if not isinstance(step, ReleaseForMove):
                 model = models[step.owner]
                 partitions.put(step.owner, step.extent)
-                plans, searched = resizing.plans.get(step.owner, (model.plans, model.searched))
-                await self._move(model, plans, searched, programs[step.owner])
+                await self._move(model, resizing.plans.get(step.owner, model.found), programs[step.owner])
 
-    async def _move(self, model: Model, plans: Plans, searched: bool, programs: Programs) -> None:
+    async def _move(self, model: Model, found: PlansFound, programs: Programs) -> None:
         """Pause a model, switch it to new programs, load their residents, then resume it."""
         lane = self._lanes[model.lane]
         lane.pause(model.key)
         await lane.call_on_lane(lambda: model.servable.switch(programs))
         await lane.perform(self._memory.resident_load(programs, model.lane))
-        self._switched(model, plans, searched=searched)
+        self._switched(model, found)
         lane.resume(model.key)
 
-    def _switched(self, model: Model, plans: Plans, *, searched: bool) -> None:
-        model.plans, model.searched = plans, searched
-        model.plan_batches_to(max(plans).batch)
+    def _switched(self, model: Model, found: PlansFound) -> None:
+        model.found = found
+        model.plan_batches_to(max(found.plans).batch)
         self._lanes[model.lane].replan(model.servable)
         self._on_change(model)
 

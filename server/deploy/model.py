@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import ModelDemand
+from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import HostStore
@@ -17,16 +18,27 @@ from cohabit.server.repository.sources import ModelSource
 from cohabit.server.scheduling.sequences import SequenceRules
 
 Plans = Mapping[Bucket, Plan]
-PlansFound = tuple[Plans, bool]
-"""Plans, and whether a full search found them."""
 Programs = Mapping[Bucket, Program]
+
+
+@dataclass(frozen=True, slots=True)
+class PlansFound:
+    """A model's plans, and whether a full search found them for measured profiles."""
+
+    plans: Plans
+    searched: bool
+
+    @property
+    def memory(self) -> Memory:
+        """The memory that all of them are for."""
+        return self.plans[min(self.plans)].memory
 
 
 @dataclass(slots=True, eq=False)
 class Model:
     """One load of a version of a model. While a served version is loaded again, it has two.
 
-    A field that is not filled yet raises AttributeError. From `plans` on, fields belong to the event loop's thread.
+    A field that is not filled yet raises AttributeError. From `found` on, fields belong to the event loop's thread.
     """
 
     source: ModelSource
@@ -44,9 +56,7 @@ class Model:
     # Divide.
     most_batch: int | None = None
     """Largest planned batch; larger ones are split into several. None if all are planned."""
-    plans: Plans = field(init=False)
-    searched: bool = False
-    """Whether a full search found `plans`, for measured profiles."""
+    found: PlansFound = field(init=False)
 
     # Place.
     load_id: str = field(init=False)
@@ -62,6 +72,14 @@ class Model:
     @property
     def key(self) -> ModelKey:
         return self.source.key
+
+    @property
+    def plans(self) -> Plans:
+        return self.found.plans
+
+    @property
+    def searched(self) -> bool:
+        return self.found.searched
 
     @property
     def weight_bytes(self) -> int:

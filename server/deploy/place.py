@@ -156,7 +156,7 @@ class ModelPlacement:
         assert not self.is_open or len(models) == 1
         closed = models
 
-        async def tried(model: Model, step: Coroutine[None, None, None]) -> None:
+        async def recording_failure(model: Model, step: Coroutine[None, None, None]) -> None:
             try:
                 await step
             except Exception as error:
@@ -164,26 +164,30 @@ class ModelPlacement:
 
         try:
             async with self._changing:
+                # Decide: the memory of each model, and the loaded ones that must move or go.
                 first = not self.is_open
                 decision = await self.decider.decide(models, old, on_progress)
                 # Plan before memory changes: a model without plans must not displace others.
                 for done, (model, memory) in enumerate(zip(models, decision.memories, strict=True)):
                     stage = f"{done} of {len(models)}, {model.key.name}"
-                    await tried(model, self.decider.plan(model, memory, partial(on_progress, "planning", stage)))
+                    await recording_failure(
+                        model, self.decider.plan(model, memory, partial(on_progress, "planning", stage))
+                    )
                 planned = [model for model in models if model.key not in failures]
                 if first:
                     await in_thread(self._open, decision.memories)
                 elif failures:
                     return failures
-                # A failed load rolls back later calls only: at the start, the other models are still served.
+                # Move loaded models, then load the new ones. A failure rolls back later calls only: at the start, the
+                # other models are still served.
                 with suppress(_NotPlaced):
                     async with self.migrator.restoring_on_failure():
-                        await self.migrator.make_room(decision)
+                        await self.migrator.free_memory(decision)
                         self.memory.assign_lanes(planned)
                         for model in planned:
                             model.lane = model.lane if old is None else old.lane
-                            on_progress(model.key.name, "bringing residents in")
-                            await tried(model, self.migrator.load(model, accept, throttle=not first))
+                            on_progress(model.key.name, "loading residents")
+                            await recording_failure(model, self.migrator.load(model, accept, throttle=not first))
                         if failures and not first:
                             raise _NotPlaced
                 outside_bytes = self.memory.backend.outside_bytes
@@ -210,7 +214,7 @@ class ModelPlacement:
             plans = choose()
             if not plans:
                 return False
-            memories = {load_id: found[min(found)].memory for load_id, (found, _) in plans.items()}
+            memories = {load_id: found.memory for load_id, found in plans.items()}
             sizes = {load_id: self.memory.partitions.held[load_id].nbytes for load_id in self.memory.models}
             sizes |= {load_id: memory.partition_bytes for load_id, memory in memories.items()}
             (workspace,) = {memory.workspace_bytes for memory in memories.values()}
@@ -241,11 +245,11 @@ class ModelPlacement:
             self._lanes[model.lane].remove(model.key)
             await self._vacate(model)
 
-    async def replaced(self, model: Model, timeout_s: float) -> None:
+    async def retire_replaced(self, model: Model, timeout_s: float) -> None:
         """Retire a load that a newer load of the same version has replaced."""
         lane = self._lanes[model.lane]
         if self.has_displaced(model):
-            lane.hand_back(model.key)
+            lane.redirect_waiting(model.key)
         else:
             await lane.finish(model.key, timeout_s, older_only=True)
         async with self._changing:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 from cohabit.planner.errors import CohabitError
-from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import NOISY
 from cohabit.planner.shapes import Bucket
@@ -130,31 +129,31 @@ class Replanner:
         """
         planner, demands = self._placement.planner, [model.whole_demand for model in models]
         memory_bytes = self._placement.decider.memory_limit.of(sum(model.weight_bytes for model in models))
-        division = await in_thread(planner.division, demands, memory_bytes, later=True)
-        found: dict[str, Plans] = {}
-        for model, demand, partition_bytes, most in zip(
-            models, demands, division.partition_bytes, division.most_batches, strict=True
+        division = await in_thread(planner.division, demands, memory_bytes, low_priority=True)
+        found: dict[str, PlansFound] = {}
+        for model, demand, memory, most in zip(
+            models, demands, division.memories, division.most_batches, strict=True
         ):
-            memory = Memory(division.workspace_bytes, partition_bytes)
-            found[model.load_id] = await in_thread(planner.best_plans, demand.up_to(most), memory)
+            plans = await in_thread(planner.best_plans, demand.up_to(most), memory)
+            found[model.load_id] = PlansFound(plans, searched=True)
         await self._redivide(found)
 
-    async def _redivide(self, found: Mapping[str, Plans]) -> None:
+    async def _redivide(self, found: Mapping[str, PlansFound]) -> None:
         """Divide memory for these plans, by load id, if that saves enough and the loaded models are still the same."""
         memory = self._placement.memory
         gain = 0.0
 
-        def chosen() -> dict[str, PlansFound] | None:
+        def chosen() -> Mapping[str, PlansFound] | None:
             nonlocal gain
             models, partitions = memory.models, memory.partitions
             if models.keys() != found.keys() or not models:
                 return None
-            memories = [plans[min(plans)].memory for plans in found.values()]
+            memories = [plans.memory for plans in found.values()]
             needed = partitions.lanes * memories[0].workspace_bytes + sum(m.partition_bytes for m in memories)
-            gain = _gain(list(models.values()), [found[load_id] for load_id in models])
+            gain = _gain(list(models.values()), [found[load_id].plans for load_id in models])
             if needed > partitions.arena_bytes or gain < LEAST_GAIN:
                 return None
-            return {load_id: (plans, True) for load_id, plans in found.items()}
+            return found
 
         if await self._placement.redivide(chosen):
             _log.info("memory is divided better", extra={"fields": {"predicted_gain": round(gain, 2)}})
@@ -177,11 +176,12 @@ class Replanner:
             profiles = await in_thread(measured_profiles, model, self._config, placement.workers, again=again)
         elif model.searched:
             return
-        begun, demand = model.plans, replace(model.demand, profiles=profiles)
-        plans = await in_thread(placement.planner.best_plans, demand, begun[min(begun)].memory)
-        if profiles is model.profiles and not _is_better(plans, begun):
-            model.searched |= model.plans is begun
-        elif await placement.replan(model, begun, plans, profiles):
+        begun, demand = model.found, replace(model.demand, profiles=profiles)
+        plans = await in_thread(placement.planner.best_plans, demand, begun.memory)
+        if profiles is model.profiles and not _is_better(plans, begun.plans):
+            if model.plans is begun.plans:
+                model.found = PlansFound(begun.plans, searched=True)
+        elif await placement.replan(model, begun.plans, plans, profiles):
             _log.info("better plans are in use", extra={"fields": model.key.fields})
 
 

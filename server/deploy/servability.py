@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 
 from cohabit.planner.errors import CohabitError, InfeasibleBudget
-from cohabit.planner.sizing.demand import Demand
-from cohabit.planner.sizing.deployment import ModelDemand
+from cohabit.planner.sizing.demand import MemoryDemand
 from cohabit.planner.sizing.fitting import plan_model, split_budget
+from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.runtime.lowering.encoding.choice import Encoding
 from cohabit.runtime.lowering.validation import Validation
 from cohabit.server.activations import Activations, workspace_words
@@ -131,7 +131,7 @@ def report(
 
 def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) -> MemoryReport:
     demand, manifest = model.demand, model.lowered.manifest
-    kept = Demand.of(demand)
+    kept = MemoryDemand.of(demand)
     least = kept.with_offloading().least_bytes
     shares = map(ShareOfWeights, _SHARES) if model.weight_bytes else ()  # fractions of no weights are 0 bytes
     tried = dict.fromkeys(size.of(model.weight_bytes) for size in budgets or (FixedSize(least), *shares))

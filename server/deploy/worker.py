@@ -22,7 +22,7 @@ from cohabit.server.config.machine import available_cpus
 from cohabit.server.errors import load_reason
 from cohabit.server.log import configure_logging, log_internal_error
 from cohabit.server.repository.sources import ModelSource
-from cohabit.server.rights import no_new_privileges, yield_memory
+from cohabit.server.rights import no_new_privileges, raise_oom_score
 
 _log = logging.getLogger("cohabit.models")
 
@@ -135,7 +135,7 @@ class WorkerProcesses:
         """The caller may set it to False, once its process has other work."""
         self._timeout_s = timeout_s
         self._log_format = log_format
-        self._room = {False: threading.Semaphore(most), True: threading.Semaphore(1)}
+        self._slots = {False: threading.Semaphore(most), True: threading.Semaphore(1)}
         self._lock = threading.Lock()
         self._idle: list[_WorkerProcess] = []
         self._busy: set[_WorkerProcess] = set()
@@ -149,11 +149,13 @@ class WorkerProcesses:
         """Call a function as `call` does, after other low-priority calls."""
         return self._call(True, function, args, kwargs)
 
-    def _call(self, later: bool, function: Callable[..., _T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _T:
+    def _call(
+        self, low_priority: bool, function: Callable[..., _T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _T:
         if self.inline:
             return function(*args, **kwargs)
-        with self._room[later]:
-            process = self._take(function.__module__, later)
+        with self._slots[low_priority]:
+            process = self._take(function.__module__, low_priority)
             try:
                 result, failure = process.call(function, args, kwargs, self._timeout_s)
             except (EOFError, ConnectionError) as error:
@@ -164,16 +166,16 @@ class WorkerProcesses:
             except TimeoutError as error:
                 self._end(process)
                 raise WorkerFailed(f"it was not prepared within {self._timeout_s:g} s") from error
-            self._give_back(process, function.__module__)
+            self._recycle(process, function.__module__)
         if failure is not None:
-            raise WorkerFailed(_reported(failure))
+            raise WorkerFailed(_client_reason(failure))
         answer: _T = result
         return answer
 
     def start(self, modules: Sequence[str], count: int = 1) -> None:
         """Start processes ahead of time, and have them import these modules. Does not wait."""
         with self._lock:
-            self._idle += [self._started(False, modules) for _ in range(count)]
+            self._idle += [self._new_process(False, modules) for _ in range(count)]
 
     def release(self) -> None:
         """End the idle processes."""
@@ -191,24 +193,24 @@ class WorkerProcesses:
             self._end(process)
         self.release()
 
-    def _take(self, module: str, later: bool) -> "_WorkerProcess":
+    def _take(self, module: str, low_priority: bool) -> "_WorkerProcess":
         """Take an idle process of this priority, preferably one that has imported the module, or start one."""
         with self._lock:
             if self._closed:
                 raise WorkerFailed("the server is stopping")
-            idle = [process for process in self._idle if process.later is later]
+            idle = [process for process in self._idle if process.low_priority is low_priority]
             if idle:
                 process = max(idle, key=lambda process: module in process.modules)
                 self._idle.remove(process)
             else:
-                process = self._started(later)
+                process = self._new_process(low_priority)
             self._busy.add(process)
             return process
 
-    def _started(self, later: bool, modules: Sequence[str] = ()) -> "_WorkerProcess":
-        return _WorkerProcess(self._log_format, later, modules)
+    def _new_process(self, low_priority: bool, modules: Sequence[str] = ()) -> "_WorkerProcess":
+        return _WorkerProcess(self._log_format, low_priority, modules)
 
-    def _give_back(self, process: "_WorkerProcess", module: str) -> None:
+    def _recycle(self, process: "_WorkerProcess", module: str) -> None:
         """Keep one idle process per priority and module, because starting one takes seconds.
 
         A process that has opened a CUDA device keeps half a GB of its memory until it ends, so a new one replaces it.
@@ -218,10 +220,16 @@ class WorkerProcesses:
             process.end()
         with self._lock:
             self._busy.discard(process)
-            others = [other for other in self._idle if other.later is process.later and module in other.modules]
+            others = [
+                other
+                for other in self._idle
+                if other.low_priority is process.low_priority and module in other.modules
+            ]
             if not others and not self._closed:
                 modules = sorted(process.modules)
-                self._idle.append(self._started(process.later, modules) if process.holds_device else process)
+                self._idle.append(
+                    self._new_process(process.low_priority, modules) if process.holds_device else process
+                )
                 return
         process.end()
 
@@ -234,15 +242,15 @@ class WorkerProcesses:
 class _WorkerProcess:
     """A process that answers calls over a pipe, one at a time."""
 
-    def __init__(self, log_format: LogFormat, later: bool, modules: Sequence[str]) -> None:
-        self.later = later
+    def __init__(self, log_format: LogFormat, low_priority: bool, modules: Sequence[str]) -> None:
+        self.low_priority = low_priority
         self.modules = set(modules)
         """Imported modules."""
         self.holds_device = False
         """Whether a call has opened a CUDA device, as of the last answer."""
         context = multiprocessing.get_context("spawn")
         self._pipe, others = context.Pipe()
-        arguments = others, log_format, {} if later else _INTERPRETED, modules
+        arguments = others, log_format, {} if low_priority else _INTERPRETED, modules
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         others.close()  # so that the pipe ends with the process
@@ -288,7 +296,7 @@ def _serve(
     os.nice(_NICENESS)
     configure_logging(log_format)
     no_new_privileges()
-    yield_memory()
+    raise_oom_score()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)
@@ -328,7 +336,7 @@ def _guarded(
         return None, _Failure(failed_stage(error), traceback.format_exc())
 
 
-def _reported(failure: _Failure) -> str:
+def _client_reason(failure: _Failure) -> str:
     """Return the reason for clients, after logging the traceback of an unexpected error."""
     if failure.traceback is None:
         return failure.reason

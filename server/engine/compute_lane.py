@@ -54,7 +54,7 @@ class ComputeLane:
         self._on_lost = on_lost
         self._state_memory = state_memory or StateMemory(sys.maxsize)
         self._current: dict[ModelKey, int] = {}
-        """By model: the generation, which numbers loads, that new requests get."""
+        """By model: the load number that new requests get."""
         self.lost: str | None = None
         """Why the lane can no longer execute, or None while the device works."""
         self._waiting: dict[Ticket, asyncio.Future[tuple[Answer, float]]] = {}
@@ -67,8 +67,8 @@ class ComputeLane:
 
     def sequences(self, model: ModelKey) -> Sequences | None:
         """Return the sequences of a model's current load, if it has any."""
-        load = self.device.models.get((model, self._current.get(model, 0)))
-        return None if load is None else load.sequences
+        number = self._current.get(model)
+        return None if number is None else self.device.loads[number].sequences
 
     def serves(self, model: ModelKey) -> bool:
         return model in self._current
@@ -94,11 +94,11 @@ class ComputeLane:
         # No batching without predictions, or if it changes answers.
         max_rows = info.max_batch_size if predicted_s and not info.only_batches else 0
         with self.device.changed:
-            generation = self._scheduler.add(model, predicted_s, policy, max_rows, servable.recovery_s)
-            self._current[model] = generation
+            number = self._scheduler.add(model, predicted_s, policy, max_rows, servable.recovery_s)
+            self._current[model] = number
             batches = sorted({bucket.batch for bucket in predicted_s})
             sequences = None if rules is None else Sequences(info, rules, self._state_memory, batches)
-            self.device.models[model, generation] = LoadedServable(servable, statistics, sequences)
+            self.device.loads[number] = LoadedServable(servable, statistics, sequences)
 
     def replan(self, servable: Servable) -> None:
         """Replace the predictions after a servable's plans have changed."""
@@ -110,12 +110,11 @@ class ComputeLane:
         with self.device.changed:
             forgotten = self._scheduler.remove(model)
         self._current.pop(model, None)
-        for key in [key for key in self.device.models if key[0] == model]:
-            del self.device.models[key]
+        self._forget_old_loads(model)
         for ticket in forgotten:
-            self._settle(ticket, ModelNotFound(*model, reason="unloaded"))
+            self._resolve(ticket, ModelNotFound(*model, reason="unloaded"))
 
-    def hand_back(self, model: ModelKey) -> None:
+    def redirect_waiting(self, model: ModelKey) -> None:
         """Refuse the waiting requests for replaced servables, and resume dispatch.
 
         The front end resends these requests to the current servable.
@@ -123,8 +122,8 @@ class ComputeLane:
         with self.device.changed:
             older = self._scheduler.drop_older(model)
         for ticket in older:
-            self._settle(ticket, ModelNotFound(*model, reason="replaced"))
-        self._forget_older(model)
+            self._resolve(ticket, ModelNotFound(*model, reason="replaced"))
+        self._forget_old_loads(model)
         self.resume(model)
 
     def pause(self, model: ModelKey) -> None:
@@ -157,7 +156,7 @@ class ComputeLane:
                     self.device.on_spans[ticket] = on_spans
                 self.device.changed.notify()
         except RequestTimedOut:
-            self._count_failure(request.model, self._current[request.model], "REJECTED", 0.0)
+            self._count_failure(self._current[request.model], "REJECTED", 0.0)
             raise
         future: asyncio.Future[tuple[Answer, float]] = self._loop.create_future()
         self._waiting[ticket] = future
@@ -169,7 +168,7 @@ class ComputeLane:
             self._cancel(ticket)
             raise
         self._scheduler.answered(time.monotonic() - ended_s)
-        return _hand_out(request, answer)
+        return _write_outputs(request, answer)
 
     async def ended(self, request: Request) -> None:
         """Wait until a cancelled request no longer uses its buffers."""
@@ -228,7 +227,7 @@ class ComputeLane:
         newest = self._current.get(model) if older_only else None
 
         def is_busy() -> bool:
-            return any(t.request.model == model and t.generation != newest for t in self._waiting)
+            return any(t.request.model == model and t.load_number != newest for t in self._waiting)
 
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -239,12 +238,14 @@ class ComputeLane:
             if newest is not None:
                 self._drop_older(model)
             return False
-        self._forget_older(model)
+        self._forget_old_loads(model)
         return True
 
-    def _forget_older(self, model: ModelKey) -> None:
-        for key in [key for key in self.device.models if key[0] == model and key[1] != self._current.get(model)]:
-            del self.device.models[key]
+    def _forget_old_loads(self, model: ModelKey) -> None:
+        """Forget all loads of a model but the current one."""
+        loads, current = self.device.loads, self._current.get(model)
+        for number in [n for n, load in loads.items() if load.servable.info.key == model and n != current]:
+            del loads[number]
 
     def _drop_older(self, model: ModelKey) -> None:
         with self.device.changed:
@@ -261,7 +262,7 @@ class ComputeLane:
         if self._alarm is not None:
             self._alarm.cancel()
         for ticket in list(self._waiting):
-            self._settle(ticket, shutting_down())
+            self._resolve(ticket, shutting_down())
         if self.device.is_running:
             await asyncio.to_thread(self.device.join, timeout_s)
         return not self.device.is_running
@@ -274,7 +275,7 @@ class ComputeLane:
             self.device.background.clear()
             self.device.changed.notify()
         for pending in background:
-            pending.settle(error)
+            pending.on_end(error)
 
     def _require_running(self) -> None:
         if self.draining:
@@ -287,10 +288,10 @@ class ComputeLane:
         with self.device.changed:
             never_ran = self._scheduler.cancel(ticket)
         if never_ran:
-            self.device.models[ticket.request.model, ticket.generation].statistics.cancelled()
+            self.device.loads[ticket.load_number].statistics.cancelled()
             self._forget(ticket)
 
-    def _settle(self, ticket: Ticket, outcome: tuple[Answer, float] | RequestError) -> None:
+    def _resolve(self, ticket: Ticket, outcome: tuple[Answer, float] | RequestError) -> None:
         future = self._forget(ticket)
         if future is None or future.done():
             return
@@ -309,7 +310,7 @@ class ComputeLane:
         return future
 
     def _sequences_of(self, ticket: Ticket) -> Sequences | None:
-        load = self.device.models.get((ticket.request.model, ticket.generation))
+        load = self.device.loads.get(ticket.load_number)
         return None if load is None else load.sequences
 
     def executed(
@@ -320,20 +321,20 @@ class ComputeLane:
             if isinstance(outcome, RequestError):
                 self.refused(ticket, outcome, "BACKEND" if isinstance(outcome, ExecutionFailed) else "OTHER")
             else:
-                self._settle(ticket, (outcome, ended_s))
+                self._resolve(ticket, (outcome, ended_s))
         if lost is not None:
             self.device_lost(lost)
 
     def refused(self, ticket: Ticket, error: RequestError, reason: FailureReason) -> None:
         """Answer a request with an error, and count it."""
         waited_s = time.monotonic() - ticket.arrived_s
-        self._count_failure(ticket.request.model, ticket.generation, reason, waited_s)
-        self._settle(ticket, error)
+        self._count_failure(ticket.load_number, reason, waited_s)
+        self._resolve(ticket, error)
 
-    def _count_failure(self, model: ModelKey, generation: int, reason: FailureReason, seconds: float) -> None:
-        known = self.device.models.get((model, generation))
-        if known is not None:
-            known.statistics.failed(reason, seconds)
+    def _count_failure(self, load_number: int, reason: FailureReason, seconds: float) -> None:
+        load = self.device.loads.get(load_number)
+        if load is not None:
+            load.statistics.failed(reason, seconds)
 
     def _watch_deadlines(self) -> None:
         """Set the alarm for the next deadline, so that requests are shed even while the lane is busy."""
@@ -349,8 +350,8 @@ class ComputeLane:
     def _shed(self) -> None:
         self._alarm_s = math.inf
         with self.device.changed:
-            hopeless = self._scheduler.shed(time.monotonic())
-        self.refuse_late(hopeless)
+            late = self._scheduler.shed(time.monotonic())
+        self.refuse_late(late)
         self._watch_deadlines()
 
     def refuse_late(self, tickets: Sequence[Ticket]) -> None:
@@ -387,7 +388,7 @@ def make_lanes(
     return lanes
 
 
-def _hand_out(request: Request, answer: Answer) -> Answer:
+def _write_outputs(request: Request, answer: Answer) -> Answer:
     """Write the requested outputs into a request's output buffer, if it has one.
 
     Raises ExecutionFailed for an output that is missing, or larger than the model's description says.

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from cohabit.server.engine.execution import Servable
 from cohabit.server.engine.sequences import Sequences
 from cohabit.server.errors import ExecutionFailed, InvalidRequest, RequestError
-from cohabit.server.ipc.model import ModelKey
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.ipc.spans import DeviceSpan, OnSpans
 from cohabit.server.ipc.statistics import ModelStatistics
@@ -48,7 +47,7 @@ class PendingWork:
     """Background work, and the function that reports its end."""
 
     work: BackgroundWork
-    settle: Callable[[BaseException | None], None]
+    on_end: Callable[[BaseException | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,8 @@ class DeviceThread:
         self.scheduler = scheduler
         self.background: deque[PendingWork] = deque()
         self.stopped = False
-        self.models: dict[tuple[ModelKey, int], LoadedServable] = {}
-        """By key and generation."""
+        self.loads: dict[int, LoadedServable] = {}
+        """By load number (`Ticket.load_number`)."""
         self.on_spans: dict[Ticket, OnSpans] = {}
         """Traced requests, and the receivers of their spans. Changed by the event loop."""
         self.computed_s = 0.0
@@ -120,11 +119,13 @@ class DeviceThread:
             pending = self.background[0] if self.background else None
             batch = None if pending is not None and self._background_is_next else self._next(now_s)
             self._background_is_next = batch is not None
+            # Under the lock: the event loop may forget the load once the batch has left its queue.
+            load = None if batch is None else self.loads[batch.tickets[0].load_number]
             if batch is None and pending is None and not self.stopped:
                 wait_s = self.scheduler.wake_s(now_s) - now_s
                 self.changed.wait(None if wait_s == math.inf else max(wait_s, 0.0))
-        if batch is not None:
-            self._execute(batch)
+        if batch is not None and load is not None:
+            self._execute(batch, load)
             self.executing = (0.0, 0.0)
         elif pending is not None:
             self._advance(pending)
@@ -132,8 +133,8 @@ class DeviceThread:
     def _next(self, now_s: float) -> Batch | None:
         """Take the next requests to execute, and shed those that are too late."""
         batch = self.scheduler.next(now_s)
-        if hopeless := self.scheduler.shed(now_s):
-            self._call_on_loop(self._owner.refuse_late, hopeless)
+        if late := self.scheduler.shed(now_s):
+            self._call_on_loop(self._owner.refuse_late, late)
         return batch
 
     def _advance(self, pending: PendingWork) -> None:
@@ -146,38 +147,36 @@ class DeviceThread:
             with self.changed:
                 if pending in self.background:
                     self.background.remove(pending)
-            self._call_on_loop(pending.settle, error)
+            self._call_on_loop(pending.on_end, error)
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function on the event loop."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             _log.debug("the event loop has closed")
 
-    def _execute(self, batch: Batch) -> None:
+    def _execute(self, batch: Batch, load: LoadedServable) -> None:
         """Execute requests together; if that fails, one by one, so that only the faulty ones fail."""
-        model = self.models[batch.model, batch.tickets[0].generation]
-        tickets = batch.tickets if model.sequences is None else model.sequences.in_rows(batch.tickets)
+        tickets = batch.tickets if load.sequences is None else load.sequences.in_rows(batch.tickets)
         started_s = time.monotonic()
-        outcomes = self._outcomes(model, tickets, batch)
+        outcomes = self._outcomes(load, tickets, batch)
         ended_s = time.monotonic()
         failed = isinstance(outcomes[0], RequestError)
         with self.changed:
             self.scheduler.finished(batch, ended_s, None if failed else ended_s - started_s)
         if failed and len(tickets) > 1:
-            outcomes = [self._outcomes(model, [ticket], batch)[0] for ticket in tickets]
+            outcomes = [self._outcomes(load, [ticket], batch)[0] for ticket in tickets]
             ended_s = time.monotonic()
-        self._call_on_loop(self._owner.executed, tickets, outcomes, ended_s, model.servable.lost)
+        self._call_on_loop(self._owner.executed, tickets, outcomes, ended_s, load.servable.lost)
 
-    def _outcomes(self, model: LoadedServable, tickets: Sequence[Ticket], batch: Batch) -> Sequence[Outcome]:
+    def _outcomes(self, load: LoadedServable, tickets: Sequence[Ticket], batch: Batch) -> Sequence[Outcome]:
         """Execute requests of a batch together; returns an answer for each, or an error for each."""
         started_s = time.monotonic()
         self.executing = (started_s, batch.predicted_s)
         for ticket in tickets:
             ticket.request.mark(*self.executing)
         try:
-            together = model.execute(tickets, self._on_recording(tickets))
+            together = load.execute(tickets, self._on_recording(tickets))
         except RequestError as error:
             return [error] * len(tickets)
         except Exception as error:
@@ -185,7 +184,7 @@ class DeviceThread:
         executed_s = time.monotonic()
         self.computed_s += max(together.timing.compute_s - together.timing.stall_s, 0.0)
         answers = self._answers(tickets, together, started_s, executed_s)
-        model.statistics.executed([answer.timing for answer in answers], time.time())
+        load.statistics.executed([answer.timing for answer in answers], time.time())
         return answers
 
     def _answers(

@@ -21,9 +21,9 @@ from cohabit.server.scheduling.sequences import Control, SequenceRules
 
 _OVERHEAD_BYTES = 1 << 10
 """Bytes counted for each sequence in addition to its states."""
-_LEAST_ROOM = 16
+_INITIAL_CAPACITY = 16
 """Initial capacity of a growing state, in entries."""
-_ROOM_STEP = 64
+_CAPACITY_STEP = 64
 """Growing states are padded to a multiple of this, so that the gathered states of the last execution can be reused."""
 
 
@@ -46,7 +46,7 @@ class StateMemory:
             return self._used_bytes()
 
     def take(self, load: "Sequences", nbytes: int) -> bool:
-        """Add bytes (or a negative number) to a load's count. Returns False if there is no room."""
+        """Add bytes (or a negative number) to a load's count. Returns False if memory is full."""
         with self._lock:
             if nbytes > 0 and self._used_bytes() + nbytes > self.limit_bytes:
                 return False
@@ -141,9 +141,9 @@ class Sequences:
         """Return the inputs of requests, with their sequences' states and the control inputs.
 
         They are valid until the next call. Raises InvalidRequest for an unknown sequence, and Overloaded if there is no
-        room for a new one.
+        memory for a new one.
         """
-        found = [self._before(ticket) for ticket in tickets]
+        found = [self._sequence_before(ticket) for ticket in tickets]
         parts: dict[str, list[Array]] = {}
         for ticket, known in zip(tickets, found, strict=True):
             for name, array in ticket.request.inputs.items():
@@ -163,15 +163,15 @@ class Sequences:
             for name, arrays in parts.items()
         }
 
-    def _before(self, ticket: Ticket) -> _Sequence:
+    def _sequence_before(self, ticket: Ticket) -> _Sequence:
         """Return a request's sequence before the request."""
         step = _step(ticket.request)
         if not step.start:
-            return self._found(step.id, ticket.arrived_s)
+            return self._known_sequence(step.id, ticket.arrived_s)
         self._forget_idle(ticket.arrived_s)
         known = _Sequence(object(), [state.initial for state in self._rules.states], 0, ticket.arrived_s)
         if step.id not in self._known and self._memory.used_bytes + known.nbytes > self._memory.limit_bytes:
-            raise self._no_room(known.nbytes)
+            raise self._memory_full(known.nbytes)
         return known
 
     def _grown(self, name: str, axis: int, arrays: Sequence[Array], found: Sequence[_Sequence]) -> Array:
@@ -180,9 +180,9 @@ class Sequences:
         axis += not self._batched
         rows = next((batch for batch in self._batches if batch >= len(whole)), len(whole))
         longest = max(known.length for known in found)
-        rounded = -(-longest // _ROOM_STEP) * _ROOM_STEP
-        room = min(max(rounded, _ROOM_STEP, self._rules.least_length), self._rules.most_length)
-        shape = (rows, *whole[0].shape[1:axis], room, *whole[0].shape[axis + 1 :])
+        rounded = -(-longest // _CAPACITY_STEP) * _CAPACITY_STEP
+        capacity = min(max(rounded, _CAPACITY_STEP, self._rules.least_length), self._rules.most_length)
+        shape = (rows, *whole[0].shape[1:axis], capacity, *whole[0].shape[axis + 1 :])
         gathered = self._gathered.get(name)
         if gathered is None or gathered.memory.shape != shape:
             gathered = self._gathered[name] = _Gathered(np.zeros(shape, whole[0].dtype), [(None, 0)] * rows)
@@ -197,18 +197,18 @@ class Sequences:
     def keep(self, tickets: Sequence[Ticket], outputs: Mapping[str, Array], now_s: float) -> None:
         """Keep the states returned by an execution of these requests, one row each: all or none.
 
-        Raises InvalidRequest for a state that would grow too far, and Overloaded if there is no room.
+        Raises InvalidRequest for a state that would grow too far, and Overloaded if memory is full.
         """
         kept: dict[SequenceId, _Sequence | None] = {}
         for row, ticket in enumerate(tickets):
             step = _step(ticket.request)
             own = {name: array[row : row + 1] if self._batched else array for name, array in outputs.items()}
             before = None if step.start else self._known[step.id]
-            kept[step.id] = None if step.end else self._after(step, before, own, now_s)
+            kept[step.id] = None if step.end else self._sequence_after(step, before, own, now_s)
         added = sum(sequence.nbytes for sequence in kept.values() if sequence is not None)
         added -= sum(self._known[sequence].nbytes for sequence in kept if sequence in self._known)
         if not self._memory.take(self, added):
-            raise self._no_room(added)
+            raise self._memory_full(added)
         for sequence, after in kept.items():
             self._known.pop(sequence, None)
             if after is not None:
@@ -223,7 +223,7 @@ class Sequences:
         if not self._known:
             self._gathered.clear()
 
-    def _after(
+    def _sequence_after(
         self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array], now_s: float
     ) -> _Sequence:
         """Return a sequence after an execution. `before` stays valid; states with spare capacity are shared."""
@@ -241,17 +241,17 @@ class Sequences:
                     f" would exceed the limit of {self._rules.most_length}; end the sequence"
                 )
             array = state.initial if before is None else before.states[index]
-            array = self._with_room(array, state.axis, length, longer)
+            array = self._with_capacity(array, state.axis, length, longer)
             _entries(array, state.axis, length, longer)[...] = output
             states.append(array)
         return _Sequence(object() if before is None else before.name, states, longer, now_s)
 
-    def _with_room(self, array: Array, axis: int, length: int, longer: int) -> Array:
-        """Return a growing state with room for its entries: itself, or a copy twice as large."""
+    def _with_capacity(self, array: Array, axis: int, length: int, longer: int) -> Array:
+        """Return a growing state with capacity for its entries: itself, or a copy twice as large."""
         if array.shape[axis] >= longer:
             return array
-        room = min(max(2 * length, longer, _LEAST_ROOM), self._rules.most_length)
-        larger = np.empty((*array.shape[:axis], room, *array.shape[axis + 1 :]), array.dtype)
+        capacity = min(max(2 * length, longer, _INITIAL_CAPACITY), self._rules.most_length)
+        larger = np.empty((*array.shape[:axis], capacity, *array.shape[axis + 1 :]), array.dtype)
         _entries(larger, axis, 0, length)[...] = _entries(array, axis, 0, length)
         return larger
 
@@ -263,7 +263,7 @@ class Sequences:
             if sequence not in self._waiting:
                 self.forget(sequence)
 
-    def _found(self, sequence: SequenceId, arrived_s: float) -> _Sequence:
+    def _known_sequence(self, sequence: SequenceId, arrived_s: float) -> _Sequence:
         known = self._known.get(sequence)
         if known is None or arrived_s - known.used_s > self._rules.idle_s:
             raise SequenceLost(
@@ -274,7 +274,7 @@ class Sequences:
             )
         return known
 
-    def _no_room(self, nbytes: int) -> Overloaded:
+    def _memory_full(self, nbytes: int) -> Overloaded:
         memory = self._memory
         return Overloaded(
             f"the states of sequences take {format_bytes(memory.used_bytes)} of {format_bytes(memory.limit_bytes)},"

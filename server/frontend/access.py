@@ -88,7 +88,7 @@ class Access:
             self.refused["unauthenticated"] += 1
             raise Unauthenticated("this call needs a token: send the header 'Authorization: Bearer TOKEN'")
         digest = _digest(token)
-        in_control, known = _among(digest, self.control_tokens), _among(digest, self.tokens)
+        in_control, known = _matches_any(digest, self.control_tokens), _matches_any(digest, self.tokens)
         if not (in_control or known):
             self.refused["unauthenticated"] += 1
             raise Unauthenticated("the token is none of this server's", wrong_token=True)
@@ -115,7 +115,7 @@ class TokenFiles:
         self._paths = (*config.token_files, *config.control_token_files)
         self._seen = self._states()
 
-    async def follow(self, interval_s: float = _INTERVAL_S) -> None:
+    async def watch(self, interval_s: float = _INTERVAL_S) -> None:
         """Poll the files until cancelled; reload all when one has changed."""
         while self._paths:
             await asyncio.sleep(interval_s)
@@ -190,6 +190,6 @@ def _digest(token: str) -> Digest:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-def _among(digest: Digest, tokens: Sequence[Digest]) -> bool:
+def _matches_any(digest: Digest, tokens: Sequence[Digest]) -> bool:
     """Compare with every token, so that the duration does not depend on which one matches."""
     return sum(hmac.compare_digest(digest, token) for token in tokens) > 0

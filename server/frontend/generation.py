@@ -7,7 +7,7 @@ models' requests in between. The front end has the tokens, so that a text contin
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.model_files import ModelFiles
 from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
-from cohabit.server.ipc.model import GENERATION, Array, ModelInfo
+from cohabit.server.ipc.model import GENERATION, Array, LanguageDocument, ModelInfo
 from cohabit.server.ipc.request import Parameters, RequestedOutput
 from cohabit.server.protocol.datatypes import DTYPES
 from cohabit.server.protocol.decoding import Sampler, Sampling, StopStrings, log_probabilities
@@ -33,16 +33,6 @@ _PATIENCE_S = 30.0
 """Seconds that a started text waits for memory."""
 _QUICK_VOCABULARY = 64 << 10
 """Largest vocabulary whose tokens are sampled on the event loop."""
-
-
-class LanguageDocument(msgspec.Struct, frozen=True):
-    """Content of `generation.json`."""
-
-    stop_ids: tuple[int, ...] = ()
-    """Tokens at which a text ends."""
-    chat_template: str | None = None
-    special_tokens: Mapping[str, str] = {}
-    """Special tokens that a chat template may use, such as `bos_token`."""
 
 
 _document = msgspec.json.Decoder(LanguageDocument)
@@ -96,7 +86,7 @@ class TokenSequence:
         while self.done < len(self.tokens):
             piece = self.tokens[self.done : self.done + self._most]
             try:
-                answer = await self._patiently(piece, start=self.done == 0)
+                answer = await self._step_with_retries(piece, start=self.done == 0)
             except SequenceLost:
                 if self.done == 0:
                     raise
@@ -106,7 +96,7 @@ class TokenSequence:
         assert answer is not None
         return answer
 
-    async def _patiently(self, piece: Sequence[int], start: bool) -> Array:
+    async def _step_with_retries(self, piece: Sequence[int], start: bool) -> Array:
         """Run a step; a started text waits while the server is overloaded."""
         deadline_s = asyncio.get_running_loop().time() + _PATIENCE_S
         while True:
@@ -195,13 +185,13 @@ async def generate(plane: DataPlane, text: Text) -> AsyncGenerator[TextPiece, No
             started_s = now_s
             text.generated += 1
             is_end = token in text.stop_ids
-            piece = "" if is_end or decoder is None else stops.passed(decoder.added(token))
+            piece = "" if is_end or decoder is None else stops.push(decoder.push(token))
             if is_end or stops.found:
                 text.finish_reason = "stop"
             elif text.generated >= text.most:
                 text.finish_reason = "length"
             if text.finish_reason is not None and not stops.found:
-                piece += stops.rest()
+                piece += stops.flush()
             likely = None
             if text.likely is not None:
                 likely = await call(slow, log_probabilities, logits, token, text.likely)

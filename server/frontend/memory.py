@@ -117,7 +117,7 @@ class Lease:
     def __init__(self, memory: RequestMemory) -> None:
         self.memory = memory
         self._blocks: dict[int, int] = {}
-        self._holds = 1
+        self._references = 1
 
     @property
     def nbytes(self) -> int:
@@ -165,14 +165,14 @@ class Lease:
             assert offset is not None
             self.memory.release(offset, self._blocks.pop(offset))
 
-    def hold(self) -> None:
+    def retain(self) -> None:
         """Add a reference, because the engine uses the blocks."""
-        self._holds += 1
+        self._references += 1
 
     def release(self) -> None:
         """Remove a reference; the last one frees the blocks."""
-        self._holds -= 1
-        if self._holds == 0:
+        self._references -= 1
+        if self._references == 0:
             for offset, nbytes in self._blocks.items():
                 self.memory.release(offset, nbytes)
             self._blocks.clear()

@@ -43,14 +43,14 @@ class Sites:
         """
         site, origin, host = headers.get(_FETCH_SITE), headers.get("Origin"), headers.get("Host", "")
         if site is not None and site not in _OWN:
-            raise _foreign(f"{_FETCH_SITE} is {site[:_MOST_SHOWN]}")
+            raise _cross_site_refusal(f"{_FETCH_SITE} is {site[:_MOST_SHOWN]}")
         if origin is not None:
             scheme, _, page = origin.partition("://")
             is_own = _place_of(page, scheme) == _place_of(host, scheme) or _host_of(page) in self.given
             if _host_of(page) is None or not is_own:
-                raise _foreign(f"Origin is {origin[:_MOST_SHOWN]}, Host {host[:_MOST_SHOWN]}")
+                raise _cross_site_refusal(f"Origin is {origin[:_MOST_SHOWN]}, Host {host[:_MOST_SHOWN]}")
         if self.others is not None and by_name and not self._is_served(_host_of(host)):
-            raise _foreign(f"Host is {host[:_MOST_SHOWN]}, which is no name of this server")
+            raise _cross_site_refusal(f"Host is {host[:_MOST_SHOWN]}, which is no name of this server")
 
     def _is_served(self, host: str | None) -> bool:
         if host is None:
@@ -83,7 +83,7 @@ def _place_of(authority: str, scheme: str) -> tuple[str | None, int | None]:
     return _host_of(authority), port
 
 
-def _foreign(reason: str) -> Refused:
+def _cross_site_refusal(reason: str) -> Refused:
     return Refused(
         "ForeignSite",
         f"a call that changes the server came from another site ({reason}); --host name:NAME tells the server another"

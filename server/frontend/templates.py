@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cohabit.server.errors import InvalidRequest, Refused
-from cohabit.server.frontend.generation import LanguageDocument
+from cohabit.server.ipc.model import LanguageDocument
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -52,7 +52,8 @@ class TextDecoder:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
 
-    def added(self, token: int) -> str:
+    def push(self, token: int) -> str:
+        """Add a token, and return the whole characters that it completes."""
         return self._stream.step(self._tokenizer, token) or ""
 
 

@@ -136,7 +136,7 @@ class InferenceCalls:
         traceparent = metadata_of(context, HEADER)
         unsent = self._unsent.of_call(context)
         answers: asyncio.Queue[asyncio.Task[tuple[Any, Lease | None]] | None] = asyncio.Queue()
-        room = asyncio.Semaphore(_STREAM_AHEAD)
+        slots = asyncio.Semaphore(_STREAM_AHEAD)
         last: dict[bytes, asyncio.Task[tuple[Any, Lease | None]]] = {}
         """By sequence: the pending answer to its last request."""
 
@@ -151,7 +151,7 @@ class InferenceCalls:
         async def read() -> None:
             try:
                 async for request in requests:
-                    await room.acquire()
+                    await slots.acquire()
                     answer_next(request)
             finally:
                 answers.put_nowait(None)
@@ -164,7 +164,7 @@ class InferenceCalls:
                 unsent.sending()
                 yield response
                 unsent.sent(lease)
-                room.release()
+                slots.release()
             await reader
         finally:
             # The call has ended: cancel requests whose answers nobody will read.
@@ -208,7 +208,7 @@ class InferenceCalls:
 
     async def _infer(self, data: bytes, left_s: float | None, unsent: CallAnswers) -> tuple[Any, Lease]:
         """Answer a request, and hold its memory; `left_s` is the time to the call's own deadline."""
-        unsent.require_room()
+        unsent.require_below_limit()
         is_large = len(data) > UNCHECKED_BYTES
         if is_large:
             named, of_version, request_id = names_of(data)
@@ -238,7 +238,7 @@ class InferenceCalls:
             slow = nbytes > _QUICK_TENSOR_BYTES or classified > _QUICK_BYTES
             with errors_of(request.id):
                 message = await call(slow, encode_response, request, answer, info, regions)
-            unsent.hold(lease)
+            unsent.add(lease)
             return message, lease
 
 

@@ -39,7 +39,7 @@ class CallAnswers:
         self._leases: dict[Lease, int] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def require_room(self) -> None:
+    def require_below_limit(self) -> None:
         """Raise Overloaded if the connection's unsent answers leave no room for another request."""
         held, most = self._unsent.held[self._peer], self._unsent.connection_bytes
         if held >= most:
@@ -48,9 +48,9 @@ class CallAnswers:
                 f" {format_bytes(most)}; read them, or start the server with a larger --queue-memory"
             )
 
-    def hold(self, lease: Lease) -> None:
+    def add(self, lease: Lease) -> None:
         """Keep an answer's memory until it is sent."""
-        lease.hold()
+        lease.retain()
         self._leases[lease] = lease.nbytes
         self._unsent.held[self._peer] += lease.nbytes
 

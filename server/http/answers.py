@@ -35,7 +35,7 @@ class LeasedResponse(web.StreamResponse):
         self.content_length = nbytes = sum(map(len, parts))
         if nbytes > _UNCOUNTED_BYTES:
             lease.reserve(sum(len(part) for part in parts if not lease.memory.holds(part)))
-        lease.hold()
+        lease.retain()
         self._lease: Lease | None = lease
         self._parts = parts
 

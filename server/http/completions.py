@@ -14,7 +14,6 @@ from msgspec import Meta, structs
 from cohabit.server.errors import InvalidRequest, RequestError
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.generation import (
-    LanguageDocument,
     LanguageDocuments,
     Text,
     TextPiece,
@@ -27,7 +26,7 @@ from cohabit.server.http.answers import json_response
 from cohabit.server.http.body import read_body
 from cohabit.server.http.errors import error_of
 from cohabit.server.http.events import EventStream
-from cohabit.server.ipc.model import ModelInfo
+from cohabit.server.ipc.model import LanguageDocument, ModelInfo
 from cohabit.server.protocol.decoding import Sampling
 from cohabit.server.protocol.json_body import parse_json
 

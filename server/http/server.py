@@ -97,9 +97,9 @@ class HttpServer:
 
     def _listen(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         self._listening.append(sock)
-        self._follow(sock, tls)
+        self._start_accepting(sock, tls)
 
-    def _follow(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+    def _start_accepting(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Start accepting connections, unless the port was closed meanwhile."""
         if sock in self._listening:
             asyncio.get_running_loop().add_reader(sock, self._accept, sock, tls)
@@ -114,7 +114,7 @@ class HttpServer:
             _log.warning("a connection could not be accepted", extra={"fields": {"reason": str(error)}})
             self._end_longest_waiting()
             loop.remove_reader(sock)
-            loop.call_later(_ACCEPT_AGAIN_S, self._follow, sock, tls)
+            loop.call_later(_ACCEPT_AGAIN_S, self._start_accepting, sock, tls)
             return
         accepted.setblocking(False)
         if len(self._connections) >= self._max_connections and not self._end_longest_waiting():
@@ -142,7 +142,7 @@ class HttpServer:
         if not handshake.cancelled() and (error := handshake.exception()) is not None:
             _log.debug("a handshake failed", extra={"fields": {"reason": str(error)}})
 
-    def heard(self, connection: "_Connection") -> None:
+    def request_received(self, connection: "_Connection") -> None:
         """Called by a connection whose client has sent a request."""
         if connection in self._connections:
             self._connections[connection] = self._connections.pop(connection)
@@ -156,7 +156,8 @@ class HttpServer:
         waiting = [connection for connection in self._connections if connection.is_waiting]
         if not waiting:
             return False
-        longest = min(waiting, key=lambda connection: connection.has_asked)  # the first one, since `min` is stable
+        # `min` is stable: of several, it returns the one that has waited longest.
+        longest = min(waiting, key=lambda connection: connection.has_sent_request)
         self._connections.pop(longest).cancel()  # ends a handshake, and does nothing after it
         longest.abort()
         return True
@@ -200,7 +201,7 @@ class _Connection(web.RequestHandler):
         return not (self._request_in_progress or self._messages)
 
     @property
-    def has_asked(self) -> bool:
+    def has_sent_request(self) -> bool:
         """Whether the client has ever sent a request head."""
         return self._newest is not None
 
@@ -234,7 +235,7 @@ class _Connection(web.RequestHandler):
         if not self._messages:
             return
         self._newest = self._messages[-1]
-        self._port.heard(self)
+        self._port.request_received(self)
         if not isinstance(self._newest[0], RawRequestMessage):
             body = self._messages[-2][1] if len(self._messages) > 1 else before and before[1]
             if body is not None and not body.is_eof():

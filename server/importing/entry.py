@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from cohabit.runtime.lowering.encoding.choice import cosine
@@ -162,8 +163,8 @@ def write_entry(
                 _copy_configuration(place.folder, folder)
             # Only `place.put` changes the entry, after a successful comparison.
             loading = _loading(config, Path(staging), max_batch)
-            if subject.generation is not None:
-                loading = replace(loading, shape_buckets=shape_buckets(subject.generation.shape_buckets))
+            if subject.decoding is not None:
+                loading = replace(loading, shape_buckets=shape_buckets(subject.decoding.shape_buckets))
             entry = asyncio.run(_compared(subject, folder, loading, on_progress, tolerance))
             notes = _write_sample(subject, entry.info, folder)
             if subject.tokenizer is not None:
@@ -171,11 +172,12 @@ def write_entry(
             if not place.versions:
                 labels = _write_labels(subject, entry.info, folder)
                 parameters = _parameters(subject, config)
-                states = () if subject.generation is None else subject.generation.states
+                states = () if subject.decoding is None else subject.decoding.states
                 text = config_text(entry.info, labels, subject.images, parameters, states)
                 (folder / _CONFIG).write_text(text)
-            if subject.generation is not None:
-                (folder / GENERATION).write_text(json.dumps(subject.generation.document, indent=2) + "\n")
+            if subject.decoding is not None:
+                document = msgspec.json.format(msgspec.json.encode(subject.decoding.document))
+                (folder / GENERATION).write_bytes(document + b"\n")
             source = find(folder)  # raises if the written files cannot be read
             info = entry.info
             if not info.sequences:  # it was loaded before config.pbtxt existed
@@ -188,9 +190,9 @@ def write_entry(
 def _parameters(subject: Subject, config: ServeConfig) -> dict[str, str]:
     """Parameters of a new config.pbtxt, for settings without a field."""
     pooling = {"pooling": subject.pooling} if subject.tokenizer is not None and subject.pooling is not None else {}
-    generation = subject.generation
-    if generation is not None:
-        pooling = {LENGTHS: generation.lengths, SHAPE_BUCKETS: generation.shape_buckets}
+    decoding = subject.decoding
+    if decoding is not None:
+        pooling = {LENGTHS: decoding.lengths, SHAPE_BUCKETS: decoding.shape_buckets}
     return pooling | ({WEIGHTS: config.weights} if config.weights != "float32" else {})
 
 
@@ -354,7 +356,7 @@ def _write_labels(subject: Subject, info: ModelInfo, folder: Path) -> dict[str, 
 
 def _write_sample(subject: Subject, info: ModelInfo, folder: Path) -> tuple[str, ...]:
     """Write a valid request for clients to begin with. Returns why there is none, for the user."""
-    if subject.generation is not None:
+    if subject.decoding is not None:
         return ()
     inputs = subject.examples(min(info.only_batches, default=1), 0)
     binary = [spec.name for spec in info.inputs if spec.datatype in BINARY_ONLY]

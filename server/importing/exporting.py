@@ -124,8 +124,8 @@ def _dynamic_dims(subject: Subject, max_batch: int, least_tokens: int) -> dict[s
         length = Dim(_SEQUENCE, min=least_tokens, max=subject.most_tokens)
     if subject.most_tokens and subject.has_declared_sizes:  # torch determines which of them are equal
         length = Dim.DYNAMIC(min=least_tokens, max=subject.most_tokens)
-    if subject.generation is not None:
-        ranges = subject.generation.ranges
+    if subject.decoding is not None:
+        ranges = subject.decoding.ranges
         sizes = {n: {p: Dim(f"{n}_{p}", min=a, max=b) for p, (a, b) in own.items()} for n, own in ranges.items()}
         return {
             given.name: sizes.get(given.name, {}) | ({} if batch is None else {0: batch})

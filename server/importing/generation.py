@@ -1,4 +1,4 @@
-"""Causal language models of transformers: one step of generation, as a function of tokens and cached keys and values.
+"""Causal language models of transformers: one decoding step, as a function of tokens and cached keys and values.
 
 The step takes new tokens of each sequence and the keys and values of all tokens before them. It returns the logits
 after the last token, and the new tokens' keys and values. The server keeps these between steps, as a growing state.
@@ -15,8 +15,8 @@ from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput
 from cohabit.server.importing.folder_files import read_object
 from cohabit.server.importing.huggingface_inputs import TOKENS
-from cohabit.server.importing.subject import Generation, Subject, Tensors, reason_of
-from cohabit.server.ipc.model import TOKENIZER
+from cohabit.server.importing.subject import DecodingStep, Subject, Tensors, reason_of
+from cohabit.server.ipc.model import TOKENIZER, LanguageDocument
 
 _LENGTH, _PAST, _NEW, _LOGITS = "length", "past", "new", "logits"
 _CHUNK = 64
@@ -38,8 +38,11 @@ def is_causal(written: dict[str, Any]) -> bool:
     return str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
 
 
-class GenerationStep(nn.Module):
-    """One step. `past` is [batch, layers x 2, heads, entries, size]; a row's first `length` entries are valid."""
+class DecodingModule(nn.Module):
+    """One decoding step.
+
+    `past` is [batch, layers x 2, heads, entries, size]; the first `length` entries of a row are valid.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -138,7 +141,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
         }
 
     # Steps must agree with whole texts, or attention ignores the mask.
-    step = GenerationStep(model).eval()
+    step = DecodingModule(model).eval()
     try:
         with torch.no_grad():
             difference = _difference_from_whole_texts(step, inputs, most)
@@ -158,7 +161,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
         most_tokens=most,
         tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
         notes=tuple(notes),
-        generation=Generation(
+        decoding=DecodingStep(
             states=((_PAST, _NEW),),
             lengths=_LENGTH,
             ranges={TOKENS: {1: (1, _CHUNK)}, _PAST: {3: (_LEAST_PAST, most)}},
@@ -168,7 +171,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
     )
 
 
-def _difference_from_whole_texts(step: GenerationStep, inputs: Sequence[DeclaredInput], most: int) -> float:
+def _difference_from_whole_texts(step: DecodingModule, inputs: Sequence[DeclaredInput], most: int) -> float:
     """Return the largest difference of logits after two steps from the model's own pass over whole texts.
 
     The texts differ in length, and are padded together in the second step. Relative to the largest logit.
@@ -205,7 +208,7 @@ def _cache_shape(model: Any) -> tuple[int, int, int]:
     return heads, size, len(cache.new)
 
 
-def _document(folder: Path, model: Any) -> dict[str, Any]:
+def _document(folder: Path, model: Any) -> LanguageDocument:
     """Return the server's data for texts: the tokens that end them, and the chat template with its special tokens."""
     written = read_object(folder / _TOKENIZER_CONFIG) if (folder / _TOKENIZER_CONFIG).is_file() else {}
     own = read_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
@@ -213,13 +216,11 @@ def _document(folder: Path, model: Any) -> dict[str, Any]:
     template = written.get("chat_template")
     if (folder / _TEMPLATE).is_file() and (folder / _TEMPLATE).stat().st_size <= _MOST_TEMPLATE_BYTES:
         template = (folder / _TEMPLATE).read_text(encoding="utf-8")
-    return {
-        "stop_ids": [stops] if isinstance(stops, int) else [int(token) for token in stops or ()],
-        "chat_template": template if isinstance(template, str) else None,
-        "special_tokens": {
-            name: _content(written.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        },
-    }
+    return LanguageDocument(
+        (stops,) if isinstance(stops, int) else tuple(int(token) for token in stops or ()),
+        template if isinstance(template, str) else None,
+        {name: _content(written.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+    )
 
 
 def _content(token: Any) -> str:

@@ -107,7 +107,7 @@ def from_folder(
     written = read_object(folder / _CONFIG)
     require_possible(folder / _CONFIG, written)
     model = _load(transformers, folder, written, architecture)
-    # A causal model becomes a step of generation, if possible; otherwise it answers whole texts.
+    # A causal model becomes a decoding step, if possible; otherwise it answers whole texts.
     most, left, notes = 0, list[str](), list[str]()
     if is_causal(written) and not (inputs or architecture or outputs or lengths.fixed):
         context, said = most_tokens(folder, model.config, model, lengths)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from cohabit.server.engine.servable import DATATYPES
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput
+from cohabit.server.ipc.model import LanguageDocument
 
 Tensors = dict[str, torch.Tensor]
 Examples = Callable[[int, int], Tensors]
@@ -26,8 +27,8 @@ _MOST_REASON = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """One step of generation: its states, and the server's data for continuing a text."""
+class DecodingStep:
+    """One decoding step of a causal language model: its states, their sizes, and how texts end."""
 
     states: tuple[tuple[str, str], ...]
     """Growing inputs, each with the output that extends it."""
@@ -36,8 +37,7 @@ class Generation:
     ranges: Mapping[str, Mapping[int, tuple[int, int]]]
     """Minimum and maximum size of each input's dynamic dimensions other than the batch."""
     shape_buckets: str
-    document: Mapping[str, Any]
-    """Written beside the program, as JSON."""
+    document: LanguageDocument
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class Subject:
     """Pooling of token states into embeddings, a value of config.pbtxt's parameter `pooling`."""
     notes: tuple[str, ...] = ()
     """Notes about the entry for the user."""
-    generation: Generation | None = None
-    """Set if the module is one step of a causal language model."""
+    decoding: DecodingStep | None = None
+    """Set if the module is one decoding step of a causal language model."""
 
     def answer(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the module's own outputs in order."""

@@ -18,7 +18,17 @@ TOKENIZER = "tokenizer.json"
 """File in a text model's folder: its tokenizer, in the format of Hugging Face's tokenizers library."""
 
 GENERATION = "generation.json"
-"""File in a language model's folder: its stop tokens and chat template."""
+"""File in a language model's folder: a `LanguageDocument` in JSON."""
+
+
+class LanguageDocument(msgspec.Struct, frozen=True):
+    """A language model's stop tokens and chat template, which `cohabit import` writes and the front end reads."""
+
+    stop_ids: tuple[int, ...] = ()
+    """Tokens at which a text ends."""
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = {}
+    """Special tokens that a chat template may use, such as `bos_token`."""
 
 
 class ModelKey(NamedTuple):

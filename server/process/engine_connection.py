@@ -180,7 +180,7 @@ class EngineConnection:
             if not pending.sent and now_s > pending.deadline_s:
                 self._fail(id_, RequestTimedOut(pending.request.model.name, pending.request.timeout_s or 0.0))
 
-    def stuck(self, watchdog_s: float) -> str | None:
+    def hang_reason(self, watchdog_s: float) -> str | None:
         """Return why the engine counts as hung, or None.
 
         It hangs if an execution, for any front end, exceeds both `watchdog_s` and PREDICTIONS_PER_EXECUTION times its
@@ -217,7 +217,7 @@ class EngineConnection:
         request = replace(request, output_buffer=output_buffer, number=number, traced=on_spans is not None)
         request.mark(0.0, 0.0)
         pending = PendingRequest(request, asyncio.get_running_loop().create_future(), lease)
-        lease.hold()
+        lease.retain()
         self._pending[number] = pending
         if on_spans is not None:
             self._traced[number] = on_spans

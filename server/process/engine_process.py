@@ -158,7 +158,7 @@ class EngineService:
         loop = asyncio.get_running_loop()
         await loop.connect_accepted_socket(lambda: self._frontend.channel, self._connection)
         background = Background()
-        background.keep("the heartbeat", self._beat)
+        background.keep("the heartbeat", self._write_heartbeats)
         await self._ended.wait()
         await background.close()
         if self._engine is not None:
@@ -182,7 +182,7 @@ class EngineService:
             case messages.ChangeLog():
                 log.apply(msgspec.convert(message.settings, LogSettings))
 
-    async def _beat(self) -> None:
+    async def _write_heartbeats(self) -> None:
         while True:
             self._frontend.beat()
             await asyncio.sleep(_HEARTBEAT_S)

@@ -36,11 +36,11 @@ class InProcessEngine:
     async def infer(
         self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
     ) -> Answer:
-        lease.hold()
+        lease.retain()
         try:
             return await self._engine.infer(request, on_spans)
         except asyncio.CancelledError:
-            lease.hold()
+            lease.retain()
             ending = asyncio.create_task(self._engine.ended(request))
             ending.add_done_callback(lambda _: lease.release())
             self._ending.add(ending)

@@ -185,7 +185,7 @@ class Supervisor:
             self._client.shed()
             if time.monotonic() - before_s > _STALLED_S or not self._watchdog_s:
                 continue
-            reason = self._client.stuck(self._watchdog_s)
+            reason = self._client.hang_reason(self._watchdog_s)
             if reason is not None and self._process is not None and self._process.returncode is None:
                 self._killed_for = f"it was killed, because {reason}"
                 self._kill()

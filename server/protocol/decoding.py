@@ -86,9 +86,9 @@ class StopStrings:
         self._strings = strings
         self._held = ""
         self.found = False
-        """Whether a stop string was found. No text is passed after it."""
+        """Whether a stop string was found. No text is returned after it."""
 
-    def passed(self, piece: str) -> str:
+    def push(self, piece: str) -> str:
         """Add a piece of text, and return the text that can be sent."""
         if self.found:
             return ""
@@ -101,7 +101,7 @@ class StopStrings:
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Return the held-back text, at the end of the text."""
         held, self._held = self._held, ""
         return held

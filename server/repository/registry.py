@@ -111,4 +111,4 @@ class Registry:
 
 def _entry(source: ModelSource, state: ModelState) -> ModelEntry:
     config = None if source.config is None else bytes(source.config.SerializeToString())
-    return ModelEntry(source.name, source.version, state, config=config, config_override=source.override)
+    return ModelEntry(source.name, source.version, state, config=config, config_override=source.config_override)

@@ -19,7 +19,7 @@ class ModelSource:
     path: Path
     config: ModelConfig | None = None
     policy: Policy = field(default_factory=Policy)
-    override: bytes | None = None
+    config_override: bytes | None = None
     """The serialized `config`, if a client sent it to replace config.pbtxt."""
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Class names by output."""

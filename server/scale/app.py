@@ -94,8 +94,8 @@ class EngineDeployment:
         self._background = Background()
         self._engine = ServedEngine(decode_config(config), ray.util.get_node_ip_address())
         await self._engine.start(await self._ingress.join.remote(self._name))
-        await self._beat()
-        self._background.keep("telling the ingress of the engine", self._keep_beating)
+        await self._register()
+        self._background.keep("telling the ingress of the engine", self._keep_registered)
 
     def record_autoscaling_stats(self) -> dict[str, int]:
         return {"requests": self._requests}
@@ -115,13 +115,13 @@ class EngineDeployment:
         application = serve.status().applications.get(self._app_name)
         return application is None or application.status == ApplicationStatus.DELETING
 
-    async def _keep_beating(self) -> None:
+    async def _keep_registered(self) -> None:
         while True:
             await asyncio.sleep(_HEALTH_CHECK_S)
             with suppress(RayError):
-                await self._beat()
+                await self._register()
 
-    async def _beat(self) -> None:
+    async def _register(self) -> None:
         """Register the engine with the ingress, which knows it already unless the ingress has restarted."""
         self._requests = await self._ingress.joined.remote(self._name, self._engine.url, self._engine.token)
 
@@ -170,8 +170,8 @@ class Ingress:
     async def leave(self, engine: str) -> None:
         await self._assigner.leave(engine)
 
-    async def until_settled(self) -> None:
-        await self._assigner.until_settled()
+    async def wait_until_loaded(self) -> None:
+        await self._assigner.wait_until_loaded()
 
     async def _count_engines(self) -> int:
         """Return the number of engines that run or are starting."""

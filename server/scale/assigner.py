@@ -68,7 +68,7 @@ class Assigner:
         self._lost(engine)
         await self.router.idle(engine)
 
-    async def until_settled(self) -> None:
+    async def wait_until_loaded(self) -> None:
         """Return once every engine has loaded its models."""
         while not self._wanted or any(set(self._names(e)) - self._loaded.get(e, set()) for e in self._wanted):
             await self._moved.wait()
@@ -78,7 +78,7 @@ class Assigner:
         while True:
             await self._change.wait()
             self._change.clear()
-            engines = await self._staying()
+            engines = await self._engines_to_assign()
             self._wanted = self._matched(engines, self._assign(len(engines)))
             for engine, part in self._joining.items():
                 if engine in self._wanted and not part.done():
@@ -87,11 +87,11 @@ class Assigner:
             while await self._move():
                 pass  # unloading makes room for models that could not be loaded
 
-    async def _staying(self) -> list[str]:
+    async def _engines_to_assign(self) -> list[str]:
         """Return the engines among which models are divided: all that Ray keeps, or those started in time."""
         deadline_s = asyncio.get_running_loop().time() + _STARTING_S
         while True:
-            await self.router.are_alive()
+            await self.router.drop_lost()
             count = await self._count_engines()
             there = [engine for engine in self._loaded if engine not in self._leaving]
             loading = [engine for engine, part in self._joining.items() if part.done()]

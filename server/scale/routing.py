@@ -178,7 +178,7 @@ class Router:
             return await asked.answer(request)
         except EngineUnavailable:
             if self.engines.get(engine) is asked:
-                self._lose(engine)
+                self._drop(engine)
             raise
         finally:
             self._under_way[engine, model] -= 1
@@ -186,25 +186,25 @@ class Router:
                 del self._under_way[engine, model]
             self._answered.set()
 
-    async def are_alive(self) -> None:
+    async def drop_lost(self) -> None:
         """Ask every engine whether it is alive; those that do not answer are lost."""
-        await asyncio.gather(*(self._is_alive(engine) for engine in list(self.engines)))
+        await asyncio.gather(*(self._drop_if_lost(engine) for engine in list(self.engines)))
 
-    async def _is_alive(self, engine: str) -> None:
+    async def _drop_if_lost(self, engine: str) -> None:
         with suppress(EngineUnavailable):
             try:
                 async with asyncio.timeout(_ALIVE_S):
                     await self.ask(engine, _LIVE)
             except TimeoutError:  # such as an engine whose machine is lost
-                self._lose(engine)
+                self._drop(engine)
 
-    def _lose(self, engine: str) -> None:
+    def _drop(self, engine: str) -> None:
         if self.engines.pop(engine, None) is not None:
             self._on_lost(engine)
 
     async def _ready(self, request: ForwardedRequest) -> ForwardedAnswer:
         """Answer whether every model has an engine and every engine is ready. Ignores engines lost meanwhile."""
-        answers = await self._asked(request, list(self.engines))
+        answers = await self._ask_all(request, list(self.engines))
         if not answers or not all(map(self._alive, self.models)):
             return _json(400, {"error": "engines are being started, or load models"})
         return next((answer for answer in answers if answer.status != 200), answers[0])
@@ -214,7 +214,7 @@ class Router:
 
         Statistics have an entry per engine. The index has one per version: the state where it is served.
         """
-        answers = await self._asked(request, [engine for engine in engines if engine in self.engines])
+        answers = await self._ask_all(request, [engine for engine in engines if engine in self.engines])
         refused = next((answer for answer in answers if answer.status != 200), None)
         if refused is not None or not answers:
             return refused or _json(503, {"error": "every engine is being started again"})
@@ -231,7 +231,7 @@ class Router:
             200, [e for (name, version), e in entries.items() if version is not None or name not in served]
         )
 
-    async def _asked(self, request: ForwardedRequest, engines: Sequence[str]) -> list[ForwardedAnswer]:
+    async def _ask_all(self, request: ForwardedRequest, engines: Sequence[str]) -> list[ForwardedAnswer]:
         """Ask several engines; drops those lost meanwhile."""
         answers = await asyncio.gather(*(self.ask(e, request) for e in engines), return_exceptions=True)
         for answer in answers:

@@ -60,7 +60,7 @@ def choose_batch(
         if ticket.deadline_s is not None:
             deadline_s = min(deadline_s, ticket.deadline_s)
         too_late = deadline_s < math.inf and now_s + estimate.upper_estimate_s(more, now_s) > deadline_s
-        if taken and (more > max_rows or ticket.generation != taken[0].generation or too_late):
+        if taken and (more > max_rows or ticket.load_number != taken[0].load_number or too_late):
             full = True
             break
         taken.append(ticket)
@@ -91,10 +91,12 @@ def best_rate_batch(
         return usual
     first = usual.tickets[0]
     candidates = executable(waiting)
-    alike = [t for t in candidates if t.generation == first.generation and t.request.sizes == first.request.sizes]
+    compatible = [
+        t for t in candidates if t.load_number == first.load_number and t.request.sizes == first.request.sizes
+    ]
     best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
     for rows in estimate.planned(max_rows):
-        chosen = tuple(_fitting(alike, rows, now_s + estimate.upper_estimate_s(rows, now_s)))
+        chosen = tuple(_fitting(compatible, rows, now_s + estimate.upper_estimate_s(rows, now_s)))
         filled = sum(ticket.request.batch for ticket in chosen)
         if chosen and filled / estimate.seconds(filled) > best_per_s:
             best, best_per_s = Batch(chosen, filled), filled / estimate.seconds(filled)

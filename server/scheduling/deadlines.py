@@ -13,10 +13,10 @@ _MAX_STALE = 64
 class Deadlines:
     """A heap with lazy deletion: skips entries of requests that no longer wait."""
 
-    def __init__(self, live: Collection[Ticket]) -> None:
-        """`live` always contains the waiting requests."""
+    def __init__(self, waiting: Collection[Ticket]) -> None:
+        """`waiting` has all requests that wait; the scheduler updates it."""
         self._heap: list[tuple[float, int, Ticket]] = []
-        self._live = live
+        self._waiting = waiting
 
     @property
     def earliest_s(self) -> float:
@@ -28,14 +28,14 @@ class Deadlines:
 
     def trim(self) -> None:
         """Drop the entries of requests that no longer wait, if there are many."""
-        if len(self._heap) > 2 * len(self._live) + _MAX_STALE:
-            self._heap = [entry for entry in self._heap if entry[2] in self._live]
+        if len(self._heap) > 2 * len(self._waiting) + _MAX_STALE:
+            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
             heapq.heapify(self._heap)
 
     def pop_before(self, start_s: float) -> Ticket | None:
         """Remove and return a request whose latest start time has passed; None if there are none."""
         while self._heap and self._heap[0][0] < start_s:
             _, _, ticket = heapq.heappop(self._heap)
-            if ticket in self._live:
+            if ticket in self._waiting:
                 return ticket
         return None

@@ -77,7 +77,6 @@ class Estimate:
         return [batch for batch in self._predicted if batch <= max_rows]
 
     def seconds(self, rows: int) -> float:
-        """Return the expected time."""
         return self.predicted_s(rows) * self._mean
 
     def upper_estimate_s(self, rows: int, now_s: float) -> float:

@@ -35,18 +35,18 @@ class DispatchOrder:
             model, oldest = _oldest(ready)
             if oldest.number == self._bypassed[0]:
                 return self._waiting[model].batch(oldest, now_s)
-        _, known = ready[0]
+        _, scheduled = ready[0]
         if len(ready) > 1:
-            _, known = min(ready, key=lambda item: (self._urgency_s(*item), item[1].queue.first().number))
-        batch = known.batch(known.queue.first(), now_s)
-        if overloaded and not known.policy.keeps_order:
-            estimate = known.estimate_of(batch.tickets[0])
-            batch = best_rate_batch(known.queue, batch, estimate, known.max_rows, now_s)
+            _, scheduled = min(ready, key=lambda item: (self._urgency_s(*item), item[1].queue.first().number))
+        batch = scheduled.batch(scheduled.queue.first(), now_s)
+        if overloaded and not scheduled.policy.keeps_order:
+            estimate = scheduled.estimate_of(batch.tickets[0])
+            batch = best_rate_batch(scheduled.queue, batch, estimate, scheduled.max_rows, now_s)
         return batch
 
     def wake_s(self, now_s: float) -> float:
         """Return when a delayed batch may start; infinite if there are none."""
-        return min((_kept_until_s(known, now_s) for known in self._waiting.values()), default=math.inf)
+        return min((_kept_until_s(scheduled, now_s) for scheduled in self._waiting.values()), default=math.inf)
 
     def dispatched(self, batch: Batch) -> None:
         """Record that a batch was dispatched and has left its queue."""
@@ -58,16 +58,19 @@ class DispatchOrder:
             count = self._bypassed[1] if self._bypassed[0] == oldest else 0
             self._bypassed = (oldest, count + 1)
 
-    def _urgency_s(self, model: ModelKey, known: ScheduledModel) -> float:
+    def _urgency_s(self, model: ModelKey, scheduled: ScheduledModel) -> float:
         """Return when a model's next batch is due, later if its residents are still copied back."""
-        due_s = known.queue.due_s(known.max_rows)
-        return due_s + known.recovery_s if model == self._last else due_s
+        due_s = scheduled.queue.due_s(scheduled.max_rows)
+        return due_s + scheduled.recovery_s if model == self._last else due_s
 
 
-def _kept_until_s(known: ScheduledModel, now_s: float) -> float:
-    return -math.inf if known.policy.batch_delay_s == 0.0 else known.batch(known.queue.first(), now_s).keep_until_s
+def _kept_until_s(scheduled: ScheduledModel, now_s: float) -> float:
+    if scheduled.policy.batch_delay_s == 0.0:
+        return -math.inf
+    return scheduled.batch(scheduled.queue.first(), now_s).keep_until_s
 
 
 def _oldest(waiting: Collection[tuple[ModelKey, ScheduledModel]]) -> tuple[ModelKey, Ticket]:
     """Return the oldest request of all models, and its model."""
-    return min(((model, known.queue.oldest()) for model, known in waiting), key=lambda entry: entry[1].number)
+    oldest = ((model, scheduled.queue.oldest()) for model, scheduled in waiting)
+    return min(oldest, key=lambda entry: entry[1].number)

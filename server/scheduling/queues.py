@@ -1,4 +1,4 @@
-"""One model's waiting requests: a queue per priority level, then one for late requests."""
+"""Requests that wait for one model: a queue per priority level, then one for late requests."""
 
 import math
 from collections import Counter, deque
@@ -19,8 +19,8 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
     request: Request
     number: int
     """Order of arrival over all models."""
-    generation: int
-    """The load of its model that executes the request: the one served when it arrived."""
+    load_number: int
+    """The load of its model that executes the request: the one served when it arrived. Unique per compute lane."""
     arrived_s: float
     deadline_s: float | None = None
     """Time by which the answer must be ready; otherwise the request is shed."""
@@ -40,8 +40,8 @@ class Ticket(msgspec.Struct, frozen=True, eq=False):
         return self.deadline_s is not None or self.late_s is not None
 
 
-class ModelQueue:
-    """Requests in dispatch order."""
+class RequestQueue:
+    """One model's waiting requests in dispatch order."""
 
     def __init__(self) -> None:
         self._levels: dict[int, deque[Ticket]] = {}
@@ -59,7 +59,6 @@ class ModelQueue:
 
     @property
     def sequences(self) -> set[SequenceId]:
-        """The sequences that have requests here."""
         return {ticket.request.sequence.id for ticket in self if ticket.request.sequence is not None}
 
     def starting_with(self, leader: Ticket) -> Iterator[Ticket]:

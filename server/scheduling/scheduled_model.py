@@ -7,15 +7,16 @@ from cohabit.server.scheduling.batching import Batch, choose_batch
 from cohabit.server.scheduling.estimates import Estimate, ModelEstimates
 from cohabit.server.scheduling.limits import Admission
 from cohabit.server.scheduling.policy import Policy
-from cohabit.server.scheduling.queues import ModelQueue, Ticket
+from cohabit.server.scheduling.queues import RequestQueue, Ticket
 
 
 class ScheduledModel:
     """Plain data; the scheduler reads and updates it."""
 
-    def __init__(self, generation: int) -> None:
-        self.first_generation = self.generation = generation
-        self.queue = ModelQueue()
+    def __init__(self) -> None:
+        self.load_number = 0
+        """The load that executes new requests."""
+        self.queue = RequestQueue()
         self.policy = Policy()
         self.admission = Admission()
         self.estimates = ModelEstimates({})
@@ -24,9 +25,9 @@ class ScheduledModel:
         self.recovery_s = 0.0
         """Seconds lost directly after an execution of the same model, while its residents are still copied back."""
         self.paused = False
-        self.returning: set[SequenceId] = set()
+        self.expected_sequences: set[SequenceId] = set()
         """Sequences of the last execution whose next requests have not arrived yet; those of a text arrive at once."""
-        self.free_s = -math.inf
+        self.ended_s = -math.inf
         """Time at which that execution ended."""
 
     def estimate_of(self, ticket: Ticket) -> Estimate:
@@ -58,6 +59,9 @@ class ScheduledModel:
         """Return the batch that would be executed with `first` as its first request."""
         if len(self.queue) == 1 and self.policy.batch_delay_s == 0.0:
             return Batch((first,), first.request.batch)
+        # Steps of sequences wait for those of the last execution, and for no others.
+        since_s: float | None = None
+        if first.request.sequence is not None:
+            since_s = self.ended_s if self.expected_sequences else -math.inf
         estimate, waiting = self.estimate_of(first), self.queue.starting_with(first)
-        wait_s = None if first.request.sequence is None else self.free_s if self.returning else -math.inf
-        return choose_batch(waiting, self.policy, estimate, self.max_rows, now_s, wait_s)
+        return choose_batch(waiting, self.policy, estimate, self.max_rows, now_s, since_s)

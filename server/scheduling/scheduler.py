@@ -40,16 +40,18 @@ class Scheduler:
         """Models with waiting requests that are not paused."""
         self._order = DispatchOrder(self._waiting)
         self._arrivals = 0
-        self._generations = 0
+        self._loads = 0
+        self._executing: ScheduledModel | None = None
+        """The model of the current execution. It may have been removed meanwhile."""
         self._busy_until_s = -math.inf
-        self._overloaded_s = -math.inf
+        self._last_shed_s = -math.inf
         """Time at which a request was last shed."""
         self._answer_delay = Delay()
         """From the end of an execution until the event loop sends its answer."""
-        self._live: set[Ticket] = set()
+        self._tickets: set[Ticket] = set()
         """All waiting requests."""
-        self._deadlines = Deadlines(self._live)
-        self._passed_over: list[Ticket] = []
+        self._deadlines = Deadlines(self._tickets)
+        self._skipped: list[Ticket] = []
 
     def pending(self, model: ModelKey) -> int:
         return len(self._models[model].queue) if model in self._models else 0
@@ -66,24 +68,24 @@ class Scheduler:
         max_rows: int = 0,
         recovery_s: float = 0.0,
     ) -> int:
-        """Add a model version, or replace its servable. Returns the generation of new tickets.
+        """Add a model version, or replace its servable. Returns the load number of new tickets, unique per scheduler.
 
-        A batch has at most `max_rows` rows, all of one generation. With 0, requests are executed alone.
+        A batch has at most `max_rows` rows, all of one load. With 0, requests are executed alone.
         """
-        self._generations += 1
-        known = self._models.setdefault(model, ScheduledModel(self._generations))
-        known.generation = self._generations
-        known.policy = policy or Policy()
-        known.estimates = ModelEstimates(predicted_s or {})
-        known.max_rows = max_rows
-        known.recovery_s = recovery_s
-        return known.generation
+        self._loads += 1
+        scheduled = self._models.setdefault(model, ScheduledModel())
+        scheduled.load_number = self._loads
+        scheduled.policy = policy or Policy()
+        scheduled.estimates = ModelEstimates(predicted_s or {})
+        scheduled.max_rows = max_rows
+        scheduled.recovery_s = recovery_s
+        return scheduled.load_number
 
     def replan(self, model: ModelKey, predicted_s: Mapping[Bucket, float], recovery_s: float) -> None:
         """Replace a model's predictions after its plans have changed."""
-        known = self._models[model]
-        known.estimates.replan(predicted_s)
-        known.recovery_s = recovery_s
+        scheduled = self._models[model]
+        scheduled.estimates.replan(predicted_s)
+        scheduled.recovery_s = recovery_s
 
     def remove(self, model: ModelKey) -> list[Ticket]:
         """Remove a model; returns its waiting requests."""
@@ -95,9 +97,9 @@ class Scheduler:
         return tickets
 
     def drop_older(self, model: ModelKey) -> list[Ticket]:
-        """Remove and return the waiting requests for older generations of a model."""
-        known = self._models[model]
-        older = [ticket for ticket in known.queue if ticket.generation != known.generation]
+        """Remove and return the waiting requests for older loads of a model."""
+        scheduled = self._models[model]
+        older = [ticket for ticket in scheduled.queue if ticket.load_number != scheduled.load_number]
         for ticket in older:
             self.cancel(ticket)
         return older
@@ -110,48 +112,48 @@ class Scheduler:
         self._set_paused(model, paused=False)
 
     def _set_paused(self, model: ModelKey, *, paused: bool) -> None:
-        known = self._models[model]
-        known.paused = paused
-        self._update_waiting(model, known)
+        scheduled = self._models[model]
+        scheduled.paused = paused
+        self._update_waiting(model, scheduled)
 
     def submit(self, now_s: float, request: Request) -> Ticket:
         """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it would be late."""
-        known = self._models.get(request.model)
-        if known is None:
+        scheduled = self._models.get(request.model)
+        if scheduled is None:
             raise ModelNotFound(*request.model)
-        ticket = self._ticket(request, known, now_s)
-        self._check_queue_limit(known, ticket, now_s)
+        ticket = self._ticket(request, scheduled, now_s)
+        self._check_queue_limit(scheduled, ticket, now_s)
         if ticket.deadline_s is not None:
-            needed_s = self._start_s(ticket, known, now_s) + self._needed_s(ticket, now_s) - now_s
+            needed_s = self._start_s(ticket, scheduled, now_s) + self._needed_s(ticket, now_s) - now_s
             if now_s + needed_s > ticket.deadline_s:
-                self._overloaded_s = now_s
+                self._last_shed_s = now_s
                 raise RequestTimedOut(request.model.name, ticket.timeout_s or 0.0, needed_s)
-        known.admission.enter(request.model.name, known.policy, now_s, self._backlog_s)
+        scheduled.admission.enter(request.model.name, scheduled.policy, now_s, self._backlog_s)
         self._arrivals += 1
-        self._live.add(ticket)
-        known.queue.push(ticket)
+        self._tickets.add(ticket)
+        scheduled.queue.push(ticket)
         if request.sequence is not None:
-            known.returning.discard(request.sequence.id)
-        if not known.paused:
-            self._waiting[request.model] = known
+            scheduled.expected_sequences.discard(request.sequence.id)
+        if not scheduled.paused:
+            self._waiting[request.model] = scheduled
         if ticket.expires:
             self._watch(ticket, now_s)
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
         """Remove a request from its queue; False if it no longer waits."""
-        if ticket not in self._live:
+        if ticket not in self._tickets:
             return False
-        known = self._models[ticket.request.model]
-        known.queue.remove(ticket)
-        self._update_waiting(ticket.request.model, known)
-        known.admission.leave()
+        scheduled = self._models[ticket.request.model]
+        scheduled.queue.remove(ticket)
+        self._update_waiting(ticket.request.model, scheduled)
+        scheduled.admission.leave()
         self._forget(ticket)
         return True
 
     def shed(self, now_s: float) -> list[Ticket]:
         """Remove and return the requests that would miss their deadline even if they were next."""
-        hopeless, self._passed_over = self._passed_over, []
+        shed, self._skipped = self._skipped, []
         start_s = max(now_s, self._busy_until_s)
         while (ticket := self._deadlines.pop_before(start_s)) is not None:
             if self._latest_start_s(ticket, now_s) >= start_s:  # the model has become faster meanwhile
@@ -159,9 +161,9 @@ class Scheduler:
             elif ticket.late_s is not None:
                 self._models[ticket.request.model].queue.move_to_end(ticket)
             elif self.cancel(ticket):
-                self._overloaded_s = now_s
-                hopeless.append(ticket)
-        return hopeless
+                self._last_shed_s = now_s
+                shed.append(ticket)
+        return shed
 
     def next(self, now_s: float) -> Batch | None:
         """Return the next requests to execute; None if no request waits, or all are delayed.
@@ -171,33 +173,34 @@ class Scheduler:
         while (batch := self._choose(now_s)) is not None and self._is_too_late(batch, now_s):
             (ticket,) = batch.tickets
             self.cancel(ticket)
-            self._passed_over.append(ticket)
-            self._overloaded_s = now_s
+            self._skipped.append(ticket)
+            self._last_shed_s = now_s
         if batch is None:
             return None
-        known = self._models[batch.model]
+        scheduled = self._models[batch.model]
         for ticket in batch.tickets:
-            known.queue.remove(ticket)
+            scheduled.queue.remove(ticket)
             self._forget(ticket)
-        self._update_waiting(batch.model, known)
+        self._update_waiting(batch.model, scheduled)
         self._order.dispatched(batch)
-        predicted_s = known.estimate_of(batch.tickets[0]).seconds(batch.rows)
+        predicted_s = scheduled.estimate_of(batch.tickets[0]).seconds(batch.rows)
         self._busy_until_s = now_s + predicted_s
+        self._executing = scheduled
         return replace(batch, predicted_s=predicted_s)
 
     def finished(self, batch: Batch, now_s: float, seconds: float | None) -> None:
         """Record the end of an execution after `seconds`; None if it failed, since its time is not representative."""
+        scheduled, self._executing = self._executing, None
+        assert scheduled is not None
         self._busy_until_s = -math.inf
-        known = self._models.get(batch.model)
         first = batch.tickets[0]
-        if known is None or first.generation < known.first_generation:
-            return  # the model was removed meanwhile
-        known.admission.leave(len(batch.tickets))
+        scheduled.admission.leave(len(batch.tickets))
         steps = (ticket.request.sequence for ticket in batch.tickets)
-        known.returning = {step.id for step in steps if step is not None and not step.end} - known.queue.sequences
-        known.free_s = now_s
-        if seconds is not None and first.generation == known.generation:
-            known.estimates.measured(first.request.sizes, batch.rows, seconds, now_s)
+        continued = {step.id for step in steps if step is not None and not step.end}
+        scheduled.expected_sequences = continued - scheduled.queue.sequences
+        scheduled.ended_s = now_s
+        if seconds is not None and first.load_number == scheduled.load_number:
+            scheduled.estimates.measured(first.request.sizes, batch.rows, seconds, now_s)
 
     def answered(self, seconds: float) -> None:
         """Record the delay from the end of an execution until its answer is sent. Only `submit` reads it."""
@@ -213,27 +216,27 @@ class Scheduler:
 
     def clear(self) -> None:
         """Cancel every waiting request."""
-        for ticket in list(self._live):
+        for ticket in list(self._tickets):
             self.cancel(ticket)
 
-    def _update_waiting(self, model: ModelKey, known: ScheduledModel) -> None:
+    def _update_waiting(self, model: ModelKey, scheduled: ScheduledModel) -> None:
         """Update whether a model has requests that may be dispatched."""
-        if known.paused or not known.queue:
+        if scheduled.paused or not scheduled.queue:
             self._waiting.pop(model, None)
         else:
-            self._waiting[model] = known
+            self._waiting[model] = scheduled
 
     def _forget(self, ticket: Ticket) -> None:
         """Remove a request that no longer waits, and thus the references to its inputs."""
-        self._live.remove(ticket)
+        self._tickets.remove(ticket)
         self._deadlines.trim()
 
     def _choose(self, now_s: float) -> Batch | None:
-        return self._order.choose(now_s, overloaded=now_s - self._overloaded_s < _OVERLOADED_S)
+        return self._order.choose(now_s, overloaded=now_s - self._last_shed_s < _OVERLOADED_S)
 
-    def _ticket(self, request: Request, known: ScheduledModel, now_s: float) -> Ticket:
-        level = known.policy.level_of(request.priority)
-        policy = known.policy.of_level(level)
+    def _ticket(self, request: Request, scheduled: ScheduledModel, now_s: float) -> Ticket:
+        level = scheduled.policy.level_of(request.priority)
+        policy = scheduled.policy.of_level(level)
         timeout_s = policy.timeout_of(request.timeout_s)
         arrived_s = now_s if request.arrived_s is None else request.arrived_s
         deadline_s, late_s, due_s = None, None, arrived_s + PATIENCE_S
@@ -243,11 +246,11 @@ class Scheduler:
                 late_s = end_s
             else:
                 deadline_s = end_s
-                estimate = known.estimates.of(request.sizes)
+                estimate = scheduled.estimates.of(request.sizes)
                 due_s = min(due_s, deadline_s - estimate.upper_estimate_s(request.batch, now_s))
         number, times_s = self._arrivals + 1, (arrived_s, deadline_s, timeout_s, late_s, due_s)
-        alone = not self._live and self._busy_until_s == -math.inf
-        return Ticket(request, number, known.generation, *times_s, level, alone)
+        alone = not self._tickets and self._busy_until_s == -math.inf
+        return Ticket(request, number, scheduled.load_number, *times_s, level, alone)
 
     def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
         """Return when a request must start, or, under a DELAY policy, counts as late."""
@@ -274,12 +277,12 @@ class Scheduler:
     def _start_s(self, ticket: Ticket, own: ScheduledModel, now_s: float) -> float:
         """Return when a new request would start: after the current execution and more urgent requests."""
         ahead_s = 0.0
-        for known in self._waiting.values():
-            if known is own:
-                requests = sum(known.queue.waiting(level) for level in range(1, ticket.level + 1))
-                ahead_s += known.ahead_estimate_s(requests, ticket.request.sizes)
-            elif known.queue.due_s(known.max_rows) <= ticket.due_s:
-                ahead_s += known.drain_estimate_s()
+        for scheduled in self._waiting.values():
+            if scheduled is own:
+                requests = sum(scheduled.queue.waiting(level) for level in range(1, ticket.level + 1))
+                ahead_s += scheduled.ahead_estimate_s(requests, ticket.request.sizes)
+            elif scheduled.queue.due_s(scheduled.max_rows) <= ticket.due_s:
+                ahead_s += scheduled.drain_estimate_s()
         return max(now_s, self._busy_until_s) + ahead_s
 
     def _backlog_s(self, now_s: float) -> float:
@@ -287,11 +290,11 @@ class Scheduler:
         running_s = max(self._busy_until_s - now_s, 0.0)
         return running_s + sum(k.drain_estimate_s() for k in self._models.values())
 
-    def _check_queue_limit(self, known: ScheduledModel, ticket: Ticket, now_s: float) -> None:
+    def _check_queue_limit(self, scheduled: ScheduledModel, ticket: Ticket, now_s: float) -> None:
         name = ticket.request.model.name
-        limit = known.policy.of_level(ticket.level).limit
-        if limit is not None and known.queue.waiting(ticket.level) >= limit:
-            full = LevelFull if known.policy.levels > 1 else QueueFull
+        limit = scheduled.policy.of_level(ticket.level).limit
+        if limit is not None and scheduled.queue.waiting(ticket.level) >= limit:
+            full = LevelFull if scheduled.policy.levels > 1 else QueueFull
             raise full.of_model(name, limit, self._backlog_s(now_s))
-        if len(known.queue) >= self._queue_limit:
+        if len(scheduled.queue) >= self._queue_limit:
             raise QueueFull.of_model(name, self._queue_limit, self._backlog_s(now_s))

@@ -101,18 +101,19 @@ class KeptProcesses(WorkerProcesses):
     most_kept = 2
     """Of each priority: a process takes over 200 MiB."""
 
-    def _started(self, later: bool, modules: Sequence[str] = ()) -> _WorkerProcess:
-        for process in [process for process in self.kept if process.later is later]:
+    def _new_process(self, low_priority: bool, modules: Sequence[str] = ()) -> _WorkerProcess:
+        for process in [process for process in self.kept if process.low_priority is low_priority]:
             self.kept.remove(process)
             if process._process.is_alive():
                 return process
-        return super()._started(later, modules)
+        return super()._new_process(low_priority, modules)
 
     def release(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
         for process in idle:
-            if sum(kept.later is process.later for kept in self.kept) < self.most_kept:
+            alike = [kept for kept in self.kept if kept.low_priority is process.low_priority]
+            if len(alike) < self.most_kept:
                 self.kept.append(process)
             else:
                 process.end()

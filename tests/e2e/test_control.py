@@ -15,7 +15,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from cohabit.planner.memory import Memory
-from cohabit.planner.sizing.deployment import ModelDemand
+from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.runtime.binding.program import Program
 from cohabit.server.cli import main
 from cohabit.server.deploy import elastic as elastic_module

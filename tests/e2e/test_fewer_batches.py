@@ -12,7 +12,7 @@ import torch
 from torch.export import Dim
 
 from cohabit.loadgen.zoo.exporting import save_model
-from cohabit.planner.sizing.deployment import Division
+from cohabit.planner.sizing.problem import Division
 from cohabit.server.deploy import replan
 from cohabit.server.deploy.divide import Planner
 from tests.e2e.serving import Running, ask, infer, serving

@@ -97,7 +97,7 @@ def test_a_second_start_lowers_and_measures_nothing_and_gives_the_same_bits(
     files = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.rglob("*") if path.is_file()}
     second_stages, second = start()
     assert {"tracing batches, and comparing their rows", "measuring batch 1"} < first_stages
-    assert second_stages == {"preparing", "bringing residents in"}
+    assert second_stages == {"preparing", "loading residents"}
     assert {path.parent.relative_to(cache).parts[0] for path in files} == {"weights", "profiles", "plans"}
     assert files == {
         path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in cache.rglob("*") if path.is_file()

@@ -22,8 +22,8 @@ from cohabit.planner.plan import Address, Placement
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link
 from cohabit.planner.search.driver import search
-from cohabit.planner.sizing.deployment import Division, ModelDemand
 from cohabit.planner.sizing.fitting import known_or_searched
+from cohabit.planner.sizing.problem import Division, ModelDemand
 from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 
 ROOT = Path(__file__).parents[2]

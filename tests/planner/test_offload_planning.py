@@ -22,10 +22,10 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.table import SWAP_OUT
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.demand import Demand
-from cohabit.planner.sizing.deployment import ModelDemand
-from cohabit.planner.sizing.division import deploy
+from cohabit.planner.sizing.demand import MemoryDemand
+from cohabit.planner.sizing.division import divide
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
+from cohabit.planner.sizing.problem import ModelDemand
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet
 from tests.planner.reference import peak_bytes, sequence_peak_bytes
 
@@ -40,7 +40,7 @@ def demand(graph: Graph, profile: Profile | None = None, name: str = "model") ->
 
 def least_bytes(model: ModelDemand) -> int:
     """Least memory in which a model can run in all its buckets."""
-    return Demand.of(model).with_offloading().least_bytes
+    return MemoryDemand.of(model).with_offloading().least_bytes
 
 
 def plain_least(graph: Graph) -> int:
@@ -210,11 +210,11 @@ def test_models_share_memory_in_which_their_activations_do_not_stay() -> None:
     models = [demand(graph, name="unet"), demand(other, name="chain")]
     memory = least_bytes(models[0]) + 6 * PAGE
     assert memory < plain_least(graph)
-    deployment = deploy(models, memory)
-    plan = deployment.entries[0].plans[Bucket(1)]
-    assert swapped_out(plan)
-    assert not swapped_out(deployment.entries[1].plans[Bucket(1)])
-    assert deployment.taken_bytes <= memory
+    division = divide(models, memory)
+    plans = [plan_model(model, own)[Bucket(1)] for model, own in zip(models, division.memories, strict=True)]
+    assert swapped_out(plans[0])
+    assert not swapped_out(plans[1])
+    assert division.workspace_bytes + sum(division.partition_bytes) <= memory
 
 
 def test_one_more_model_finds_room_in_which_its_activations_must_be_offloaded() -> None:

@@ -15,8 +15,8 @@ from cohabit.planner.problem import UNFIT, Limit, Problem
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.fitting import plan_model
+from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.planner.streaming.anneal import FITS
 from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile
 

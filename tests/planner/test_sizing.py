@@ -15,15 +15,15 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
-from cohabit.planner.plan import SwapIn
+from cohabit.planner.plan import Plan, SwapIn
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.assignment import ModelTraffic, assign, load_bytes_per_s
-from cohabit.planner.sizing.demand import Demand
-from cohabit.planner.sizing.deployment import Deployment, LayoutName, ModelDemand
-from cohabit.planner.sizing.division import deploy, divide
+from cohabit.planner.sizing.demand import MemoryDemand
+from cohabit.planner.sizing.division import divide
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
+from cohabit.planner.sizing.problem import ONE_REGION, WHOLE_MODELS, Division, LayoutName, ModelDemand
 from tests.planner.graphs import PAGE, chain, profile_of, unrolled
 
 
@@ -37,36 +37,35 @@ def model(name: str, pages: list[int], rate_per_s: float = 1.0, batches: tuple[i
 MODELS = [model("small", [1, 1, 2]), model("large", [2, 3, 1, 2, 4, 2], 5.0), model("other", [1, 3, 2, 2])]
 
 
-def verify(models: list[ModelDemand], deployment: Deployment) -> None:
-    """Partitions are private (unless shared on purpose) and clear of the workspace, and every plan may run."""
-    memory = top = deployment.memory_bytes // PAGE * PAGE
-    for demand, entry in zip(models, deployment.entries, strict=True):
-        assert entry.name == demand.name
-        one_region = deployment.layout not in ("partitioned", "resident")
-        if one_region:
-            assert entry.partition_offset == deployment.workspace_bytes
-            assert entry.partition_offset + entry.partition_bytes == memory
-        else:
-            assert entry.partition_offset + entry.partition_bytes == top
-        top = min(top, entry.partition_offset)
-        assert entry.partition_offset % PAGE == entry.partition_bytes % PAGE == 0
-        assert set(entry.plans) == set(demand.graphs)
-        residents = {plan.residents for plan in entry.plans.values()}
-        assert len(residents) == 1
-        tensors = demand.graphs[Bucket(1)].tensors
-        assert entry.resident_bytes == sum(tensors[r.tensor].nbytes for r in residents.pop())
-        assert entry.parameter_bytes == demand.graphs[Bucket(1)].parameter_bytes
-        for batch, plan in entry.plans.items():
-            assert plan.memory.partition_bytes == (entry.parameter_bytes if one_region else entry.partition_bytes)
-            assert plan.memory.workspace_bytes == deployment.workspace_bytes
-            check(demand.graphs[batch], demand.profiles[batch], plan)
-    assert deployment.workspace_bytes <= top
-    assert deployment.taken_bytes == deployment.workspace_bytes + memory - top
+def planned(models: list[ModelDemand], division: Division) -> list[dict[Bucket, Plan]]:
+    """Plans of every model for its memory of a division."""
+    return [
+        plan_model(model.up_to(most), memory)
+        for model, memory, most in zip(models, division.memories, division.most_batches, strict=True)
+    ]
+
+
+def verify(
+    models: list[ModelDemand], memory_bytes: int, layout: LayoutName = "partitioned", lanes: int = 1
+) -> None:
+    """Workspaces and partitions fit into memory, and every plan may run."""
+    division = divide(models, memory_bytes, layout, lanes=lanes)
+    assert division.memory_bytes == memory_bytes // PAGE * PAGE
+    largest = max(division.partition_bytes) if layout in WHOLE_MODELS else 0
+    partitions = largest if layout in ONE_REGION else sum(division.partition_bytes)
+    assert lanes * division.workspace_bytes + partitions <= division.memory_bytes
+    for demand, plans, memory in zip(models, planned(models, division), division.memories, strict=True):
+        assert memory.partition_bytes % PAGE == memory.workspace_bytes % PAGE == 0
+        assert set(plans) == set(demand.graphs)
+        assert len({plan.residents for plan in plans.values()}) == 1
+        for bucket, plan in plans.items():
+            assert plan.memory == memory
+            check(demand.graphs[bucket], demand.profiles[bucket], plan)
 
 
 @pytest.mark.parametrize("pages", [12, 13, 16, 20, 25, 30, 60])
 def test_partitions_fit_any_memory_that_is_enough(pages: int) -> None:
-    verify(MODELS, deploy(MODELS, pages * PAGE + 100))
+    verify(MODELS, pages * PAGE + 100)
 
 
 def test_a_refusal_names_the_op_with_the_largest_parameters_and_the_one_with_the_largest_activations() -> None:
@@ -79,7 +78,7 @@ def test_a_refusal_names_the_op_with_the_largest_parameters_and_the_one_with_the
         InfeasibleBudget,
         match=r"op op2 \(12\.0 KiB of parameters\), above the activations of op0 \(32\.0 KiB\), needs a budget of 44",
     ) as refusal:
-        deploy([demand], 10 * PAGE)
+        divide([demand], 10 * PAGE)
     assert refusal.value.least_bytes == 11 * PAGE
 
 
@@ -91,7 +90,7 @@ def test_a_refusal_names_the_op_whose_scratch_makes_the_peak() -> None:
     graph = structs.replace(even, ops=(first, structs.replace(second, scratch_bytes=2 * PAGE), third))
     demand = ModelDemand("scratch", {Bucket(1): graph}, {Bucket(1): profile_of(graph)}, 1.0)
     with pytest.raises(InfeasibleBudget) as refusal:
-        deploy([demand], 5 * PAGE)
+        divide([demand], 5 * PAGE)
     assert refusal.value.op == "op2 (12.0 KiB of parameters), above the activations of op1 (16.0 KiB),"
     with pytest.raises(InfeasibleBudget) as refusal:  # all parameters are in the partition
         Footprint.of(graph).require(5 * PAGE, 3 * PAGE)
@@ -109,8 +108,8 @@ def test_more_memory_is_no_slower() -> None:
     def cost(pages: int) -> float:
         return sum(
             demand.rate_per_s * plan.provenance.latency_s
-            for demand, entry in zip(MODELS, deploy(MODELS, pages * PAGE).entries, strict=True)
-            if (plan := entry.plans[Bucket(1)]).provenance
+            for demand, plans in zip(MODELS, planned(MODELS, divide(MODELS, pages * PAGE)), strict=True)
+            if (plan := plans[Bucket(1)]).provenance
         )
 
     costs = [cost(pages) for pages in (12, 16, 20, 26, 34)]
@@ -120,8 +119,8 @@ def test_more_memory_is_no_slower() -> None:
 
 def test_the_busier_of_two_equal_models_gets_more() -> None:
     pair = [model("idle", [2, 2, 2, 2], 0.1), model("busy", [2, 2, 2, 2], 10.0)]
-    idle, busy = deploy(pair, 17 * PAGE).entries
-    assert busy.partition_bytes > idle.partition_bytes
+    idle_bytes, busy_bytes = divide(pair, 17 * PAGE).partition_bytes
+    assert busy_bytes > idle_bytes
 
 
 def test_of_two_models_with_the_same_copies_the_one_that_others_wait_for_longest_gets_more() -> None:
@@ -130,8 +129,8 @@ def test_of_two_models_with_the_same_copies_the_one_that_others_wait_for_longest
         ModelDemand(name, {Bucket(1): graph}, {Bucket(1): profile_of(graph, [1.0] * 4 + [last_s], PAGE / 2)})
         for name, last_s in (("short", 1.0), ("long", 100.0))
     ]
-    short, long = deploy(pair, 15 * PAGE).entries
-    assert long.partition_bytes > short.partition_bytes
+    short_bytes, long_bytes = divide(pair, 15 * PAGE).partition_bytes
+    assert long_bytes > short_bytes
 
 
 @pytest.mark.parametrize(
@@ -147,18 +146,21 @@ def test_of_two_models_with_the_same_copies_the_one_that_others_wait_for_longest
 )
 def test_the_least_memory_of_a_layout_is_exact(layout: LayoutName, pages: int, says: str) -> None:
     """Activations take two times four pages; all parameters 26, those of a model 14 at most, and of an op four."""
-    deployment = deploy(MODELS, pages * PAGE, layout)
-    verify(MODELS, deployment)
+    verify(MODELS, pages * PAGE, layout)
     if layout in ("resident", "time_shared", "lru"):
-        assert all(e.resident_bytes == e.parameter_bytes for e in deployment.entries)
+        division = divide(MODELS, pages * PAGE, layout)
+        for demand, plans in zip(MODELS, planned(MODELS, division), strict=True):
+            graph = demand.graphs[Bucket(1)]
+            residents = sum(graph.tensors[resident.tensor].nbytes for resident in plans[Bucket(1)].residents)
+            assert residents == graph.parameter_bytes
     with pytest.raises(InfeasibleBudget, match=says) as refusal:
-        deploy(MODELS, (pages - 1) * PAGE, layout)
+        divide(MODELS, (pages - 1) * PAGE, layout)
     assert refusal.value.least_bytes == pages * PAGE
 
 
 @pytest.mark.parametrize("layout", get_args(LayoutName))
 def test_no_models_need_no_memory(layout: LayoutName) -> None:
-    assert deploy([], 0, layout).entries == ()
+    assert divide([], 0, layout) == Division(0, 0, ())
 
 
 def test_budget_is_split_where_latency_is_least() -> None:
@@ -198,7 +200,7 @@ def test_a_recurrent_network_gets_the_workspace_in_which_it_needs_each_weight_on
 def test_one_more_model_takes_the_room_in_which_it_is_fastest() -> None:
     """`large` has 14 pages of parameters, two of activations at batch 4, and an op that needs four at once."""
     demand = MODELS[1]
-    assert Demand.of(demand).with_offloading().least_bytes == 12 * PAGE
+    assert MemoryDemand.of(demand).with_offloading().least_bytes == 12 * PAGE
     assert fit(demand, []) is None
     assert fit(demand, [Memory(8 * PAGE, 3 * PAGE)]) is None, "an op's four pages lie neither here nor there"
     roomy, tight = Memory(8 * PAGE, 40 * PAGE), Memory(8 * PAGE, 4 * PAGE)
@@ -249,19 +251,11 @@ def test_a_division_of_memory_is_found_again_for_the_same_models_only(
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_every_lane_has_a_workspace_that_the_memory_has_to_hold(lanes: int) -> None:
     with pytest.raises(InfeasibleBudget) as refusal:
-        deploy(MODELS, PAGE, lanes=lanes)
+        divide(MODELS, PAGE, lanes=lanes)
     least = refusal.value.least_bytes
     with pytest.raises(InfeasibleBudget):
-        deploy(MODELS, least - PAGE, lanes=lanes)
-    deployment = deploy(MODELS, least, lanes=lanes)
-    taken = sum(entry.partition_bytes for entry in deployment.entries) + lanes * deployment.workspace_bytes
-    assert taken == deployment.taken_bytes <= least
-    lowest = min(entry.partition_offset for entry in deployment.entries)
-    assert lowest >= lanes * deployment.workspace_bytes
-    for entry, demand in zip(deployment.entries, MODELS, strict=True):
-        for batch, plan in entry.plans.items():
-            check(demand.graphs[batch], demand.profiles[batch], plan)
-            assert plan.memory.workspace_bytes == deployment.workspace_bytes
+        divide(MODELS, least - PAGE, lanes=lanes)
+    verify(MODELS, least, lanes=lanes)
 
 
 def loads(models: list[ModelTraffic], engines: int, memory_bytes: int) -> list[float]:
@@ -336,8 +330,8 @@ def hungry(batches: tuple[int, ...] = (1, 2, 4, 8), splits: bool = True) -> Mode
 
 def latencies(models: list[ModelDemand], memory_bytes: int) -> float:
     """The sum over models of the smallest bucket's latency, by full searches."""
-    plans = [entry.plans[Bucket(1)].provenance for entry in deploy(models, memory_bytes).entries]
-    return sum(plan.latency_s for plan in plans if plan is not None)
+    made = [plans[Bucket(1)].provenance for plans in planned(models, divide(models, memory_bytes))]
+    return sum(provenance.latency_s for provenance in made if provenance is not None)
 
 
 def test_largest_batches_are_left_out_where_their_activations_cost_more_than_batching_gains() -> None:
@@ -368,8 +362,8 @@ def test_a_memory_that_is_too_small_for_all_batches_may_be_enough_for_fewer() ->
         divide([hungry(splits=False), MODELS[0]], memory)
     division = divide(models, memory)
     assert division.most_batches[0] < 8
-    own, _ = deploy(models, memory).entries
-    assert set(own.plans) == {Bucket(b) for b in (1, 2, 4, 8) if b <= division.most_batches[0]}
+    own, _ = planned(models, division)
+    assert set(own) == {Bucket(b) for b in (1, 2, 4, 8) if b <= division.most_batches[0]}
     with pytest.raises(InfeasibleBudget) as refused:
         divide(models, PAGE)
     assert divide(models, refused.value.least_bytes).most_batches[0] == 1

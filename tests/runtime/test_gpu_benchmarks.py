@@ -19,7 +19,7 @@ from benchmarks.captured import cuda
 from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2, texts, training
 from benchmarks.gpu.steps import Step
 from benchmarks.training_nets import Net, WideResNet
-from cohabit.planner.sizing.deployment import LayoutName
+from cohabit.planner.sizing.problem import LayoutName
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.lowering import lower as lower_module

@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,6 +205,28 @@ async def test_requests_that_still_wait_for_a_replaced_or_removed_model_are_refu
         gate.open.set()
         await running
         await lane.infer(request("other"))
+
+
+async def test_a_batch_of_a_model_that_is_removed_before_it_is_executed_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The batch has left its queue: removing the model finds no request to refuse."""
+    async with lane_of(identity("m", "FP32"), identity("other", "FP32")) as lane:
+        execute, loop = lane.device._execute, asyncio.get_running_loop()
+
+        async def remove() -> None:
+            lane.remove(ModelKey("m", 1))
+
+        def removing(*arguments: Any) -> None:
+            monkeypatch.undo()
+            asyncio.run_coroutine_threadsafe(remove(), loop).result(20)
+            execute(*arguments)
+
+        monkeypatch.setattr(lane.device, "_execute", removing)
+        answer = await lane.infer(request(value=2.0))
+        assert answer.outputs["y"][0, 0] == 2.0
+        await lane.infer(request("other"))
+        assert lane.lost is None
 
 
 async def test_a_held_model_waits_while_the_others_are_served() -> None:

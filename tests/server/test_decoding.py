@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cohabit.server.errors import InvalidRequest
-from cohabit.server.frontend.generation import LanguageDocument
 from cohabit.server.frontend.templates import rendered
+from cohabit.server.ipc.model import LanguageDocument
 from cohabit.server.protocol.decoding import Sampler, Sampling, StopStrings, log_probabilities
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32))
@@ -63,9 +63,9 @@ def test_a_text_in_pieces_is_cut_where_the_whole_would_be(seed: int) -> None:
     stops, passed, rest = StopStrings(strings), "", text
     while rest and not stops.found:
         size = draws.randint(1, 4)
-        passed, rest = passed + stops.passed(rest[:size]), rest[size:]
+        passed, rest = passed + stops.push(rest[:size]), rest[size:]
     found = stops.found
-    passed += stops.rest()
+    passed += stops.flush()
     # A piece may end before a longer string that begins earlier: the first that is complete counts.
     ends = sorted((text.find(s) + len(s), text.find(s)) for s in strings if s in text)
     assert found == bool(ends)

@@ -12,6 +12,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.shapes import Bucket
 from cohabit.server.deploy import elastic
 from cohabit.server.deploy.elastic import REQUESTS_PER_MODEL, Elastic
+from cohabit.server.deploy.model import PlansFound
 
 NAMES = "abcdefgh"
 SIZES = (0, 10, 20, 40)
@@ -52,7 +53,7 @@ class FakePlacement:
             demand=None,
             profiles=profiles,
             plans=plans(nbytes),
-            searched=True,
+            found=PlansFound(plans(nbytes), searched=True),
             rate_per_s=1.0,
             latency_s=lambda made: made[Bucket(1)].provenance.latency_s,
         )
@@ -65,8 +66,8 @@ class FakePlacement:
         chosen = choose()
         if not chosen:
             return False
-        for name, (made, searched) in chosen.items():
-            self.models[name].plans, self.models[name].searched = made, searched
+        for name, found in chosen.items():
+            self.models[name].found, self.models[name].plans = found, found.plans
         self._hold()
         self.sizes.append({name: extent.nbytes for name, extent in self.partitions.held.items()})
         return True

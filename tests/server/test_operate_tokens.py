@@ -75,7 +75,7 @@ async def test_files_are_reloaded_when_they_change(tmp_path: Path) -> None:
     tokens.write_text(OLD)
     settings = config(token_files=(tokens,))
     access = open_access(settings)
-    following = asyncio.create_task(TokenFiles(settings, access).follow(interval_s=0.01))
+    following = asyncio.create_task(TokenFiles(settings, access).watch(interval_s=0.01))
     replacement = tmp_path / "replacement"
     replacement.write_text(NEW)
     replacement.rename(tokens)
@@ -88,6 +88,6 @@ async def test_files_are_reloaded_when_they_change(tmp_path: Path) -> None:
 
 
 async def test_without_token_files_following_ends_at_once() -> None:
-    following = asyncio.create_task(TokenFiles(config(), open_access(config())).follow())
+    following = asyncio.create_task(TokenFiles(config(), open_access(config())).watch())
     await asyncio.sleep(0)
     assert following.done()

@@ -317,7 +317,7 @@ class Fleet:
         """Start engines at once; returns once they serve, and models have moved to them."""
         self.starting.update(names)
         await asyncio.gather(*map(self._start, names))
-        await self.assigner.until_settled()
+        await self.assigner.wait_until_loaded()
 
     async def _start(self, name: str) -> None:
         models = await self.assigner.join(name)
@@ -434,7 +434,7 @@ async def test_an_ingress_that_was_started_again_learns_which_engine_has_which_m
     running = asyncio.create_task(fleet.assigner.run())
     for name, engine in fleet.running.items():
         await fleet.assigner.joined(name, engine)
-    await fleet.assigner.until_settled()
+    await fleet.assigner.wait_until_loaded()
     assert await fleet.answered() == [200] * 4
     assert fleet.held() == held
     running.cancel()

@@ -86,7 +86,7 @@ def test_full_queue_refuses_its_model_only_and_says_when_to_come_back() -> None:
         scheduler.submit(0.0, request("a"))
     assert refusal.value.retry_after_s == pytest.approx(6.0)
     scheduler.submit(0.0, request("b"))
-    assert (scheduler.pending(key("a")), scheduler.pending(key("b")), len(scheduler._live)) == (2, 1, 3)
+    assert (scheduler.pending(key("a")), scheduler.pending(key("b")), len(scheduler._tickets)) == (2, 1, 3)
     scheduler.next(0.0)
     scheduler.submit(0.0, request("a"))
 
@@ -121,7 +121,7 @@ def test_clear_forgets_what_waited() -> None:
     scheduler = scheduler_of()
     ticket = scheduler.submit(0.0, request())
     scheduler.clear()
-    assert (len(scheduler._live), scheduler.next(0.0)) == (0, None)
+    assert (len(scheduler._tickets), scheduler.next(0.0)) == (0, None)
     assert not scheduler.cancel(ticket)
 
 
@@ -133,7 +133,7 @@ def test_request_that_could_never_be_in_time_is_refused_on_arrival() -> None:
     scheduler.add(key("m"), {Bucket(1): 2.0})
     with pytest.raises(RequestTimedOut, match="cannot answer within 1000 ms"):
         scheduler.submit(0.0, request(timeout_s=1.0))
-    assert len(scheduler._live) == 0
+    assert len(scheduler._tickets) == 0
 
 
 def test_request_that_what_is_ahead_makes_late_is_refused_on_arrival() -> None:
@@ -271,7 +271,7 @@ def test_request_that_slow_executions_have_made_hopeless_is_not_executed() -> No
     assert work is not None
     assert work.tickets == (patient,), "1.5 seconds are left to the other, which were enough when it came"
     assert scheduler.shed(2.5) == [tight]
-    assert len(scheduler._live) == 0
+    assert len(scheduler._tickets) == 0
 
 
 def test_model_that_was_slow_once_is_tried_again() -> None:
@@ -618,7 +618,7 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
         for _ in range(rng.choice([0, 1, 1, 3])):
             urgent = rng.random() < 0.7
             asked = request(rng.choice(names), timeout_s=1e3 if urgent else None, priority=rng.randint(1, 3))
-            waiting = len(scheduler._live)
+            waiting = len(scheduler._tickets)
             bound[scheduler.submit(now_s, asked)] = executions + (BYPASSES + 1) * (waiting + 1)
         work = scheduler.next(now_s)
         assert (work is None) == (not bound), "nothing holds requests back here"

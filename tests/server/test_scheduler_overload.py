@@ -74,7 +74,7 @@ class Simulation:
                 for ticket in work.tickets:
                     outcome.answered += 1
                     outcome.late += ticket.deadline_s is not None and now_s > ticket.deadline_s
-            outcome.most_waiting = max(outcome.most_waiting, len(scheduler._live))
+            outcome.most_waiting = max(outcome.most_waiting, len(scheduler._tickets))
         return outcome
 
     def _arrive(self, outcome: Outcome, scheduler: Scheduler, rng: random.Random, now_s: float) -> None:

@@ -253,16 +253,16 @@ def test_only_an_execution_far_beyond_its_prediction_is_stuck() -> None:
         await asyncio.sleep(0)
         (pending,) = client._pending.values()
         now_s = 1000.0
-        assert client.stuck(10.0) is None, "it waits"
+        assert client.hang_reason(10.0) is None, "it waits"
         pending.request.mark(1000.0, 2.0)
         for time_s, stuck in ((1011.0, False), (1039.0, False), (1041.0, True)):
             now_s = time_s
-            assert (client.stuck(10.0) is not None) == stuck
+            assert (client.hang_reason(10.0) is not None) == stuck
         pending.request.mark(1000.0, 0.1)
         for time_s, stuck in ((1009.0, False), (1011.0, True)):
             now_s = time_s
-            assert (client.stuck(10.0) is not None) == stuck
-        assert client.stuck(math.inf) is None
+            assert (client.hang_reason(10.0) is not None) == stuck
+        assert client.hang_reason(math.inf) is None
         client.give_up("over")
         with pytest.raises(EngineUnavailable):
             await task
@@ -286,7 +286,7 @@ async def test_a_model_fails_after_two_hangs_however_often_each_is_seen() -> Non
             pending.request.mark(now_s - 50.0, 0.1)
             memory.array(0, HEARTBEAT, (1,))["beat_s"] = beat_s
             for _ in range(3):
-                assert "takes longer than 10 s" in (client.stuck(10.0) or "")
+                assert "takes longer than 10 s" in (client.hang_reason(10.0) or "")
             client.died("it hung")
             assert pending.future.done() == (pending.deaths == 2)
         return task

@@ -203,7 +203,7 @@ def test_a_restart_loads_the_versions_that_were_served_with_the_configurations_t
     served[1] = replace(served[1], config_override=sent)
     found = engine._served([*served.values(), ModelEntry("m", 3, ModelState.LOADING)])["m"]
     sources = {entry.version: entry for entry in found if isinstance(entry, ModelSource)}
-    assert {version: source.override for version, source in sources.items()} == {1: sent, 2: None}
+    assert {version: source.config_override for version, source in sources.items()} == {1: sent, 2: None}
     assert [entry for entry in found if isinstance(entry, Unloadable)] == [
         Unloadable("m", "it has no file model.pt2", 4)
     ]
