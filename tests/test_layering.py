@@ -12,7 +12,7 @@ import pytest
 from benchmarks.run import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("planner", "runtime", "server", "loadgen")
+PACKAGES = ("planner", "runtime", "server", "loadgen", "page")
 WORDS = {
     f"planner.{name}"
     for name in [
@@ -55,7 +55,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"server", "planner.errors", "planner.free_list", "planner.shapes"},
         {"jinja2", "msgspec", "numpy", "tokenizers"},
     ),
-    "server.http": ({"server", "planner.errors"}, {"aiohttp", "msgspec"}),
+    "server.http": ({"server", "page.html", "planner.errors"}, {"aiohttp", "msgspec"}),
     "server.grpc": (
         {"server", "planner.errors"},
         {"grpc", "grpc_health", "grpc_reflection", "msgspec", "numpy"} | TRITON,
@@ -67,25 +67,27 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"server", "runtime"},
         {"huggingface_hub", "numpy", "safetensors", "torch", "transformers"},
     ),
-    "server.capacity": ({"server", "planner"}, {"msgspec", "numpy"}),
-    "server.view": ({"server", "planner.errors"}, {"msgspec"}),
+    "server.capacity": ({"server", "page", "planner"}, {"msgspec", "numpy"}),
+    "server.view": ({"server", "page.document", "planner.errors"}, {"msgspec"}),
     "server.view.analysis": ({"server", "planner"}, set()),
-    "server.view.plan_document": ({"server", "planner"}, set()),
+    "server.view.plan_document": ({"server", "page.document", "planner"}, set()),
     "server.view.terminal": ({"server", "planner"}, {"rich"}),
     "server.scale": ({"server", "planner.errors", "planner.sizing.assignment"}, {"aiohttp", "msgspec", "yarl"}),
     "server.scale.app": ({"server", "planner.errors", "planner.sizing.assignment"}, {"ray", "starlette"}),
     "server.commands.scale": ({"server", "planner.errors"}, {"ray", "rich"}),
-    "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
+    "server.commands": ({"server", "page.html", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "server.commands.completion": ({"server.errors"}, {"rich", "shtab"}),
     "server.commands.cache": ({"server", "planner", "runtime.lowering"}, {"msgspec", "rich"}),
     "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
     "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
     "server.commands.train": ({"server", "planner", "runtime.training"}, {"rich"}),
+    "page": ({"page"}, {"msgspec"}),
     "loadgen": (
         {"loadgen"},
         {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}
         | {"hdrh", "matplotlib", "tritonclient"},
     ),
+    "loadgen.drawing": ({"loadgen", "page"}, {"hdrh", "matplotlib", "msgspec", "numpy"}),
 }
 
 FOLDERS: dict[str, dict[str, set[str]]] = {
@@ -107,7 +109,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "http": {"frontend", "ipc", "observe", "protocol", "triton", "view"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
         "importing": {"config", "deploy", "engine", "ipc", "protocol", "repository", "triton"},
-        "capacity": {"ipc", "scheduling", "view"},
+        "capacity": {"ipc", "scheduling"},
         "scale": {"config", "frontend", "http", "ipc", "protocol", "repository"},
         "commands": {"capacity", "config", "deploy", "engine", "importing", "repository", "scale", "view"},
     },

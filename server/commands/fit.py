@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.capacity.page import fit_page, missed, sentence
+from cohabit.server.capacity.report import fit_page, missed, sentence
 from cohabit.server.commands.planning.files import write_file
 from cohabit.server.commands.planning.subject import MEASURING, add_measuring, budget
 from cohabit.server.config.sources import config_of, given, read_rates, typed
