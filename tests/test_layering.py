@@ -62,6 +62,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "server.engine": ({"server", "runtime", "planner.errors", "planner.shapes"}, {"msgspec", "numpy", "torch"}),
     "server.repository": ({"server", "runtime.lowering.archive_file"}, {"msgspec"}),
+    "server.repository.cache": (
+        {"server", "runtime.lowering", "planner.cache_file", "planner.errors"},
+        {"msgspec"},
+    ),
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.importing": (
         {"server", "runtime"},
@@ -77,7 +81,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.commands.scale": ({"server", "planner.errors"}, {"ray", "rich"}),
     "server.commands": ({"server", "page.html", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "server.commands.completion": ({"server.errors"}, {"rich", "shtab"}),
-    "server.commands.cache": ({"server", "planner", "runtime.lowering"}, {"msgspec", "rich"}),
     "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
     "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
     "server.commands.train": ({"server", "planner", "runtime.training"}, {"rich"}),
