@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
 from cohabit.server.commands import EXIT_FAILED
-from cohabit.server.commands.planning.subject import MODEL_HELP
+from cohabit.server.commands.planning.flags import MODEL_HELP
 from cohabit.server.config.config import BY_KEY, cache_of
 from cohabit.server.config.sources import add_flag, config_of, given
 from cohabit.server.format import make_table, print_table

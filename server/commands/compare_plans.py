@@ -18,9 +18,9 @@ from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.search.registry import SEARCHERS
 from cohabit.server.commands import EXIT_FAILED
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
+from cohabit.server.commands.planning.flags import add_effort, add_subject, budget
 from cohabit.server.commands.planning.measured import MeasuredGraph, measured_graphs
 from cohabit.server.commands.planning.progress import SearchProgress
-from cohabit.server.commands.planning.subject import add_effort, add_subject, budget
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import LARGEST_BATCH, integer
 from cohabit.server.format import PLAN_WORDS, gap, make_table, milliseconds, print_table

@@ -12,7 +12,7 @@ from rich.text import Text
 from cohabit.planner.errors import format_bytes
 from cohabit.server.capacity.report import fit_page, missed, sentence
 from cohabit.server.commands.planning.files import write_file
-from cohabit.server.commands.planning.subject import MEASURING, add_measuring, budget
+from cohabit.server.commands.planning.flags import MEASURING, add_measuring, budget
 from cohabit.server.config.sources import config_of, given, read_rates, typed
 from cohabit.server.config.values import rate, seconds_or_zero
 from cohabit.server.errors import ConfigError
