@@ -225,6 +225,12 @@ def test_importing_a_package_does_nothing_but_define() -> None:
         assert all(isinstance(node, ast.Expr) for node in tree.body), f"{package} does something on import"
 
 
+def test_every_package_is_linked_and_copied_into_the_image() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert {path.name for path in (ROOT / "cohabit").iterdir() if path.is_symlink()} == set(PACKAGES)
+    assert {name for name in PACKAGES if f"COPY {name} {name}\n" not in dockerfile} == set()
+
+
 def test_no_two_classes_share_a_name() -> None:
     seen: dict[str, Path] = {}
     for path in modules():
