@@ -16,13 +16,12 @@ RUN python -m venv /opt/cohabit
 ENV PATH=/opt/cohabit/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN pip install -c constraints.txt ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch
-# `cohabit` links to the other folders.
+# `cohabit` links to the other four.
 COPY cohabit cohabit
 COPY planner planner
 COPY runtime runtime
 COPY server server
 COPY loadgen loadgen
-COPY page page
 RUN pip install -c constraints.txt ".${EXTRAS:+[${EXTRAS}]}"
 # The planner's inner loops are compiled at first use; doing it here spares every container's first start.
 ENV NUMBA_CACHE_DIR=/opt/numba

@@ -12,7 +12,9 @@ import pytest
 from benchmarks.run import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("planner", "runtime", "server", "loadgen", "page")
+LINKED = ("planner", "runtime", "server", "loadgen")
+"""Packages beside `cohabit/`, which links to them."""
+PACKAGES = (*LINKED, "page")
 WORDS = {
     f"planner.{name}"
     for name in [
@@ -158,7 +160,7 @@ MAY_PUT_TOGETHER = {
 
 
 def modules() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(path for package in PACKAGES for path in (ROOT / "cohabit" / package).rglob("*.py"))
 
 
 def imports_of(path: Path) -> set[str]:
@@ -179,7 +181,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(path.relative_to(ROOT / "cohabit").with_suffix("").parts)
 
 
 def test_imports_follow_the_table() -> None:
@@ -207,7 +209,7 @@ def folder_of(package: str, module: str) -> str:
 def test_folders_of_a_package_import_one_another_in_one_direction(package: str) -> None:
     table = FOLDERS[package]
     graphlib.TopologicalSorter(table).prepare()  # raises CycleError
-    for path in (ROOT / package).rglob("*/*.py"):
+    for path in (ROOT / "cohabit" / package).rglob("*/*.py"):
         folder = folder_of(package, module_of(path))
         if folder == path.stem:
             continue  # next to the folders
@@ -221,14 +223,14 @@ def test_folders_of_a_package_import_one_another_in_one_direction(package: str) 
 
 def test_importing_a_package_does_nothing_but_define() -> None:
     for package in PACKAGES:
-        tree = ast.parse((ROOT / package / "__init__.py").read_text())
+        tree = ast.parse((ROOT / "cohabit" / package / "__init__.py").read_text())
         assert all(isinstance(node, ast.Expr) for node in tree.body), f"{package} does something on import"
 
 
-def test_every_package_is_linked_and_copied_into_the_image() -> None:
+def test_every_folder_of_a_package_is_linked_and_copied_into_the_image() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
-    assert {path.name for path in (ROOT / "cohabit").iterdir() if path.is_symlink()} == set(PACKAGES)
-    assert {name for name in PACKAGES if f"COPY {name} {name}\n" not in dockerfile} == set()
+    assert {path.name for path in (ROOT / "cohabit").iterdir() if path.is_symlink()} == set(LINKED)
+    assert {name for name in LINKED if f"COPY {name} {name}\n" not in dockerfile} == set()
 
 
 def test_no_two_classes_share_a_name() -> None:
@@ -242,7 +244,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 def test_no_folder_has_more_modules_than_a_reader_takes_in_at_once() -> None:
     """But for commands, which have a module each."""
-    for folder in {path.parent for path in modules()} - {ROOT / "server" / "commands"}:
+    for folder in {path.parent for path in modules()} - {ROOT / "cohabit" / "server" / "commands"}:
         names = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
         assert len(names) <= 17, f"{folder} has {len(names)} modules"
 

@@ -19,19 +19,7 @@ from cohabit.loadgen.server_process import running_server
 from tests.runtime import models
 
 ROOT = Path(__file__).parent.parent
-CLASHING = (
-    "cohabit",
-    "server",
-    "planner",
-    "runtime",
-    "loadgen",
-    "page",
-    "tests",
-    "numpy",
-    "torch",
-    "logging",
-    "models",
-)
+CLASHING = ("cohabit", "server", "planner", "runtime", "loadgen", "tests", "numpy", "torch", "logging", "models")
 START_S = 120.0
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 """The environment without what may lead to a checkout."""
@@ -46,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("cohabit", "server", "planner", "runtime", "loadgen", "page"):
+    for name in ("cohabit", "server", "planner", "runtime", "loadgen"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     build = [
         "wheel",
@@ -87,7 +75,7 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.partition("/")[0] for name in names} == {"cohabit", "cohabit-0.1.0.dist-info"}
-    for package in ("server", "planner", "runtime", "loadgen", "page"):
+    for package in ("server", "planner", "runtime", "loadgen"):
         modules = {f"cohabit/{path.relative_to(ROOT)}" for path in (ROOT / package).rglob("*.py")}
         assert modules <= set(names)
     assert "cohabit/page/page.html" in names
