@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from cohabit.page.html import report_page
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
@@ -34,7 +35,6 @@ from cohabit.server.deploy.notices import warn_of_changed_inputs, warn_of_valida
 from cohabit.server.deploy.prepare import lowered_and_measured, open_backend, set_up_torch
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.view.analysis import PlanAnalysis, analyze
-from cohabit.server.view.page import plan_page
 from cohabit.server.view.plan_document import plan_document
 from cohabit.server.view.terminal import draw
 
@@ -92,7 +92,7 @@ class ModulePlan:
 
     def to_html(self) -> str:
         """Return a self-contained HTML page that draws the plan."""
-        return plan_page(plan_document(self._analysis))
+        return report_page(plan_document(self._analysis))
 
     def _repr_html_(self) -> str:
         frame = f'style="width:100%;height:{_FRAME_PIXELS}px;border:0" sandbox="allow-scripts"'

@@ -224,7 +224,8 @@ def _prepare(argv: Sequence[str]) -> int:
 
 
 def _report(argv: Sequence[str]) -> int:
-    from cohabit.loadgen.page import write_page, write_pictures
+    from cohabit.loadgen.drawing.page import write_page
+    from cohabit.loadgen.drawing.pictures import write_pictures
     from cohabit.loadgen.report import print_report, read_reports
 
     options = report_parser().parse_args(argv)
@@ -245,7 +246,7 @@ def _report(argv: Sequence[str]) -> int:
 
 
 def _compare(argv: Sequence[str]) -> int:
-    from cohabit.loadgen.page import write_page
+    from cohabit.loadgen.drawing.page import write_page
     from cohabit.loadgen.report import Report, write_reports
 
     options = compare_parser().parse_args(argv)

@@ -74,7 +74,7 @@ def compare_parser() -> argparse.ArgumentParser:
         "--layouts", type=_names, default=_LAYOUTS, metavar="NAME,...", help=f"(default: {','.join(_LAYOUTS)})"
     )
     parser.add_argument(
-        "--rates", dest="sweep", type=_rates, default=[100.0, 200.0, 300.0], metavar="PER_S,...",
+        "--sweep", type=_rates, default=[100.0, 200.0, 300.0], metavar="PER_S,...",
         help="requests per second, all models together (default: 100,200,300)",
     )  # fmt: skip
     _add_load(parser)

@@ -68,6 +68,10 @@ class ModelReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: ServerTimes | None = None
     """The server's own times; None if it keeps no statistics."""
 
+    @property
+    def due(self) -> int:
+        return self.completed + sum(self.errors.values())
+
 
 class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests due in a part of the run."""
@@ -117,6 +121,11 @@ class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     format_version: int = FORMAT_VERSION
 
     @property
+    def due(self) -> int:
+        """Requests that were due, answered or not."""
+        return self.completed + sum(self.errors.values())
+
+    @property
     def all_answered(self) -> bool:
         return self.completed > 0 and not self.errors
 
@@ -131,7 +140,7 @@ class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def within_slo(self) -> float:
         """Fraction of all due requests, including failed ones, answered within `slo_s`."""
-        return sum(m.within_slo for m in self.models) / max(1, self.completed + sum(self.errors.values()))
+        return sum(m.within_slo for m in self.models) / max(1, self.due)
 
     @property
     def meets_slo(self) -> bool:

@@ -74,7 +74,7 @@ def _says_nothing(report: Report) -> str | None:
         return "interrupted"
     if report.generator_was_late:
         return f"at {rate} the generator was late; give it more CPU or --processes"
-    due, percentile = report.completed + sum(report.errors.values()), report.slo_percentile or 0.0
+    due, percentile = report.due, report.slo_percentile or 0.0
     needed = math.ceil(1 / max(1 - percentile / 100, 1e-9)) if percentile else 1
     if due < needed:
         return (

@@ -7,6 +7,7 @@ CohabitError
 ├── DeviceError          a kernel or a copy failed while an inference ran
 │   ├── StoreChanged       a weights file is not the one that was loaded
 │   └── DeviceLost         nothing can run on the device until the process is restarted
+├── UnusableTraining     a training's batches have ended, or its checkpoints cannot be written or resumed
 ├── CaptureFailed        a program's kernels cannot become one graph; they are issued one by one instead
 └── MemoryExceeded       an allocation would leave its region
 """
@@ -36,6 +37,10 @@ class StoreChanged(DeviceError):
 
 class DeviceLost(DeviceError):
     """The device no longer responds, or rejects everything: only a new process can use it again."""
+
+
+class UnusableTraining(CohabitError):
+    """The batches of a training have ended, or a checkpoint cannot be written or resumed."""
 
 
 class CaptureFailed(CohabitError):

@@ -1,5 +1,6 @@
 """Logging: events with fields, one line each, as text or as JSON."""
 
+import atexit
 import json
 import logging
 import sys
@@ -7,8 +8,8 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ from cohabit.server.observe.settings import LogSettings
 _ROOT = "cohabit"
 _MOST_PER_SECOND = 10
 _KIND_CHARACTERS = 80
-"""Records are rate-limited per logger and message template; this many characters of the template are compared."""
+"""Records of a kind have the same logger, level and message template, whose first characters are compared."""
 
 _UNSAFE = (
     *(*range(0x20), *range(0x7F, 0xA0)),  # control characters
@@ -33,7 +34,10 @@ _ESCAPES = {code: f"\\u{code:04x}" for code in _UNSAFE} | {ord(c): repr(c)[1:-1]
 
 def configure_logging(log_format: LogFormat) -> None:
     """Send the log to stderr. Called once per process, by its main function."""
-    handler = _LimitedHandler(sys.stderr)
+    flood = FloodFilter()
+    atexit.register(flood.report)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(flood)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -57,8 +61,8 @@ def escaped(text: str) -> str:
 def report_suppressed() -> None:
     """Log the number of suppressed records of each kind now."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, _LimitedHandler):
-            handler.report_suppressed()
+        for flood in [f for f in handler.filters if isinstance(f, FloodFilter)]:
+            flood.report()
 
 
 def apply(settings: LogSettings) -> None:
@@ -79,60 +83,38 @@ def log_internal_error(logger: logging.Logger, **where: str) -> str:
     return f"internal error {incident}; the server's log has the details"
 
 
-class FloodLimit:
-    """Limits the records of one kind per second: errors of clients must not fill the disk."""
+class FloodFilter(logging.Filter):
+    """Passes ten records of a kind per second: errors of clients must not fill the disk.
+
+    The first record of a later second, of any kind, logs how many were suppressed.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self._clock = clock
         self._second = 0
-        self._counts: dict[tuple[str, str], int] = {}
-        self._suppressed: dict[tuple[str, str], tuple[logging.LogRecord, int]] = {}
+        self._counts: Counter[tuple[str, int, str]] = Counter()
+        self._lock = threading.Lock()
 
-    def admit(self, record: logging.LogRecord) -> list[logging.LogRecord]:
-        """Return the records to write: earlier seconds' suppression counts, then this record if the rate allows it."""
-        admitted: list[logging.LogRecord] = []
+    def filter(self, record: logging.LogRecord) -> bool:
+        if hasattr(record, "is_report"):
+            return True
         if (second := int(self._clock())) != self._second:
-            self._second, self._counts = second, {}
-            admitted = self.reports()
-        kind = (record.name, str(record.msg)[:_KIND_CHARACTERS])
-        count = self._counts[kind] = self._counts.get(kind, 0) + 1
-        if count <= _MOST_PER_SECOND:
-            return [*admitted, record]
-        _, suppressed = self._suppressed.get(kind, (record, 0))
-        self._suppressed[kind] = record, suppressed + 1
-        return admitted
+            self._second = second
+            self.report()
+        kind = (record.name, record.levelno, str(record.msg)[:_KIND_CHARACTERS])
+        with self._lock:
+            self._counts[kind] += 1
+            return self._counts[kind] <= _MOST_PER_SECOND
 
-    def reports(self) -> list[logging.LogRecord]:
-        """Return a record for each suppressed kind, with its count, and reset the counts."""
-        reports = []
-        for (name, kind), (last, count) in self._suppressed.items():
-            values = {"name": name, "levelno": last.levelno, "levelname": last.levelname}
-            message = f"and {count} more of this kind, which were not logged"
-            reports.append(logging.makeLogRecord({**values, "msg": message, "fields": {"kind": kind}}))
-        self._suppressed.clear()
-        return reports
-
-
-class _LimitedHandler(logging.StreamHandler[Any]):
-    """Writes records within the limits of a FloodLimit."""
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
-        self._flood = FloodLimit()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        for admitted in self._flood.admit(record):
-            super().emit(admitted)
-
-    def report_suppressed(self) -> None:
-        with self.lock or nullcontext():
-            for report in self._flood.reports():
-                super().emit(report)
-
-    def close(self) -> None:
-        """Report the last suppressed records. Called by `logging.shutdown`."""
-        self.report_suppressed()
-        super().close()
+    def report(self) -> None:
+        """Log the number of suppressed records of each kind, and count from zero."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        for (name, level, kind), count in counts.items():
+            if count > _MOST_PER_SECOND:
+                message = f"and {count - _MOST_PER_SECOND} more of this kind, which were not logged"
+                logging.getLogger(name).log(level, message, extra={"fields": {"kind": kind}, "is_report": True})
 
 
 class _LevelFilter(logging.Filter):

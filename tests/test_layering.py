@@ -12,7 +12,9 @@ import pytest
 from benchmarks.run import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("planner", "runtime", "server", "loadgen")
+LINKED = ("planner", "runtime", "server", "loadgen")
+"""Packages beside `cohabit/`, which links to them."""
+PACKAGES = (*LINKED, "page")
 WORDS = {
     f"planner.{name}"
     for name in [
@@ -55,37 +57,42 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"server", "planner.errors", "planner.free_list", "planner.shapes"},
         {"jinja2", "msgspec", "numpy", "tokenizers"},
     ),
-    "server.http": ({"server", "planner.errors"}, {"aiohttp", "msgspec"}),
+    "server.http": ({"server", "page.html", "planner.errors"}, {"aiohttp", "msgspec"}),
     "server.grpc": (
         {"server", "planner.errors"},
         {"grpc", "grpc_health", "grpc_reflection", "msgspec", "numpy"} | TRITON,
     ),
     "server.engine": ({"server", "runtime", "planner.errors", "planner.shapes"}, {"msgspec", "numpy", "torch"}),
     "server.repository": ({"server", "runtime.lowering.archive_file"}, {"msgspec"}),
+    "server.repository.cache": (
+        {"server", "runtime.lowering", "planner.cache_file", "planner.errors"},
+        {"msgspec"},
+    ),
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.importing": (
         {"server", "runtime"},
         {"huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"},
     ),
-    "server.capacity": ({"server", "planner"}, {"msgspec", "numpy"}),
-    "server.view": ({"server", "planner.errors"}, {"msgspec"}),
+    "server.capacity": ({"server", "page", "planner"}, {"msgspec", "numpy"}),
+    "server.view": ({"server", "page.document", "planner.errors"}, {"msgspec"}),
     "server.view.analysis": ({"server", "planner"}, set()),
-    "server.view.plan_document": ({"server", "planner"}, set()),
+    "server.view.plan_document": ({"server", "page.document", "planner"}, set()),
     "server.view.terminal": ({"server", "planner"}, {"rich"}),
     "server.scale": ({"server", "planner.errors", "planner.sizing.assignment"}, {"aiohttp", "msgspec", "yarl"}),
     "server.scale.app": ({"server", "planner.errors", "planner.sizing.assignment"}, {"ray", "starlette"}),
     "server.commands.scale": ({"server", "planner.errors"}, {"ray", "rich"}),
-    "server.commands": ({"server", "planner"}, {"msgspec", "prometheus_client", "rich"}),
+    "server.commands": ({"server", "page.html", "planner"}, {"msgspec", "prometheus_client", "rich"}),
     "server.commands.completion": ({"server.errors"}, {"rich", "shtab"}),
-    "server.commands.cache": ({"server", "planner", "runtime.lowering"}, {"msgspec", "rich"}),
     "server.commands.serve": ({"server", "planner.errors"}, {"rich", "uvloop"}),
     "server.commands.tile": ({"server", "planner.errors", "planner.tiling", "runtime.tiling"}, {"rich"}),
     "server.commands.train": ({"server", "planner", "runtime.training"}, {"rich"}),
+    "page": ({"page"}, {"msgspec"}),
     "loadgen": (
         {"loadgen"},
         {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}
         | {"hdrh", "matplotlib", "tritonclient"},
     ),
+    "loadgen.drawing": ({"loadgen", "page"}, {"hdrh", "matplotlib", "msgspec", "numpy"}),
 }
 
 FOLDERS: dict[str, dict[str, set[str]]] = {
@@ -107,7 +114,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "http": {"frontend", "ipc", "observe", "protocol", "triton", "view"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
         "importing": {"config", "deploy", "engine", "ipc", "protocol", "repository", "triton"},
-        "capacity": {"ipc", "scheduling", "view"},
+        "capacity": {"ipc", "scheduling"},
         "scale": {"config", "frontend", "http", "ipc", "protocol", "repository"},
         "commands": {"capacity", "config", "deploy", "engine", "importing", "repository", "scale", "view"},
     },
@@ -153,7 +160,7 @@ MAY_PUT_TOGETHER = {
 
 
 def modules() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(path for package in PACKAGES for path in (ROOT / "cohabit" / package).rglob("*.py"))
 
 
 def imports_of(path: Path) -> set[str]:
@@ -174,7 +181,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(path.relative_to(ROOT / "cohabit").with_suffix("").parts)
 
 
 def test_imports_follow_the_table() -> None:
@@ -202,7 +209,7 @@ def folder_of(package: str, module: str) -> str:
 def test_folders_of_a_package_import_one_another_in_one_direction(package: str) -> None:
     table = FOLDERS[package]
     graphlib.TopologicalSorter(table).prepare()  # raises CycleError
-    for path in (ROOT / package).rglob("*/*.py"):
+    for path in (ROOT / "cohabit" / package).rglob("*/*.py"):
         folder = folder_of(package, module_of(path))
         if folder == path.stem:
             continue  # next to the folders
@@ -216,8 +223,14 @@ def test_folders_of_a_package_import_one_another_in_one_direction(package: str) 
 
 def test_importing_a_package_does_nothing_but_define() -> None:
     for package in PACKAGES:
-        tree = ast.parse((ROOT / package / "__init__.py").read_text())
+        tree = ast.parse((ROOT / "cohabit" / package / "__init__.py").read_text())
         assert all(isinstance(node, ast.Expr) for node in tree.body), f"{package} does something on import"
+
+
+def test_every_folder_of_a_package_is_linked_and_copied_into_the_image() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert {path.name for path in (ROOT / "cohabit").iterdir() if path.is_symlink()} == set(LINKED)
+    assert {name for name in LINKED if f"COPY {name} {name}\n" not in dockerfile} == set()
 
 
 def test_no_two_classes_share_a_name() -> None:
@@ -231,7 +244,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 def test_no_folder_has_more_modules_than_a_reader_takes_in_at_once() -> None:
     """But for commands, which have a module each."""
-    for folder in {path.parent for path in modules()} - {ROOT / "server" / "commands"}:
+    for folder in {path.parent for path in modules()} - {ROOT / "cohabit" / "server" / "commands"}:
         names = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
         assert len(names) <= 17, f"{folder} has {len(names)} modules"
 

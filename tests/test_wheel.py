@@ -78,7 +78,7 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     for package in ("server", "planner", "runtime", "loadgen"):
         modules = {f"cohabit/{path.relative_to(ROOT)}" for path in (ROOT / package).rglob("*.py")}
         assert modules <= set(names)
-    assert "cohabit/server/view/view.html" in names
+    assert "cohabit/page/page.html" in names
     assert "cohabit/server/http/openapi.json" in names
 
 

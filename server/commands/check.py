@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.commands.planning.subject import MEASURING, MODEL_HELP, add_measuring, budgets
+from cohabit.server.commands.planning.flags import MEASURING, MODEL_HELP, add_measuring, budgets
 from cohabit.server.config.sources import config_of, given, typed
 from cohabit.server.format import gap, make_table, milliseconds, percent, tensor_table
 

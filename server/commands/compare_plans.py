@@ -18,9 +18,9 @@ from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.search.registry import SEARCHERS
 from cohabit.server.commands import EXIT_FAILED
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
+from cohabit.server.commands.planning.flags import add_effort, add_subject, budget
 from cohabit.server.commands.planning.measured import MeasuredGraph, measured_graphs
 from cohabit.server.commands.planning.progress import SearchProgress
-from cohabit.server.commands.planning.subject import add_effort, add_subject, budget
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import LARGEST_BATCH, integer
 from cohabit.server.format import PLAN_WORDS, gap, make_table, milliseconds, print_table
@@ -38,7 +38,7 @@ _Result = tuple[str, Plan, Provenance, float]
 
 _EXAMPLES = """examples:
   cohabit compare-plans models/resnet50 --memory 64MiB
-  cohabit compare-plans models/resnet50 --memory 25% --searchers best,genetic,greedy --time-limit 30s
+  cohabit compare-plans models/resnet50 --memory 25% --search best,genetic,greedy --time-limit 30s
   cohabit compare-plans --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
 
 `best`, `streaming`, `offloading` and `genetic` split the memory into a partition and a workspace, as serving does.
@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="device memory for the model: 64MiB, 82MB, or 25%% of its weights",
     )
     parser.add_argument(
-        "--searchers",
+        "--search",
         type=typed(_searchers),
         default=SEARCHERS,
         metavar="NAME,...",
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     broke = False
     with SearchProgress(errors) as progress:
         *_, measured = measured_graphs(options, progress.doing)
-        for name in options.searchers:
+        for name in options.search:
             progress.doing(name)
             started_s = time.monotonic()
             try:

@@ -28,7 +28,7 @@ _SETTINGS = (
     "weights",
     "compute_lanes",
     "link_bandwidth",
-    "model_rate",
+    "rates",
 )
 
 

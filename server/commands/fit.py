@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.capacity.page import fit_page, missed, sentence
+from cohabit.server.capacity.report import fit_page, missed, sentence
 from cohabit.server.commands.planning.files import write_file
-from cohabit.server.commands.planning.subject import MEASURING, add_measuring, budget
-from cohabit.server.config.sources import config_of, given, read_rates, typed
+from cohabit.server.commands.planning.flags import MEASURING, add_measuring, budget
+from cohabit.server.config.config import BY_KEY
+from cohabit.server.config.sources import add_flag, config_of, given, typed
 from cohabit.server.config.values import rate, seconds_or_zero
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import gap, make_table, milliseconds, percent
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from cohabit.server.config.config import ServeConfig
 
 EXIT_MISSED = 1
+_RATES = "requests per second of a model, or a file of lines NAME=RATE"
 REQUEST_MS, IDLE_MS, EXECUTION_MS = 0.7, 1.5, 0.15
 """Assumed overheads in milliseconds; `benchmarks.capacity` measures them on a machine."""
 
@@ -31,10 +34,9 @@ _EXAMPLES = """examples:
   cohabit fit models --rate 300 --slo-ms 50 --memory 12GiB       # p50 and p99 of every model, and the highest rate
   cohabit fit models --rates rates.txt --memory 25% --html fit.html
 
---rates FILE has a line per model, such as bert=120, in requests per second; models that it lacks share what is left of
---rate, which may be left out if it lacks none. Models are lowered and measured as `cohabit serve` does it, then served
-by the server's own scheduler with a simulated clock, in the times of first plans, or of those that a server has left in
-the cache. Exit status: 1 if the SLO is missed.
+Models without a rate in --rates share what is left of --rate, which may be left out if there are none. Models are
+lowered and measured as `cohabit serve` does it, then served by the server's own scheduler with a simulated clock, in
+the times of first plans, or of those that a server has left in the cache. Exit status: 1 if the SLO is missed.
 """
 
 
@@ -45,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument("repository", type=Path, metavar="REPOSITORY", help="a model repository")
     parser.add_argument("--rate", type=typed(rate), metavar="R", help="requests per second, of all models together")
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="lines NAME=RATE, in requests per second")
+    add_flag(parser, replace(BY_KEY["rates"], help=_RATES))
     parser.add_argument("--slo-ms", type=typed(rate), metavar="MS", help="the p99 that is wanted")
     parser.add_argument(
         "--memory", type=typed(budget), metavar="SIZE", help="device memory: 12GiB, or 25%% of all weights"
@@ -82,7 +84,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Fit a repository. Returns 1 if the SLO is missed. Raises ConfigError, RepositoryError and InfeasibleBudget."""
-    given_rates = {} if options.rates is None else read_rates(options.rates)
+    settings = given(options, (*MEASURING, "batch_sizes", "rates"))
+    config = config_of({"repository": str(options.repository), "memory": "1B", **settings})
+    given_rates = config.model_rates
     if options.rate is None and not given_rates:
         raise ConfigError("fit: give --rate R, the requests per second of all models, or --rates FILE")
     with errors.status(Text(f"{options.repository}: starting torch")) as status:
@@ -94,9 +98,6 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         def progress(text: str) -> None:
             status.update(Text(f"{options.repository}: {text}"))
 
-        config = config_of(
-            {"repository": str(options.repository), "memory": "1B", **given(options, (*MEASURING, "batch_sizes"))}
-        )
         found, left_out = candidates(config, progress)
         names = [candidate.demand.name for candidate in found]
         for name in sorted(set(given_rates) - set(names)):

@@ -9,9 +9,9 @@ from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.profile import NOISY
 from cohabit.planner.search.registry import BASELINES, SEARCHERS
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
+from cohabit.server.commands.planning.flags import MemoryBudget, add_effort, add_subject, budgets
 from cohabit.server.commands.planning.measured import MeasuredGraph, measured_graphs
 from cohabit.server.commands.planning.progress import SearchProgress
-from cohabit.server.commands.planning.subject import MemoryBudget, add_effort, add_subject, budgets
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import batches
 from cohabit.server.errors import ConfigError

@@ -6,9 +6,9 @@ from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.profile import Link
+from cohabit.server.commands.planning.flags import add_subject
 from cohabit.server.commands.planning.measured import measured_graphs
 from cohabit.server.commands.planning.progress import SearchProgress
-from cohabit.server.commands.planning.subject import add_subject
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import batches
 from cohabit.server.format import make_table, milliseconds

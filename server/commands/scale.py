@@ -6,12 +6,11 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 from rich.console import Console
 
 from cohabit.server.config.config import BY_KEY
-from cohabit.server.config.sources import add_flag, given, read_rates, typed
+from cohabit.server.config.sources import add_flag, given, typed
 from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError, StartFailed
 from cohabit.server.format import make_table
@@ -30,9 +29,10 @@ Needs Ray Serve: pip install 'cohabit[scale]'. On a cluster, REPOSITORY is the s
 _HELP = {
     "repository": "folder with the models; no bundle, which is made for one engine",
     "memory": "device memory of one engine, as a size (64MiB, 8GiB)",
+    "rates": "expected requests per second of a model, or a file of lines NAME=RATE: models are assigned by these",
     "threads": "threads that one inference computes with (default: 1)",
 }
-"""Help texts of settings that are shorter than for `cohabit serve`."""
+"""Help texts that differ from those of `cohabit serve`."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument(
         "--replicas", type=typed(count), default=2, metavar="N", help="engines (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rates", type=Path, metavar="FILE", help="lines NAME=RATE, in requests per second: assign models by these"
     )
     parser.add_argument(
         "--copies",
@@ -65,13 +62,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("each engine")
     for key in ENGINE_SETTINGS:
         setting = BY_KEY[key]
-        add_flag(parser if key == "repository" else engine, replace(setting, help=_HELP.get(key, setting.help)))
+        add_flag(
+            parser if key in ("repository", "rates") else engine,
+            replace(setting, help=_HELP.get(key, setting.help)),
+        )
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Serve until SIGTERM or SIGINT. Raises ConfigError, RepositoryError, and StartFailed if Ray cannot start it."""
-    rates = None if options.rates is None else read_rates(options.rates)
-    plan = plan_engines(given(options, ENGINE_SETTINGS), options.copies, rates)
+    plan = plan_engines(given(options, ENGINE_SETTINGS), options.copies)
     if find_spec("ray") is None:
         raise ConfigError("`cohabit scale` needs Ray Serve, which is not installed: pip install 'cohabit[scale]'")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics to its makers

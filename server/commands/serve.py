@@ -35,7 +35,7 @@ _PROGRESS_LINE_S = 1.5
 _EXAMPLES = """examples:
   cohabit serve ./models --memory 8GiB
   cohabit serve ./models --memory 25% --store file --link-bandwidth 400MB/s
-  cohabit serve ./models --memory 8GiB --model-rate resnet50=40 --model-rate bert=5
+  cohabit serve ./models --memory 8GiB --rates resnet50=40 --rates bert=5
   cohabit serve --config cohabit.toml --print-config
 """
 

@@ -11,12 +11,12 @@ from rich.console import Console
 
 import cohabit.planner.graph
 import cohabit.planner.profile
+from cohabit.page.html import report_page
 from cohabit.planner.check import check
 from cohabit.planner.errors import CohabitError, FormatError, format_bytes
 from cohabit.server.commands.planning.files import find, read_graph, read_plan, read_profile, write_file
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import PLAN_WORDS, milliseconds
-from cohabit.server.view.page import plan_page
 
 if TYPE_CHECKING:
     from cohabit.server.view.analysis import PlanAnalysis
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             soft_wrap=True,
         )
     if options.html == Path("-"):
-        sys.stdout.write(plan_page(plan_document(analysis)))
+        sys.stdout.write(report_page(plan_document(analysis)))
         return 0
     draw(analysis, out)
     out.print(PLAN_WORDS, style="dim", soft_wrap=True)
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     if target is None and options.open:
         target = Path(tempfile.mkdtemp(prefix="cohabit-")) / f"{options.plan.stem}.html"
     if target is not None:
-        write_file(target, plan_page(plan_document(analysis)).encode())
+        write_file(target, report_page(plan_document(analysis)).encode())
         size = format_bytes(target.stat().st_size)
         errors.print(f"{target}: {size}", markup=False, soft_wrap=True, highlight=False)
         if options.open and not webbrowser.open(target.resolve().as_uri()):

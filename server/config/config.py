@@ -19,7 +19,7 @@ from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, 
 from cohabit.server.config.values import (
     batches,
     integer,
-    model_rate,
+    model_rates,
     port,
     port_or_off,
     seconds,
@@ -89,11 +89,11 @@ class ServeConfig:
     )
     model_rates: Mapping[str, float] = setting(
         dict,
-        "--model-rate",
-        "expected requests per second of a model, by which memory and compute lanes are divided (default: mean of the"
-        " given rates)",
-        model_rate,
-        "NAME=RATE",
+        "--rates",
+        "expected requests per second of a model, or a file of lines NAME=RATE: memory and compute lanes are divided by"
+        " these (default: mean of the given rates)",
+        model_rates,
+        "NAME=RATE|FILE",
         repeatable=True,
     )
     search: Search = setting(

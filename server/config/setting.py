@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether items are KEY=VALUE. Sources of such a setting are merged instead of overridden."""
+        """Whether an item is parsed to a dict. Sources of such a setting are merged instead of overridden."""
         return get_origin(self.type) is Mapping
 
     @property
@@ -76,7 +76,9 @@ class Setting:
         """Parse a value. Raises ConfigError, which starts with `origin`."""
         if isinstance(value, list):
             items = [self._parsed(item, origin) for item in value]
-            return dict(items) if self.is_mapping else tuple(dict.fromkeys(items))
+            if self.is_mapping:
+                return {key: own for item in items for key, own in item.items()}
+            return tuple(dict.fromkeys(items))
         return self._parsed(value, origin) if isinstance(value, str) else value
 
     def _parsed(self, text: str, origin: str) -> Any:

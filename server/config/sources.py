@@ -11,9 +11,8 @@ import msgspec
 
 from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, is_bundle, read_bundle, refuse_others
 from cohabit.server.config.config import BY_KEY, BY_NAME, SETTINGS, ServeConfig, check_consistent
-from cohabit.server.config.setting import PREFIX, Setting, Value, parsed
+from cohabit.server.config.setting import PREFIX, Setting, Value
 from cohabit.server.config.sizes import write_size
-from cohabit.server.config.values import model_rate
 from cohabit.server.errors import ConfigError
 
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
@@ -208,9 +207,15 @@ def as_toml(effective: ResolvedConfig) -> str:
 
 
 def _merged(below: Value, above: Value) -> Value:
-    """Merge NAME=VALUE items by name; `above` takes precedence."""
-    items = [*below, *above] if isinstance(below, list) and isinstance(above, list) else above
-    return list({i.rpartition("=")[0]: i for i in items}.values()) if isinstance(items, list) else items
+    """Merge items by the name in NAME=VALUE; `above` takes precedence."""
+    if not isinstance(above, list):
+        return above
+    merged: dict[str, str] = {}
+    for item in [*(below if isinstance(below, list) else ()), *above]:
+        name = item.rpartition("=")[0] or item
+        merged.pop(name, None)  # the last item of a name is read last, also after a file that has the name
+        merged[name] = item
+    return list(merged.values())
 
 
 def _from_environment(environment: Mapping[str, str]) -> _Layer:
@@ -267,13 +272,3 @@ def _from_toml(setting: Setting, value: object, origin: str) -> Value:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
-
-
-def read_rates(path: Path) -> Mapping[str, float]:
-    """Read a line NAME=RATE per model, in requests per second; `#` begins a comment. Raises ConfigError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--rates: {path} cannot be read: {error}") from error
-    stripped = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
-    return dict(parsed(f"--rates: {path}, line {number}", line, model_rate) for number, line in stripped if line)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from cohabit.planner.shapes import ShapeBuckets
 
@@ -76,16 +77,33 @@ def shape_buckets(text: str) -> ShapeBuckets:
     return ShapeBuckets(plain, tuple(own.items()))
 
 
-def model_rate(text: str) -> tuple[str, float]:
-    """Read NAME=RATE. Returns the model and its requests per second."""
+def model_rates(text: str) -> dict[str, float]:
+    """Read NAME=RATE, or a file of such lines, in which `#` begins a comment. Returns requests per second by model."""
+    if "=" in text:
+        return _model_rate(text)
+    try:
+        lines = Path(text).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"'{text}' is neither NAME=RATE nor a file of such lines: {error}") from error
+    found: dict[str, float] = {}
+    for number, line in enumerate(lines, 1):
+        if stated := line.partition("#")[0].strip():
+            try:
+                found |= _model_rate(stated)
+            except ValueError as error:
+                raise ValueError(f"{text}, line {number}: {error}") from error
+    return found
+
+
+def _model_rate(text: str) -> dict[str, float]:
     name, separator, per_s = text.rpartition("=")
     if not separator or not name:
         raise ValueError(f"'{text}' is not of the form NAME=RATE")
-    return name, rate(per_s)
+    return {name: rate(per_s)}
 
 
-def trace_option(text: str) -> tuple[str, str]:
-    """Read file=FILE, otlp=URL or rate=N, or Triton's form of these. Returns key and value."""
+def trace_option(text: str) -> dict[str, str]:
+    """Read file=FILE, otlp=URL or rate=N, or Triton's form of these."""
     named = text.removeprefix("triton,").replace("opentelemetry,url=", "otlp=", 1)
     key, separator, value = named.partition("=")
     if not separator or not value or key not in ("file", "otlp", "rate"):
@@ -94,4 +112,4 @@ def trace_option(text: str) -> tuple[str, str]:
         raise ValueError(f"'{text}' has no URL of a collector, such as http://localhost:4318")
     if key == "rate":
         integer(1, 999_999_999)(value)
-    return key, value
+    return {key: value}

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterator, Mapping
 from html import escape
-from importlib.resources import files
-from string import Template
 from typing import Any
+
+from cohabit.page.html import static_page
 
 _METHODS = ("get", "post")
 _EXAMPLES: Mapping[str, Any] = {
@@ -16,9 +16,13 @@ _EXAMPLES: Mapping[str, Any] = {
     "EmbeddingsRequest": {"model": "minilm", "input": "a text"},
 }
 """Example bodies, by the name of their schema."""
+_HINTS = """\
+<p>For tools: <a href="/v2/openapi.json">/v2/openapi.json</a>. What a model takes: <code>GET /v2/models/{model}</code>.
+Each path with <code>{model}</code> also takes <code>/versions/{version}</code> behind it.</p>
+"""
 
 
-def api_page(document: Mapping[str, Any], style: str) -> str:
+def api_page(document: Mapping[str, Any]) -> str:
     """Render an OpenAPI document as a page that loads nothing, needs no script, and shows nothing of this server."""
     groups: dict[str, list[str]] = {}
     for path, item in document["paths"].items():
@@ -27,14 +31,12 @@ def api_page(document: Mapping[str, Any], style: str) -> str:
         for method in _METHODS:
             if method in item:
                 groups.setdefault(_group(path), []).append(_endpoint(document, path, method, item))
-    return Template((files("cohabit.server.http") / "api_page.html").read_text(encoding="utf-8")).substitute(
-        style=style,
-        description=escape(document["info"]["description"]),
-        groups="".join(
-            f'<section class="card"><h2>{escape(name)}</h2>{"".join(endpoints)}</section>'
-            for name, endpoints in groups.items()
-        ),
+    sections = "".join(
+        f'<section class="card"><h2>{escape(name)}</h2>{"".join(endpoints)}</section>'
+        for name, endpoints in groups.items()
     )
+    head = f"<header>\n<h1>HTTP endpoints</h1>\n<p>{escape(document['info']['description'])}</p>\n{_HINTS}</header>"
+    return static_page("Cohabit: HTTP endpoints", f"{head}\n{sections}")
 
 
 def _group(path: str) -> str:

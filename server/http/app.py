@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
+from cohabit.page.html import static_policy
 from cohabit.server.errors import RequestError, Unauthenticated
 from cohabit.server.frontend.access import OPEN, Access, Permission
 from cohabit.server.frontend.dataplane import DataPlane
@@ -27,7 +28,6 @@ from cohabit.server.observe.request_trace import HEADER
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol.descriptions import product_version
 from cohabit.server.view.live import LiveFeed
-from cohabit.server.view.page import static_policy, style_sheet
 
 _log = logging.getLogger("cohabit.http")
 
@@ -85,7 +85,7 @@ def _described() -> dict[str, Any]:
 
 @cache
 def _docs_page() -> str:
-    return api_page(_described(), style_sheet())
+    return api_page(_described())
 
 
 def _metrics(plane: DataPlane, permission: Permission) -> Endpoint:

@@ -2,11 +2,11 @@
 
 from aiohttp import hdrs, web
 
+from cohabit.page.html import live_page, live_policy
 from cohabit.server.frontend.access import Permission
 from cohabit.server.http.endpoints import Endpoint
 from cohabit.server.http.events import EventStream
 from cohabit.server.view.live import LiveFeed
-from cohabit.server.view.page import live_page, live_policy
 
 EVENTS_PATH = "/ui/events"
 

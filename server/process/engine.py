@@ -217,7 +217,7 @@ class Engine:
         return sources
 
     def _refuse_unknown(self, known: Collection[str]) -> None:
-        for flag, names in (("--model-rate", self._config.model_rates), ("--load-model", self._config.load_models)):
+        for flag, names in (("--rates", self._config.model_rates), ("--load-model", self._config.load_models)):
             for name in names:
                 if name not in known and name != "*":
                     hint = did_you_mean(name, known)

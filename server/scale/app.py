@@ -6,7 +6,6 @@ serve run cohabit.server.scale.app:app repository=/models memory=8GiB replicas=2
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,7 +22,6 @@ from cohabit.planner.sizing.assignment import ModelTraffic
 from cohabit.server.background import Background
 from cohabit.server.config.config import decode_config, encode_config
 from cohabit.server.config.setting import parsed
-from cohabit.server.config.sources import read_rates
 from cohabit.server.errors import RequestError, too_large
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.http.body import BodyBuffer
@@ -50,9 +48,8 @@ def app(values: Mapping[str, Any]) -> Application:
     }
     replicas = parsed("replicas", settings.pop("replicas", "2"), count)
     copies = parsed("copies", settings.pop("copies", "1"), count)
-    rates = settings.pop("rates", None)
-    given_rates = None if rates is None else read_rates(Path(rates))
-    return application(plan_engines({**settings}, copies, given_rates), replicas)
+    rates = settings.pop("rates", "").split(",")
+    return application(plan_engines({**settings, "rates": [item for item in rates if item]}, copies), replicas)
 
 
 def application(plan: ScalePlan, replicas: int) -> Application:

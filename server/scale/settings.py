@@ -16,7 +16,7 @@ from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import ModelSource, by_name
 
 ENGINE_SETTINGS = (
-    *("repository", "memory", "device", "store", "link_bandwidth", "cache", "search"),
+    *("repository", "memory", "device", "store", "link_bandwidth", "cache", "search", "rates"),
     *(
         "threads",
         "compute_lanes",
@@ -49,9 +49,7 @@ class ScalePlan:
         return assign(self.traffic, engines, self.config.memory.nbytes, self.copies)
 
 
-def plan_engines(
-    values: Mapping[str, Value], copies: int = 1, rates: Mapping[str, float] | None = None
-) -> ScalePlan:
+def plan_engines(values: Mapping[str, Value], copies: int = 1) -> ScalePlan:
     """Read the repository's models and the engines' settings. `values` are those of ENGINE_SETTINGS, by key.
 
     Raises ConfigError and RepositoryError.
@@ -67,7 +65,7 @@ def plan_engines(
         raise ConfigError("--memory: give the size that each engine has, such as 8GiB, and no share of weights")
     if given.device.partition(":")[2]:
         raise ConfigError(f"--device {given.device}: Ray chooses the GPU of each engine; give --device cuda")
-    traffic = _traffic(given.repository, rates or {})
+    traffic = _traffic(given.repository, given.model_rates)
     config = replace(
         given,
         repository=given.repository.resolve(),

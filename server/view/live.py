@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
+from cohabit.page.document import LiveDocument
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.errors import Overloaded
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.observe.tracing import Tracer
-from cohabit.server.view.document import LiveDocument
 from cohabit.server.view.live_document import WINDOW_S, Reading, Token, latencies_of, live_document
 from cohabit.server.view.live_lanes import LiveLanes
 

@@ -6,17 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from cohabit.planner.errors import format_bytes
-from cohabit.server.activations import workspace_words
-from cohabit.server.config.config import ServeConfig
-from cohabit.server.config.machine import resident_bytes
-from cohabit.server.frontend.engine_client import EngineClient
-from cohabit.server.ipc.catalog import ModelEntry, ModelState
-from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey
-from cohabit.server.ipc.statistics import EngineReport, ModelCounters
-from cohabit.server.observe.tracing import Tracer
-from cohabit.server.protocol.descriptions import product_version
-from cohabit.server.view.document import (
+from cohabit.page.document import (
     ArenaPart,
     Figure,
     LaneChart,
@@ -28,6 +18,16 @@ from cohabit.server.view.document import (
     seconds,
     size,
 )
+from cohabit.planner.errors import format_bytes
+from cohabit.server.activations import workspace_words
+from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.machine import resident_bytes
+from cohabit.server.frontend.engine_client import EngineClient
+from cohabit.server.ipc.catalog import ModelEntry, ModelState
+from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey
+from cohabit.server.ipc.statistics import EngineReport, ModelCounters
+from cohabit.server.observe.tracing import Tracer
+from cohabit.server.protocol.descriptions import product_version
 
 WINDOW_S = 10.0
 """Seconds that rates and latencies cover."""

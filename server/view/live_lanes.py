@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from cohabit.page.document import Box, LaneChart, LaneRow, Mark, Phrase, Words, seconds, size
 from cohabit.server.ipc.model import lane_name
 from cohabit.server.ipc.spans import DeviceSpan
-from cohabit.server.view.document import Box, LaneChart, LaneRow, Mark, Phrase, Words, seconds, size
 
 LANES_S = 4.0
 """Seconds drawn."""

@@ -1,29 +1,35 @@
-"""A plan as the document that the page draws."""
+"""A plan as a report."""
 
 from collections.abc import Iterator
 
-from cohabit.planner.plan import Compute, SwapIn, SwapOut
-from cohabit.planner.profile import Link
-from cohabit.server.view.analysis import KINDS, LANES, Kind, Occupancy, PlanAnalysis, bytes_in_use
-from cohabit.server.view.document import (
+from cohabit.page.document import (
     Box,
     Cell,
+    Columns,
     FactTable,
     Figure,
     LaneChart,
     LaneRow,
+    Lanes,
     Mark,
     MemoryOverTime,
     MemoryRegion,
     Phrase,
-    PlanDocument,
     Quantity,
+    ReportDocument,
     Words,
     quantity,
     seconds,
     size,
 )
+from cohabit.planner.plan import Compute, SwapIn, SwapOut
+from cohabit.planner.profile import Link
+from cohabit.server.view.analysis import KINDS, LANES, Kind, Occupancy, PlanAnalysis, bytes_in_use
 
+_LANES = (
+    "What each lane does over time. The compute lane runs ops in order; the swap lanes copy parameters at the same"
+    " time."
+)
 _MOST_ROWS = 25
 _KIND_NAMES: dict[Kind, str] = {"resident": "resident parameter", "parameter": "parameter, swapped in"}
 _LANE_MARKS = {
@@ -33,18 +39,20 @@ _LANE_MARKS = {
 }
 
 
-def plan_document(analysis: PlanAnalysis) -> PlanDocument:
+def plan_document(analysis: PlanAnalysis) -> ReportDocument:
     graph, memory = analysis.graph, analysis.plan.memory
     split: Phrase = ()
     if memory.partition_bytes:
         split = (size(memory.partition_bytes), " partition + ", size(memory.workspace_bytes), " workspace · ")
     counts = f"{len(graph.ops)} ops · {len(analysis.plan.steps)} steps · "
-    return PlanDocument(
+    return ReportDocument(
         title=f"{graph.name}, batch {graph.bucket}",
         subtitle=(size(analysis.memory_bytes), " of device memory: ", *split, counts, analysis.profile.device),
+        sections=[
+            Lanes("Lanes", _LANES, _chart(analysis)),
+            Columns([[_traffic(analysis)], [_stalls(analysis), _provenance(analysis)]]),
+        ],
         figures=list(_figures(analysis)),
-        chart=_chart(analysis),
-        tables=[_traffic(analysis), _stalls(analysis), _provenance(analysis)],
     )
 
 

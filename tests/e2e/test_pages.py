@@ -1,4 +1,4 @@
-"""The pages in a real browser: a running server's, and a plan's."""
+"""The pages in a real browser: a running server's, and reports."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cohabit.server.view.page import plan_page
+from cohabit.loadgen.arrivals import RequestArrival
+from cohabit.loadgen.drawing.page import write_page
+from cohabit.loadgen.openloop import Outcome
+from cohabit.loadgen.report import Report, RunDescription, make_report
+from cohabit.page.html import report_page
+from cohabit.server.capacity.fit import Fit
+from cohabit.server.capacity.report import fit_page
 from cohabit.server.view.plan_document import plan_document
 from tests.browser import Page, browser
 from tests.e2e.serving import Process, infer, process
@@ -143,9 +149,57 @@ async def test_the_live_page_is_readable_on_a_phone_and_in_the_dark(page: Page, 
     assert "workspace" in await page.value("document.getElementById('tip').textContent")
 
 
+def load_test(rate_per_s: float, mean_s: float) -> Report:
+    run = RunDescription(url="u", rate_per_s=rate_per_s, duration_s=4.0, warmup_s=0.0)
+    outcomes = [
+        Outcome(RequestArrival(k / rate_per_s, "a"), 0.0, mean_s * (1 + k % 7)) for k in range(int(4 * rate_per_s))
+    ]
+    return make_report(run, outcomes, ["a"])
+
+
+async def test_load_tests_are_drawn_at_the_rate_that_is_chosen(page: Page, tmp_path: Path) -> None:
+    path = tmp_path / "load.html"
+    rates = (10.0, 20.0)
+    write_page(path, {"one": [load_test(r, 0.01) for r in rates], "</b>two": [load_test(r, 0.02) for r in rates]})
+    for width in (1280, 400):
+        await page.looks(width)
+        await page.open(path.as_uri())
+        assert await page.value("document.documentElement.scrollWidth") <= width
+        drawn = "[...document.querySelectorAll('.curve')].map((c) => c.querySelectorAll('.line').length)"
+        await page.until(f"{drawn}.join() === '4,2,4'")
+        assert await page.value("document.querySelectorAll('.curve circle').length") == 4
+        await page.value("document.querySelector('.curve').focus()")
+        await page.press("ArrowRight")
+        assert "answered requests per second: 10" in await page.value("document.getElementById('tip').innerText")
+        assert "</b>two compared with one, 20/s" in await page.text()
+        await page.value(
+            "(s => { s.value = 0; s.dispatchEvent(new Event('change')); })(document.querySelector('select'))"
+        )
+        assert "</b>two compared with one, 10/s" in await page.text()
+        assert "20/s" not in await page.text()
+
+
+async def test_a_fit_is_drawn_with_its_slo(page: Page, tmp_path: Path) -> None:
+    curve = [
+        Fit("partitioned", n << 20, 0, 300.0, 0.1 / n, 0.2 / n, 0.1 / n, 0.99 if n == 1 else 0.5, 0.0, ())
+        for n in range(1, 6)
+    ]
+    path = tmp_path / "fit.html"
+    path.write_text(fit_page("models", curve, curve[3], 0.05))
+    for width in (1280, 400):
+        await page.looks(width)
+        await page.open(path.as_uri())
+        await page.until("document.querySelectorAll('.curve circle').length === 5")
+        tops = await page.value("[...document.querySelectorAll('.curve circle')].map((c) => c.cy.baseVal.value)")
+        assert tops == sorted(tops)
+        slo = await page.value("document.querySelector('.curve .level').y1.baseVal.value")
+        assert tops[3] == pytest.approx(slo), "50 ms in 4 MiB"
+        assert await page.value("document.documentElement.scrollWidth") <= width
+
+
 async def test_a_plan_is_drawn_and_tells_of_its_steps(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
-    path.write_text(plan_page(plan_document(hand_written_analysis())))
+    path.write_text(report_page(plan_document(hand_written_analysis())))
     for width in (1280, 400):
         await page.looks(width)
         await page.open(path.as_uri())

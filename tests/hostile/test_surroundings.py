@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -141,36 +142,72 @@ def test_an_index_out_of_range_is_the_clients_fault(text: str, caplog: pytest.Lo
     assert isinstance(_error_of(request, RuntimeError("a kernel failed")), ExecutionFailed)
 
 
-def invalid_encoding(n: int) -> logging.LogRecord:
-    return logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "f", 1, "Invalid encoding on %s", (n,), None)
+class Limited(logging.Handler):
+    """Keeps the records that a flood's filter passes. The test sets its clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 100.0
+        self.records: list[logging.LogRecord] = []
+        self.flood = log.FloodFilter(lambda: self.now_s)
+        self.addFilter(self.flood)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def take(self) -> list[logging.LogRecord]:
+        taken, self.records = self.records, []
+        return taken
 
 
-def test_floods_of_one_fault_are_logged_in_part() -> None:
-    now_s = 100.0
-    limit = log.FloodLimit(lambda: now_s)
-    seen = [record.getMessage() for n in range(1000) for record in limit.admit(invalid_encoding(n))]
-    assert seen == [f"Invalid encoding on {n}" for n in range(10)]
-    other = logging.LogRecord("cohabit.grpc", logging.ERROR, "f", 1, "another", (), None)
-    assert limit.admit(other) == [other]
-    now_s += 1.0
-    report, record = limit.admit(invalid_encoding(0))
+@pytest.fixture
+def limited() -> Iterator[Limited]:
+    handler = Limited()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
+
+
+def fail_encoding(*numbers: int) -> None:
+    for n in numbers:
+        logging.getLogger("grpc._cython.cygrpc").error("Invalid encoding on %s", n)
+
+
+def test_floods_of_one_fault_are_logged_in_part(limited: Limited) -> None:
+    fail_encoding(*range(1000))
+    assert [record.getMessage() for record in limited.take()] == [f"Invalid encoding on {n}" for n in range(10)]
+    logging.getLogger("cohabit.grpc").error("another")
+    assert [record.getMessage() for record in limited.take()] == ["another"]
+    limited.now_s += 1.0
+    fail_encoding(0)
+    report, record = limited.take()
     assert report.getMessage() == "and 990 more of this kind, which were not logged"
     assert (report.levelname, report.name) == ("ERROR", "grpc._cython.cygrpc")
     assert record.getMessage() == "Invalid encoding on 0"
 
 
-def test_what_a_flood_has_suppressed_is_reported_with_the_next_record_of_any_kind() -> None:
-    now_s = 100.0
-    limit = log.FloodLimit(lambda: now_s)
-    for n in range(15):
-        limit.admit(invalid_encoding(n))
-    now_s += 60.0
-    other = logging.LogRecord("cohabit.grpc", logging.INFO, "f", 1, "another", (), None)
-    report, record = limit.admit(other)
+def test_what_a_flood_has_suppressed_is_reported_with_the_next_record_of_any_kind(limited: Limited) -> None:
+    fail_encoding(*range(15))
+    limited.take()
+    limited.now_s += 60.0
+    logging.getLogger("cohabit.grpc").error("another")
+    report, record = limited.take()
     assert report.getMessage() == "and 5 more of this kind, which were not logged"
     assert report.fields == {"kind": "Invalid encoding on %s"}  # type: ignore[attr-defined]
-    assert record is other
-    assert limit.reports() == [], "each is counted once"
+    assert record.getMessage() == "another"
+    limited.flood.report()
+    assert limited.take() == [], "each is counted once"
+
+
+def test_every_kind_that_a_flood_suppressed_is_reported(limited: Limited) -> None:
+    for kind in range(30):
+        for _ in range(12):
+            logging.getLogger("cohabit.grpc").error(f"kind {kind}")
+    limited.take()
+    limited.flood.report()
+    assert [record.getMessage() for record in limited.take()] == [
+        "and 2 more of this kind, which were not logged"
+    ] * 30
 
 
 def test_a_model_that_left_the_repository_fails_visibly_after_a_restart(tmp_path: Path) -> None:

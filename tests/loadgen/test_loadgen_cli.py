@@ -109,7 +109,7 @@ def test_a_run_whose_requests_were_late_is_invalid_and_exits_with_3(
 @pytest.mark.usefixtures("any_lag")
 def test_layouts_are_compared_on_one_page(repository: Path, tmp_path: Path) -> None:
     arguments = ["--repository", str(repository), "--server", FAKE, "--memory", "1MiB"]
-    runs = ["--layouts", "lru,resident", "--rates", "50,100", "--duration", "0.1", "--warmup", "0"]
+    runs = ["--layouts", "lru,resident", "--sweep", "50,100", "--duration", "0.1", "--warmup", "0"]
     assert main(["compare", *arguments, *runs, "--output", str(tmp_path / "out")]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"lru.json", "resident.json", "compare.html"}
     assert "--memory 100% --layout resident" in (tmp_path / "stopped").read_text()

@@ -10,9 +10,10 @@ import pytest
 
 from cohabit.loadgen.arrivals import RequestArrival
 from cohabit.loadgen.cli import main
+from cohabit.loadgen.drawing.latencies import differences
+from cohabit.loadgen.drawing.page import write_page
 from cohabit.loadgen.errors import UsageError
 from cohabit.loadgen.openloop import Outcome
-from cohabit.loadgen.page import differences, write_page
 from cohabit.loadgen.report import Report, RunDescription, make_report, read_reports, write_reports
 
 
@@ -27,24 +28,24 @@ def run_of(
 
 def test_a_slower_run_is_clearly_slower_at_every_percentile() -> None:
     rows = differences(run_of(0.010, seed=0), run_of(0.020, seed=1))
-    assert [row["name"] for row in rows] == ["p50", "p90", "p99", "p99.9"]
+    assert [row.name for row in rows] == ["p50", "p90", "p99", "p99.9"]
     for row in rows[:3]:
-        assert row["is_clear"]
-        assert row["low"] <= row["other"] - row["first"] <= row["high"]
+        assert row.is_clear
+        assert row.low_s <= row.other_s - row.first_s <= row.high_s
 
 
 def test_nothing_is_said_of_few_requests_or_invalid_runs() -> None:
     rows = differences(run_of(0.010, seed=0), run_of(0.020, seed=1))  # 3,000 requests: p99.9 is of three
-    assert [row["undecided"] for row in rows] == ["", "", "", "too few requests"]
-    assert not rows[-1]["is_clear"]
+    assert [row.undecided for row in rows] == ["", "", "", "too few requests"]
+    assert not rows[-1].is_clear
     late = msgspec.structs.replace(run_of(0.020, seed=1), send_lag=run_of(1.0, seed=2).latency)
     rows = differences(run_of(0.010, seed=0), late)
-    assert all(row["undecided"] == "a run is invalid" and not row["is_clear"] for row in rows)
+    assert all(row.undecided == "a run is invalid" and not row.is_clear for row in rows)
 
 
 def test_intervals_of_equal_servers_contain_zero_about_as_often_as_they_claim() -> None:
     runs = [run_of(0.01, seed, duration_s=10.0) for seed in range(40)]
-    clear = [differences(*pair)[0]["is_clear"] for pair in zip(runs[::2], runs[1::2], strict=True)]
+    clear = [differences(*pair)[0].is_clear for pair in zip(runs[::2], runs[1::2], strict=True)]
     assert sum(map(bool, clear)) <= 5, "5 % of 20 are one"
 
 
@@ -52,8 +53,8 @@ def test_a_page_is_one_file_and_ends_no_script_early(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     write_page(page, {"one": [run_of(0.01, 0, model="</script><b>")], "two": [run_of(0.02, 1)]})
     text = page.read_text()
-    assert text.count("</script>") == 1
-    assert not re.search(r'(src|href)="|@import|url\(', text), "nothing else is loaded"
+    assert text.count("</script>") == 2, "the data's and the page's own"
+    assert re.findall(r'(?:src|href)="([^"]*)|@import|url\(', text) == ["data:,"], "nothing else is loaded"
 
 
 def test_reports_are_drawn_from_their_files(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_reports_are_drawn_from_their_files(tmp_path: Path) -> None:
     write_reports(tmp_path / "b.json", [run_of(0.02, 2)], as_list=False)
     files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     assert main(["report", *files, "--html", str(tmp_path / "p.html"), "--png", str(tmp_path / "png")]) == 0
-    assert '"other":"b"' in (tmp_path / "p.html").read_text()
+    assert "b compared with a, 100/s" in (tmp_path / "p.html").read_text()
     assert {path.name for path in (tmp_path / "png").iterdir()} == {"throughput.png", "cdf.png", "timeline.png"}
     assert [report.rate_per_s for report in read_reports(tmp_path / "a.json")] == [50.0, 100.0]
 

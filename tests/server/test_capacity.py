@@ -15,7 +15,7 @@ from cohabit.planner.profile import Link
 from cohabit.planner.shapes import Bucket
 from cohabit.server.capacity import fit as fit_module
 from cohabit.server.capacity.fit import Candidate, Capacity, Fit, HighestRate, shared_out
-from cohabit.server.capacity.page import fit_page
+from cohabit.server.capacity.report import fit_page
 from cohabit.server.capacity.simulation import IDLE_AFTER_S, Overheads, SimulatedModel, poisson, simulate
 from cohabit.server.cli import main
 from cohabit.server.errors import ConfigError

@@ -19,7 +19,7 @@ from server_http import infer, x
 
 from cohabit.server.config.config import LogFormat
 from cohabit.server.ipc.model import ModelKey
-from cohabit.server.log import FloodLimit, configure_logging
+from cohabit.server.log import FloodFilter, configure_logging
 
 DANGEROUS = st.characters(categories=["Cc", "Cf", "Zl", "Zp", "Cs"]) | st.sampled_from('=" {}\\ä%')
 TEXTS = (
@@ -40,7 +40,8 @@ def logging_as(log_format: LogFormat) -> Iterator[Callable[[], str]]:
         assert isinstance(handler, logging.StreamHandler)
         written = io.StringIO()
         handler.setStream(written)
-        handler._flood = FloodLimit(lambda: 0.0)  # so that everything happens within one second
+        (flood,) = [one for one in handler.filters if isinstance(one, FloodFilter)]
+        flood._clock = lambda: 0.0  # so that everything happens within one second
         yield written.getvalue
     finally:
         logging.getLogger().handlers[:] = kept
@@ -136,12 +137,15 @@ def test_a_start_says_how_many_models_are_not_served_and_why(log_format: LogForm
     assert summary.endswith("broken_18 version 1: it calls a custom operator")
 
 
-def test_what_was_suppressed_last_is_reported_when_the_log_is_closed() -> None:
+def test_what_was_suppressed_last_is_reported_when_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
     with logging_as("text") as written:
         for _ in range(12):
             logging.getLogger("cohabit.test").warning("the same")
         assert "and 2 more" not in written()
-        logging.getLogger().handlers[0].close()
+        (report,) = at_exit
+        report()
         assert "and 2 more of this kind, which were not logged kind=the same" in written()
 
 

@@ -75,9 +75,21 @@ def test_a_flag_that_repeats_the_default_is_still_a_flag() -> None:
 
 
 def test_rates_of_models_are_merged_and_the_upper_layer_wins(tmp_path: Path) -> None:
-    path = file(tmp_path, 'model_rate = ["a=1", "b=2.5"]\n')
-    found = config(*NEEDED, "--config", path, "--model-rate", "a=7", environment={"COHABIT_MODEL_RATE": "c=3"})
+    path = file(tmp_path, 'rates = ["a=1", "b=2.5"]\n')
+    found = config(*NEEDED, "--config", path, "--rates", "a=7", environment={"COHABIT_RATES": "c=3"})
     assert found.model_rates == {"a": 7.0, "b": 2.5, "c": 3.0}
+
+
+def test_a_file_of_rates_takes_the_place_of_its_lines(tmp_path: Path) -> None:
+    rates = tmp_path / "rates.txt"
+    rates.write_text("# measured\na=5\n\nb=0.5  # rare\n")
+    path = file(tmp_path, f'rates = ["{rates}", "b=1"]\n')
+    assert config(*NEEDED, "--config", path).model_rates == {"a": 5.0, "b": 1.0}
+    assert config(*NEEDED, "--config", path, "--rates", "a=7").model_rates == {"a": 7.0, "b": 1.0}
+    assert config(*NEEDED, "--config", path, "--rates", str(rates)).model_rates == {"a": 5.0, "b": 0.5}
+    rates.write_text("a=5\nb\n")
+    with pytest.raises(ConfigError, match=r"--rates: .*, line 2: 'b' is not of the form NAME=RATE"):
+        config(*NEEDED, "--rates", str(rates))
 
 
 def test_earlier_names_of_settings_work_in_every_source(tmp_path: Path) -> None:
@@ -153,7 +165,7 @@ def test_tracing_is_set_as_in_triton() -> None:
         ),
         ("[http]\nport = 1", "http in FILE: there is no such setting"),
         ("[models.a]\nrate = 3", "models in FILE: there is no such setting"),
-        ("model_rate = ['a=-3']", "model_rate in FILE: '-3' is not a rate in requests per second"),
+        ("rates = ['a=-3']", "rates in FILE: '-3' is not a rate in requests per second"),
         ("trace_config = ['rate=0']", "trace_config in FILE: '0' is not a whole number"),
         ("trace_config = ['otlp=collector']", "trace_config in FILE: 'otlp=collector' has no URL of a collector"),
         ("trace_config = ['level=OFF']", "trace_config in FILE: 'level=OFF' is neither file=F"),
@@ -208,14 +220,14 @@ def test_without_memory_the_whole_server_takes_what_is_left() -> None:
 
 
 def test_what_is_printed_reads_back_to_the_same_config_and_names_origins(tmp_path: Path) -> None:
-    path = file(tmp_path, 'load_model = ["a", "b"]\nmodel_control = "explicit"\nmodel_rate = ["a=2"]\n')
-    found = effective(*NEEDED, "--config", path, environment={"COHABIT_MODEL_RATE": "a=3,b=1"})
+    path = file(tmp_path, 'load_model = ["a", "b"]\nmodel_control = "explicit"\nrates = ["a=2"]\n')
+    found = effective(*NEEDED, "--config", path, environment={"COHABIT_RATES": "a=3,b=1"})
     printed = as_toml(found)
     assert config("--config", file(tmp_path, printed)) == found.config
-    assert tomllib.loads(printed)["model_rate"] == ["a=3", "b=1"]
+    assert tomllib.loads(printed)["rates"] == ["a=3", "b=1"]
     origins = {line.partition(" =")[0]: line.rpartition("# ")[2] for line in printed.splitlines()}
     assert origins["memory"] == "--memory"
-    assert origins["model_rate"] == "COHABIT_MODEL_RATE"
+    assert origins["rates"] == "COHABIT_RATES"
     assert origins["load_model"] == f"load_model in {path}"
     assert origins["store"] == "default"
 
@@ -227,7 +239,7 @@ def test_print_config_prints_and_starts_nothing(capsys: pytest.CaptureFixture[st
 
 def test_every_setting_reads_back_from_its_encoding_and_its_printed_form(tmp_path: Path) -> None:
     given = {
-        "--model-rate": "a=2.5",
+        "--rates": "a=2.5",
         "--model-control": "explicit",
         "--load-model": "a",
         "--link-bandwidth": "400MB/s",

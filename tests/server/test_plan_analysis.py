@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
+from cohabit.page.html import report_page
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory, single_budget
@@ -35,7 +36,6 @@ from cohabit.planner.schedule.table import (
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
 from cohabit.server.view.analysis import LANES, PlanAnalysis, analyze, bytes_in_use
-from cohabit.server.view.page import plan_page
 from cohabit.server.view.plan_document import plan_document
 from cohabit.server.view.terminal import draw
 from tests.planner.graphs import (
@@ -79,7 +79,7 @@ def drawn(shown: PlanAnalysis, width: int = 100) -> str:
 
 
 def page(shown: PlanAnalysis) -> str:
-    return plan_page(plan_document(shown))
+    return report_page(plan_document(shown))
 
 
 def test_picture_of_the_hand_written_plan() -> None:
@@ -218,7 +218,7 @@ def test_the_policy_of_a_page_permits_its_own_script_and_style_alone() -> None:
 def test_page_has_every_step_stall_and_occupancy() -> None:
     for seed in range(8):
         shown = random_analysis(seed)
-        chart = data_of(page(shown))["chart"]
+        chart = data_of(page(shown))["sections"][0]["chart"]
         words = chart["words"]
 
         def told(box: Any, words: list[Any] = words) -> list[Any]:
@@ -245,10 +245,11 @@ def times_of(one: Any) -> list[Any]:
 
 
 def test_a_stall_says_what_it_waits_for() -> None:
-    data = data_of(page(hand_written_analysis()))
-    (stall,) = (box for box in data["chart"]["lanes"][0]["boxes"] if box[2] == "stall")
-    assert [data["chart"]["words"][at] for at in stall[3]] == ["stall", "op op2 waits for the swap-in of W2"]
-    (table,) = (one for one in data["tables"] if one["title"] == "Stalls")
+    lanes, columns = data_of(page(hand_written_analysis()))["sections"]
+    chart = lanes["chart"]
+    (stall,) = (box for box in chart["lanes"][0]["boxes"] if box[2] == "stall")
+    assert [chart["words"][at] for at in stall[3]] == ["stall", "op op2 waits for the swap-in of W2"]
+    (table,) = (one for column in columns["columns"] for one in column if one["title"] == "Stalls")
     assert table["rows"] == [[[1.0, "s"], [2.0, "s"], "op2", "swap-in of W2"]]
 
 
@@ -262,7 +263,7 @@ def test_names_from_a_model_are_no_markup() -> None:
     text = page(analyze(graph, shown.profile, shown.plan))
     assert Tags(text).open == []
     assert "<script>alert" not in text
-    assert evil in data_of(text)["chart"]["words"]
+    assert evil in data_of(text)["sections"][0]["chart"]["words"]
     assert data_of(text)["title"] == f"{evil}, batch 1"
     assert evil in drawn(analyze(graph, shown.profile, shown.plan), 200)
 

@@ -161,7 +161,7 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
         (["show", "chain.graph.json"], "chain.graph.json is a graph; `cohabit show` draws NAME.plan.json"),
         (["show", "chain.profile.json"], "chain.profile.json is a profile; `cohabit show` draws NAME.plan.json"),
         (["show", "x", "--html", "-", "--open"], "--open: a page on standard output"),
-        (["compare-plans", *PAIR, "--memory", "1MiB", "--searchers", "best,magic"], "no searcher is called magic"),
+        (["compare-plans", *PAIR, "--memory", "1MiB", "--search", "best,magic"], "no searcher is called magic"),
         (["compare-plans", *PAIR, "--memory", "1MiB", "--batch-sizes", "1,2"], "'1,2' is not a whole number"),
     ],
 )
@@ -275,7 +275,7 @@ def test_compare_shows_every_searcher_and_hides_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compare_plans, "SEARCHERS", (*registry.SEARCHERS, "missing"))
-    searchers = ["--searchers", "best,on_demand,missing"]
+    searchers = ["--search", "best,on_demand,missing"]
     monkeypatch.setattr(registry, "_SEARCHERS", registry._SEARCHERS | {"missing": ("nowhere:Nothing",)})
     monkeypatch.setattr(registry, "SEARCHERS", compare_plans.SEARCHERS)
     assert (
@@ -295,7 +295,7 @@ def test_the_words_of_tables_are_explained_and_two_questions_told_apart(capsys: 
     """A plan of one budget beats those that serve, and only the help said why."""
     shown = {}
     for names in ("best", "best,on_demand"):
-        assert main(["compare-plans", *PAIR, "--memory", "48KiB", "--searchers", names, "--evaluations", "2"]) == 0
+        assert main(["compare-plans", *PAIR, "--memory", "48KiB", "--search", names, "--evaluations", "2"]) == 0
         shown[names] = " ".join(capsys.readouterr().out.split())
     assert all("bound: less is impossible in this memory" in said for said in shown.values())
     assert "These answer two questions" not in shown["best"]
@@ -315,7 +315,7 @@ def test_compare_says_where_a_searcher_failed_and_goes_on(
         return registry.make(searcher, problem, seed)
 
     monkeypatch.setattr("cohabit.planner.search.driver.make", make)
-    searchers = ["--searchers", "interval,on_demand"]
+    searchers = ["--search", "interval,on_demand"]
     assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 1
     shown = capsys.readouterr()
     says = (
@@ -327,7 +327,7 @@ def test_compare_says_where_a_searcher_failed_and_goes_on(
 
 
 def test_compare_in_too_little_memory_says_how_much_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare-plans", *PAIR, "--memory", "4KiB", "--searchers", "best,on_demand"]) == 1
+    assert main(["compare-plans", *PAIR, "--memory", "4KiB", "--search", "best,on_demand"]) == 1
     assert capsys.readouterr().err.count("needs a budget of 20.0 KiB") == 2
 
 
@@ -463,7 +463,7 @@ def test_a_searcher_that_cannot_plan_such_a_problem_is_a_result(
         return registry.make(searcher, problem, seed)
 
     monkeypatch.setattr("cohabit.planner.search.driver.make", make)
-    searchers = ["--searchers", "interval,on_demand"]
+    searchers = ["--search", "interval,on_demand"]
     assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 0
     shown = capsys.readouterr()
     assert "cohabit: interval: it plans chains of two" in shown.err

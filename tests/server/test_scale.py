@@ -11,7 +11,6 @@ from cohabit.planner.sizing.assignment import ModelTraffic, assign
 from cohabit.server import cli
 from cohabit.server.commands.scale import require_resources
 from cohabit.server.config.config import decode_config, encode_config
-from cohabit.server.config.sources import read_rates
 from cohabit.server.errors import ConfigError, EngineUnavailable, RepositoryError
 from cohabit.server.scale import assigner
 from cohabit.server.scale.assigner import Assigner
@@ -204,7 +203,7 @@ def repository(folder: Path, **models: int) -> dict[str, str | bool | list[str] 
 
 def test_models_are_assigned_by_their_rates_and_engines_get_the_settings(tmp_path: Path) -> None:
     values = repository(tmp_path, busy=100, large=800, small=10)
-    plan = plan_engines({**values, "threads": "2", "watchdog": "3"}, 2, {"busy": 9.0, "large": 1.0})
+    plan = plan_engines({**values, "threads": "2", "watchdog": "3", "rates": ["busy=9", "large=1"]}, 2)
     held = [{model.name: model.rate_per_s for model in models} for models in plan.assigned(2)]
     assert held == [{"large": 1.0, "busy": 4.5}, {"busy": 4.5, "small": 5.0}]
     assert (plan.cpus, plan.gpus, plan.config.watchdog_s, plan.config.model_control) == (2, 0, 3.0, "explicit")
@@ -247,15 +246,9 @@ def test_an_empty_repository_is_refused(tmp_path: Path) -> None:
         plan_engines(repository(tmp_path))
 
 
-def test_a_file_of_rates_has_a_line_per_model_and_says_which_is_wrong(tmp_path: Path) -> None:
-    file = tmp_path / "rates"
-    file.write_text("# measured\na=5\n\nb=0.5  # rare\n")
-    assert read_rates(file) == {"a": 5.0, "b": 0.5}
-    file.write_text("a=5\nb\n")
-    with pytest.raises(ConfigError, match=r"--rates: .*, line 2: 'b' is not of the form NAME=RATE"):
-        read_rates(file)
+def test_a_rate_of_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--rates: .* has no model 'c'; it has a"):
-        plan_engines(repository(tmp_path / "models", a=1), 1, {"c": 1.0})
+        plan_engines({**repository(tmp_path, a=1), "rates": ["c=1"]})
 
 
 def test_without_ray_the_command_says_how_to_install_it(

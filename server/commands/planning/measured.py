@@ -10,8 +10,8 @@ from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.registry import can_plan
 from cohabit.server.commands.planning.files import read_graph, read_profile, read_profiles
+from cohabit.server.commands.planning.flags import MEASURING, MemoryBudget
 from cohabit.server.commands.planning.progress import SearchProgress
-from cohabit.server.commands.planning.subject import MEASURING, MemoryBudget
 from cohabit.server.config.sources import config_of, given
 from cohabit.server.errors import ConfigError
 

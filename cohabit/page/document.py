@@ -1,4 +1,4 @@
-"""Content of the page as one JSON document: a plan, or a server at one moment. `view.js` reads nothing else.
+"""Content of the page as one JSON document: a report, or a server at one moment. `page.js` reads nothing else.
 
 Numbers have units, and the script formats them; all other text is written here.
 """
@@ -7,7 +7,8 @@ from typing import Literal
 
 import msgspec
 
-Unit = Literal["s", "bytes", "bytes/s", "1/s", "share", "count", "times"]
+Unit = Literal["s", "+s", "bytes", "bytes/s", "1/s", "share", "count", "times"]
+"""`+s` is a difference in seconds, and has a sign."""
 
 
 class Quantity(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +94,51 @@ class LaneChart(msgspec.Struct, frozen=True):
     memory: MemoryOverTime | None = None
 
 
-class FactTable(msgspec.Struct, frozen=True):
+class Lanes(msgspec.Struct, frozen=True, tag_field="kind", tag="lanes"):
+    title: str
+    about: str
+    chart: LaneChart
+
+
+class ChartAxis(msgspec.Struct, frozen=True):
+    """Values beyond an axis are drawn at its end."""
+
+    name: str
+    """With the unit of its numbers."""
+    scale: Literal["linear", "log", "nines"]
+    """On `nines`, a share of 0.9, 0.99 and 0.999 have equal distances."""
+    low: float
+    high: float
+
+
+class Line(msgspec.Struct, frozen=True):
+    series: int
+    """Index into the chart's series; it has their colour."""
+    points: list[tuple[float, float | None]]
+    """None interrupts the line."""
+    style: Literal["solid", "dashed", "steps"] = "solid"
+    dots: bool = False
+
+
+class Level(msgspec.Struct, frozen=True):
+    """A value of the vertical axis to compare with."""
+
+    value: float
+    name: str
+
+
+class LineChart(msgspec.Struct, frozen=True, tag_field="kind", tag="line_chart"):
+    title: str
+    about: str
+    x: ChartAxis
+    y: ChartAxis
+    series: list[str]
+    """Names in the legend, which a single series does not need."""
+    lines: list[Line]
+    level: Level | None = None
+
+
+class FactTable(msgspec.Struct, frozen=True, tag_field="kind", tag="table"):
     title: str
     about: str
     columns: list[str]
@@ -104,14 +149,34 @@ class FactTable(msgspec.Struct, frozen=True):
     """Number of omitted rows."""
 
 
-class PlanDocument(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
-    """A plan: its results, its lanes and its memory over time."""
+class Columns(msgspec.Struct, frozen=True, tag_field="kind", tag="columns"):
+    """Sections side by side on a wide screen."""
+
+    columns: "list[list[Section]]"
+
+
+class Alternatives(msgspec.Struct, frozen=True, tag_field="kind", tag="alternatives"):
+    """Sets of sections; the page shows the one that the reader chooses."""
+
+    label: str
+    names: list[str]
+    sections: "list[list[Section]]"
+    """A set for each name."""
+    chosen: int
+
+
+Section = Lanes | LineChart | FactTable | Columns | Alternatives
+
+
+class ReportDocument(msgspec.Struct, frozen=True, tag_field="kind", tag="report"):
+    """A finished result: a plan, a fit, or load tests."""
 
     title: str
     subtitle: Phrase
-    figures: list[Figure]
-    chart: LaneChart
-    tables: list[FactTable]
+    sections: list[Section]
+    figures: list[Figure] = []
+    notices: list[Phrase] = []
+    """What the reader must know before the numbers."""
 
 
 class ArenaPart(msgspec.Struct, frozen=True):

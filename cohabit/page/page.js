@@ -1,5 +1,5 @@
 "use strict";
-// Draws a document of server/view/document.py: a plan, or a running server, whose documents it asks for each second.
+// Draws a document of page/document.py: a report, or a running server, whose documents it asks for each second.
 (() => {
   // ---- Text. Names of models come from outside: everything is set as text, never as markup.
 
@@ -21,10 +21,11 @@
   const rate = (n) => (n === 0 ? "0" : n.toFixed(n < 10 ? 1 : 0));
   const units = {
     s: time,
+    "+s": (s) => `${s > 0 ? "+" : s < 0 ? "\u2212" : ""}${time(Math.abs(s))}`,
     bytes,
     "bytes/s": (n) => `${bytes(n)}/s`,
     "1/s": (n) => `${rate(n)}/s`,
-    share: (n) => `${(n * 100).toFixed(n < 0.995 ? 1 : 0)} %`,
+    share: (n) => `${n < 0.995 ? (n * 100).toFixed(1) : Number((n * 100).toFixed(n < 1 ? 3 : 0))} %`,
     count: (n) => `${n}`,
     times: (n) => `${Number.isInteger(n) ? n : n.toFixed(2)}\u00d7`,
   };
@@ -107,7 +108,7 @@
     box.addEventListener("pointerleave", unmark);
   };
 
-  // ---- Parts that both pages have.
+  // ---- Parts of documents.
 
   const COURSE_S = 300;
   const figures = () => {
@@ -154,12 +155,110 @@
     if (!one.rows.length) return section(one.title, one.about, make("p", {}, one.empty));
     const head = one.columns.length ? [make("thead", {}, make("tr", {}, ...one.columns.map((name) => make("th", { scope: "col" }, name))))] : [];
     const rows = one.rows.map((row) => make("tr", {}, ...row.map((cell) => {
-      const isNumber = typeof cell !== "string" && isQuantity(cell);
+      const isNumber = typeof cell !== "string"; // or a phrase of numbers
       return make("td", { class: isNumber ? "n" : "t" }, isNumber && cell[0] === null ? "" : write(cell));
     })));
     const more = one.more ? [make("p", { class: "about" }, `and ${one.more} more`)] : [];
     return section(one.title, one.about, make("div", { class: "wide" }, make("table", {}, ...head, make("tbody", {}, ...rows))), ...more);
   };
+
+  /** Round numbers between two others. */
+  const ticks = (from, to, most) => {
+    const rough = (to - from) / most;
+    const magnitude = 10 ** Math.floor(Math.log10(rough));
+    const step = magnitude * [1, 2, 5, 10].find((m) => magnitude * m >= rough * 0.999);
+    const found = [];
+    for (let i = Math.ceil(from / step); i * step <= to; i++) found.push(i * step);
+    return found;
+  };
+
+  // ---- Lines over two axes.
+
+  const SCALES = {
+    linear: (low, high) => ({
+      at: (n) => (n - low) / (high - low || 1),
+      ticks: high > low ? ticks(low, high, 5) : [low],
+      show: (n) => `${Number(n.toPrecision(6))}`,
+    }),
+    log: (least, most) => {
+      const room = Math.max(0, 0.15 - Math.log10(most / least) / 2); // at least a factor of two
+      const [low, high] = [Math.log10(least) - room, Math.log10(most) + room];
+      const digits = high - low > 3 ? [1] : high - low > 1.2 ? [1, 3] : [1, 2, 3, 5, 7];
+      const powers = Array.from({ length: Math.ceil(high) - Math.floor(low) + 1 }, (_, i) => 10 ** (Math.floor(low) + i));
+      const all = powers.flatMap((power) => digits.map((digit) => digit * power));
+      return {
+        at: (n) => (Math.log10(n) - low) / (high - low),
+        ticks: all.filter((n) => Math.log10(n) >= low && Math.log10(n) <= high),
+        show: (n) => `${Number(n.toPrecision(2))}`,
+      };
+    },
+    nines: (low, high) => {
+      const nines = (share) => -Math.log10(Math.max(1 - share, 1e-9));
+      const most = Math.max(1, nines(high));
+      return {
+        at: (share) => nines(share) / most,
+        ticks: [0, 0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999].filter((share) => nines(share) <= most + 1e-9),
+        show: (share) => `${Number((100 * share).toFixed(4))} %`,
+      };
+    },
+  };
+
+  const lineChart = (one) => {
+    const box = make("div", { class: "curve", role: "img", "aria-label": `${one.y.name} over ${one.x.name}` });
+    let dots = [];
+    explore(box, () => dots);
+    const redraw = () => {
+      const width = box.clientWidth;
+      const height = width < 500 ? 240 : 320;
+      const [left, right, top, bottom] = [54, 14, 26, 44];
+      const [x, y] = [one.x, one.y].map(({ scale, low, high }) => SCALES[scale](low, high));
+      const within = (axis, n) => Math.min(Math.max(n, axis.low), axis.high);
+      const px = (n) => left + x.at(within(one.x, n)) * (width - left - right);
+      const py = (n) => height - bottom - y.at(within(one.y, n)) * (height - top - bottom);
+      const svg = draw(make("div"), "svg", { viewBox: `0 0 ${width} ${height}` });
+      const text = (attributes, words) => { draw(svg, "text", attributes).textContent = words; };
+      // Axes: the vertical one's ticks are lines, the horizontal one's are left out where they would touch.
+      y.ticks.forEach((n) => {
+        draw(svg, "line", { class: "tick", x1: left, x2: width - right, y1: py(n), y2: py(n) });
+        text({ x: left - 6, y: py(n) + 4, "text-anchor": "end" }, y.show(n));
+      });
+      let last = -Infinity;
+      x.ticks.filter((n) => px(n) - last >= 34 && (last = px(n))).forEach((n) => {
+        draw(svg, "line", { class: "tick", x1: px(n), x2: px(n), y1: height - bottom, y2: height - bottom + 5 });
+        text({ x: px(n), y: height - bottom + 18, "text-anchor": "middle" }, x.show(n));
+      });
+      text({ x: width - right, y: height - 8, "text-anchor": "end" }, one.x.name);
+      text({ x: 0, y: 14 }, one.y.name);
+      if (one.level && one.level.value >= one.y.low && one.level.value <= one.y.high) {
+        const at = py(one.level.value);
+        draw(svg, "line", { class: "level", x1: left, x2: width - right, y1: at, y2: at });
+        text({ x: width - right, y: at - 5, "text-anchor": "end" }, one.level.name);
+      }
+      // Lines, and their dots on top of them.
+      one.lines.forEach(({ series, points, style }) => {
+        let path = "";
+        let pen = "M";
+        points.forEach(([a, b]) => {
+          path += b === null ? "" : style === "steps" && pen === "L" ? `H${px(a)}V${py(b)}` : `${pen}${px(a)},${py(b)}`;
+          pen = b === null ? "M" : "L";
+        });
+        draw(svg, "path", { class: `line s${series % 6} ${style}`, d: path });
+      });
+      dots = one.lines.filter((line) => line.dots).map(({ series, points }) => points.filter(([, b]) => b !== null).map(([a, b]) => {
+        const dot = draw(svg, "circle", { class: `s${series % 6}`, cx: px(a), cy: py(b), r: 4, "data-part": "" });
+        const lines = [one.series[series], ...[[one.x, a], [one.y, b]].map(([axis, n]) => `${axis.name}: ${Number(n.toPrecision(4))}`)];
+        told.set(dot, { lines: () => lines, together: () => [dot] });
+        return dot;
+      }));
+      unmark();
+      box.replaceChildren(svg);
+    };
+    new ResizeObserver(redraw).observe(box);
+    const names = one.series.length > 1 ? [legend(one.series.map((name, i) => ({ kind: `s${i % 6}`, name })))] : [];
+    return section(one.title, one.about, ...names, box);
+  };
+
+  // ---- Steps over time.
 
   const WIDE = 100000; // the coordinates of every drawing over time, and their height
 
@@ -172,14 +271,6 @@
     const seconds = (x) => chart.start_s + (x / WIDE) * (chart.end_s - chart.start_s);
     const at = (s) => ((s - chart.start_s) / (chart.end_s - chart.start_s || 1)) * WIDE;
 
-    const ticks = (from, to, most) => {
-      const rough = (to - from) / most;
-      const magnitude = 10 ** Math.floor(Math.log10(rough));
-      const step = magnitude * [1, 2, 5, 10].find((m) => magnitude * m >= rough * 0.999);
-      const found = [];
-      for (let i = Math.ceil(from / step); i * step <= to; i++) found.push(i * step);
-      return found;
-    };
     const place = () => {
       plots.forEach(({ svg, height }) => svg.setAttribute("viewBox", `${view[0]} 0 ${view[1] - view[0]} ${height}`));
       const [start, end] = view.map(seconds);
@@ -349,22 +440,41 @@
       body.classList.toggle("sparse", !chart.memory); // a window of seconds: steps are thinner than a pixel
       place();
     };
-    addEventListener("resize", () => { if (chart && body.isConnected) place(); });
+    new ResizeObserver(() => { if (chart) place(); }).observe(body);
     return { node: make("div", { class: "chart" }, tools, body), update };
   };
 
-  // ---- A plan.
+  // ---- A report.
 
   const page = document.getElementById("page");
   const head = (title, subtitle) => make("header", {}, make("h1", {}, title), make("p", {}, subtitle));
 
-  const showPlan = (plan) => {
+  const SECTIONS = {
+    table,
+    line_chart: lineChart,
+    lanes: (one) => {
+      const chart = laneChart();
+      chart.update(one.chart);
+      return section(one.title, one.about, chart.node);
+    },
+    columns: (one) => make("div", { class: "columns" }, ...one.columns.map((column) => make("div", {}, ...column.map(drawn)))),
+    alternatives: (one) => {
+      const select = make("select", {}, ...one.names.map((name, i) => make("option", { value: i }, name)));
+      const chosen = make("div");
+      const show = () => chosen.replaceChildren(...one.sections[select.value].map(drawn));
+      select.value = one.chosen;
+      select.addEventListener("change", show);
+      show();
+      return make("div", {}, make("label", { class: "choice" }, `${one.label} `, select), chosen);
+    },
+  };
+  const drawn = (one) => SECTIONS[one.kind](one);
+
+  const showReport = (report) => {
+    const notices = report.notices.map((notice) => make("p", { class: "alarm" }, write(notice)));
     const top = figures();
-    const chart = laneChart();
-    const lanes = section("Lanes", "What each lane does over time. The compute lane runs ops in order; the swap lanes copy parameters at the same time.", chart.node);
-    page.append(head(plan.title, write(plan.subtitle)), top.node, make("main", {}, lanes, make("div", { class: "tables" }, table(plan.tables[0]), make("div", {}, ...plan.tables.slice(1).map(table)))));
-    top.update(plan.figures);
-    chart.update(plan.chart);
+    page.append(head(report.title, write(report.subtitle)), ...notices, ...(report.figures.length ? [top.node] : []), make("main", {}, ...report.sections.map(drawn)));
+    top.update(report.figures);
   };
 
   // ---- A running server.
@@ -663,6 +773,6 @@
   };
 
   const data = JSON.parse(document.getElementById("data").textContent);
-  if (data.kind === "plan") showPlan(data);
+  if (data.kind === "report") showReport(data);
   else showLive();
 })();
