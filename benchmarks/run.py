@@ -65,6 +65,7 @@ COMMANDS = {
     "elastic": "elastic --turns 2 --record",
     "capacity": "capacity --record",
     "tiling": "tiling --record",
+    "tiling-greedy": "planner.tiling_greedy --record",
     "planner-speed": "planner.speed",
     "planner-table2": "planner.table2 --record",
     "planner-searchers": "planner.searchers --seconds 2 --processes 1 --record",
