@@ -73,10 +73,12 @@ COMMANDS = {
     "planner-training": "planner.throughput --seconds 30"
     " --networks wresnet152_10 inception_4 nasnet_25 rnn_8_8k brnn_4_8k --processes 1 --record",
     "planner-ablation": "planner.ablation --seconds 30 --seeds 0 1 2 --record",
-    "planner-chains": "planner.chains --seconds 10 --record",
+    "planner-chains": "planner.chains --seconds 2 --record",
+    "planner-chains-lb": "planner.chains --lb --record",
+    "planner-mixing": "planner.mixing --record",
     "planner-tensile": "planner.tensile --record",
     "planner-minimalloc": "planner.minimalloc .demo/challenging --record",
-    "planner-home": "planner.home --folder .demo/predicted --seconds 3 --iterations 16 --batches-of unet"
+    "planner-home": "planner.home --folder .demo/predicted --seconds 0.5 --iterations 16 --batches-of unet"
     " --nets wide_resnet inception gpt unet --record",
 }
 """The command of each result file, after `python -m benchmarks.`."""

@@ -1,10 +1,9 @@
-"""HOME's Figure 7, Table 2 and Figure 8, in kind: a step's time by its parts, where it pays to mix swaps with
-recomputation, the largest batch, and how the swarm converges.
+"""HOME's Figure 7, Table 2 and Figure 8, in kind: a step's time by its parts, the largest batch, and how the swarm
+converges.
 
     python -m benchmarks.planner.home --record
 
-Simulated, by profiles that `benchmarks.predicted` keeps, by `planner.papers.tensile.latency`'s predictions from them,
-and on a V100's roofline.
+Simulated: op times are predicted by `planner.papers.tensile.latency` from profiles that `benchmarks.predicted` keeps.
 """
 
 import math
@@ -16,35 +15,26 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from msgspec import structs
 from rich.console import Console
 
 from benchmarks.bisection import largest
 from benchmarks.captured.capture import BUCKET, StepOptions, capture
 from benchmarks.captured.state import TrainingState
-from benchmarks.planner.cache import DEFAULT_CACHE, cached
-from benchmarks.planner.chains import NETWORKS as CHAINS
-from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.time_parts import TimeParts
-from benchmarks.planner.training import capture_training
 from benchmarks.predicted import measured_profile
 from benchmarks.record import markdown_table, parser_of, record, results_folder
 from benchmarks.training_nets import NETS, loss
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
 from cohabit.planner.memory import Memory
-from cohabit.planner.papers.beaumont.grouping import turn
-from cohabit.planner.papers.home.cost import evaluate
-from cohabit.planner.papers.home.cost import seconds as seconds_of
-from cohabit.planner.papers.home.particle_swarm import PARTICLES, InitialParticles, ParticleSwarm
+from cohabit.planner.papers.home.particle_swarm import PARTICLES
 from cohabit.planner.papers.tensile.latency import predicted
-from cohabit.planner.plan import Compute, Plan
+from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
-from cohabit.planner.profile import Link, Profile
-from cohabit.planner.schedule.alap import codes, tables
-from cohabit.planner.schedule.gaps import Choice, Gaps
+from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.search.driver import search
+from cohabit.planner.search.registry import make
 
 IMAGES = ("wide_resnet", "inception", "unet")
 """Nets for the bisection: those whose samples are images."""
@@ -55,16 +45,6 @@ SHARE = 0.6
 """Of the memory that a step needs if nothing leaves it."""
 NEAR = (0.1, 0.01)
 """How close to its end the search is, relatively."""
-MIXED = (
-    ("wide_resnet", (0.6, 0.4), (1, 8)),
-    ("gpt", (0.6, 0.4), (1, 8)),
-    ("unet", (0.6,), (1, 8)),
-    ("resnet18", (0.75, 0.6), (0.5, 1, 4)),
-    ("resnet50", (0.75, 0.6, 0.4, 0.3), (0.5, 1)),
-)
-"""Nets, shares of their step's memory, and how many times slower the link is than the profile's."""
-MIXED_EVALUATIONS = 16 * PARTICLES
-"""Of each search, instead of seconds, so that a busy machine does not matter."""
 
 
 @cache
@@ -78,21 +58,12 @@ def step_of(net: str, batch: int) -> Graph:
     return lowered.graphs[BUCKET]
 
 
-def step_and_profile(net: str, folder: Path) -> tuple[Graph, Profile]:
-    """A training step: measured here, or on a V100's roofline."""
-    if net in NETS:
-        return measured_profile(net, folder)
-    training = CHAINS[net]
-    graph, work = cached(f"chain-{net}-b{training.batch}", DEFAULT_CACHE, lambda: capture_training(net, training))
-    return graph, v100_pcie3(graph, work)
-
-
-def by_rule(graph: Graph, profile: Profile, way: str, memory_bytes: int, limit: Limit) -> Plan | None:
+def by_rule(graph: Graph, profile: Profile, way: str, memory_bytes: int, seconds: float) -> Plan | None:
     """A plan that keeps weights in memory, as the papers' rules do; None if only the serial schedule is left."""
     if least_bytes(graph) > memory_bytes:
         return None
     problem = Problem(graph, profile, Memory(memory_bytes, counted=True), objective="period")
-    plan = search(problem, way, limit=limit)
+    plan = search(problem, way, limit=Limit(seconds=seconds))
     return plan if plan.residents else None
 
 
@@ -111,7 +82,7 @@ def batches(nets: Sequence[str], folder: Path, seconds: float) -> Iterator[Seque
 
             def planned(batch: int) -> Plan | None:
                 graph = step_of(net, batch)  # noqa: B023
-                return by_rule(graph, predicted(graph, known), way, memory_bytes, Limit(seconds=seconds))  # noqa: B023
+                return by_rule(graph, predicted(graph, known), way, memory_bytes, seconds)  # noqa: B023
 
             most = largest(lambda b: planned(b) is not None, eager, step)
             plan = planned(most)
@@ -132,7 +103,7 @@ def breakdown(nets: Sequence[str], folder: Path, seconds: float) -> Breakdown:
         graph, profile = measured_profile(net, folder)
         memory_bytes, found[net] = int(SHARE * resident_bytes(graph)), {}
         for name in FRAMEWORKS:
-            plan = by_rule(graph, profile, name, memory_bytes, Limit(seconds=seconds))
+            plan = by_rule(graph, profile, name, memory_bytes, seconds)
             found[net][name] = None if plan is None else TimeParts.of(graph, plan, profile)
     return found
 
@@ -168,103 +139,22 @@ def draw_breakdown(found: Breakdown, path: Path) -> None:
     plt.close(figure)
 
 
-def mixed(folder: Path) -> Iterator[Sequence[str]]:
-    """Return steps' times over their ops' times, by swaps alone, by recomputation alone, and by both."""
-    for net, shares, slower in MIXED:
-        graph, measured = step_and_profile(net, folder)
-        gaps = Gaps(graph)
-        at = turn(gaps)
-        over_turn = (g for g in gaps.all if g.is_offloadable(graph) and g.last_use < at <= g.next_use)
-        copied_bytes = sum(graph.tensors[gap.tensor].nbytes for gap in over_turn)
-        for times, share in ((times, share) for times in slower for share in shares):
-            links = [
-                Link(link.latency_s, link.bandwidth_bytes_per_s / times)
-                for link in (measured.swap_in, measured.swap_out)
-            ]
-            profile = structs.replace(measured, swap_in=links[0], swap_out=links[1])
-            memory_bytes = int(share * resident_bytes(graph))
-            copy_s = sum(copied_bytes / link.bandwidth_bytes_per_s for link in links)
-            row = [f"{net}, {share:.0%}, {links[0].bandwidth_bytes_per_s / 1e9:.2g} GB/s"]
-            row.append(f"{copy_s / profile.compute_s:.2f}")
-            plans = {
-                way: by_rule(graph, profile, way, memory_bytes, Limit(evaluations=MIXED_EVALUATIONS))
-                for way in ("dynprog", "chain_checkpointing", "capuchin", "particle_swarm")
-            }
-            row += [over_ops(plan, profile) for plan in plans.values()]
-            swarm, checkpoints = plans["particle_swarm"], plans["chain_checkpointing"]
-            parts = None if swarm is None else TimeParts.of(graph, swarm, profile).shares[1:]
-            row += ["-"] * 3 if parts is None else [f"{part:.1%}" for part in parts]
-            row.append("-" if checkpoints is None else f"{one_by_one_s(graph, checkpoints, profile):.3f}")
-            yield row
-
-
-def over_ops(plan: Plan | None, profile: Profile) -> str:
-    if plan is None:
-        return "-"
-    assert plan.provenance is not None
-    return f"{plan.provenance.period_s / profile.compute_s:.3f}"
-
-
-def one_by_one_s(graph: Graph, checkpoints: Plan, profile: Profile) -> float:
-    """Return the cost over the ops' time of the particle that recomputes what a plan does and keeps the rest.
-
-    Memory is not limited.
-    """
-    ran, again = set[int](), set[int]()
-    for step in checkpoints.steps:
-        if isinstance(step, Compute):
-            again |= {*graph.ops[step.op].writes} if step.op in ran else set()
-            ran.add(step.op)
-    gaps = Gaps(graph)
-    at = turn(gaps)
-    particle = codes(
-        Choice.RECOMPUTE
-        if gap.tensor in again and Choice.RECOMPUTE in gap.choices and gap.last_use < at <= gap.next_use
-        else Choice.KEEP
-        for gap in gaps.all
-    )
-    return evaluate(tables(gaps), seconds_of(gaps, profile), particle, resident_bytes(graph)) / profile.compute_s
-
-
-class DrawnSwarm(ParticleSwarm):
-    """Algorithm 1 as printed: every particle is drawn, and the same ones fly for all iterations."""
-
-    iterations = 500
-
-    def _search(self) -> Iterator[Sequence[bytes]]:
-        yield from self._fly([], InitialParticles(self.problem, self._gaps))
-
-
-class LargeDrawnSwarm(DrawnSwarm):
-    particles = 8 * PARTICLES
-
-
-SWARMS: Mapping[str, type[ParticleSwarm]] = {
-    "": ParticleSwarm,
-    f", drawn, {DrawnSwarm.particles}": DrawnSwarm,
-    f", drawn, {LargeDrawnSwarm.particles}": LargeDrawnSwarm,
-}
-
-
 def convergence(nets: Sequence[str], folder: Path, iterations: int) -> Iterator[Sequence[str]]:
     """Figure 8: after how many iterations the best step so far is within a share of the last one."""
     for net in nets:
-        graph, profile = step_and_profile(net, folder)
+        graph, profile = measured_profile(net, folder)
         memory = Memory(int(SHARE * resident_bytes(graph)), counted=True)
         problem = Problem(graph, profile, memory, objective="period")
-        for kind, make in SWARMS.items():
-            swarm, best_s = make(problem, 0), list[float]()
-            while len(best_s) < iterations * swarm.particles and (candidates := swarm.ask()):
-                costs = [swarm.evaluate(c, math.inf) for c in candidates]
-                swarm.tell(candidates, costs)
-                for cost in costs:
-                    best_s.append(min(problem.seconds(cost), best_s[-1] if best_s else math.inf))
-            last_s = best_s[-1]
-            row = [f"{net}{kind}", f"{best_s[0] / problem.bound_s:.3f}", f"{last_s / problem.bound_s:.3f}"]
-            for near in NEAR:
-                evaluated = next(n for n, s in enumerate(best_s, 1) if s <= last_s * (1 + near))
-                row.append(f"{evaluated / swarm.particles:.1f}")
-            yield [*row, f"{len(best_s) / swarm.particles:.0f}"]
+        swarm, best_s = make("particle_swarm", problem, 0), list[float]()
+        while len(best_s) < iterations * PARTICLES and (candidates := swarm.ask()):
+            costs = [swarm.evaluate(c, math.inf) for c in candidates]
+            swarm.tell(candidates, costs)
+            for cost in costs:
+                best_s.append(min(problem.seconds(cost), best_s[-1] if best_s else math.inf))
+        last_s = best_s[-1]
+        after = [next(n for n, s in enumerate(best_s, 1) if s <= last_s * (1 + near)) / PARTICLES for near in NEAR]
+        row = [net, f"{best_s[0] / problem.bound_s:.3f}", f"{last_s / problem.bound_s:.3f}"]
+        yield [*row, *(f"{n:.1f}" for n in after), f"{len(best_s) / PARTICLES:.0f}"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -281,10 +171,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections.append("![time of a step by its parts](planner-home.png)\n")
     draw_breakdown(parts, (results_folder() if arguments.record else arguments.folder) / "planner-home.png")
     header = ["net", "memory, MiB", "all in memory", *WAYS]
-    sections += ["## Where mixing pays\n", MIXING]
-    header = ["net, share, link", "copies / ops", "dynprog", "chain_checkpointing", "capuchin", "particle_swarm"]
-    header += ["overlap", "recomputation", "swapping", "checkpoints one by one"]
-    sections.append(markdown_table(header, list(mixed(arguments.folder))))
     sections += ["## The largest batch (Table 2)\n", BATCH]
     sections.append(
         markdown_table(header, list(batches(arguments.batches_of, arguments.folder, arguments.seconds)))
@@ -292,15 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections += ["## Convergence (Figure 8)\n", SWARM]
     header = ["net at 60 %", "first over bound", "last over bound", "within 10 %", "within 1 %", "iterations"]
     sections.append(
-        markdown_table(
-            header, list(convergence([*arguments.nets, "resnet18"], arguments.folder, arguments.iterations))
-        )
+        markdown_table(header, list(convergence(arguments.nets, arguments.folder, arguments.iterations)))
     )
     Console().print("\n".join(sections), markup=False)
     if arguments.record:
-        title = (
-            "A step's parts, mixing, the largest batch, and the swarm's convergence: HOME, Figures 7 and 8, Table 2"
-        )
+        title = "A step's parts, the largest batch, and the swarm's convergence: HOME, Figure 7, Table 2, Figure 8"
         record("planner-home", title, "benchmarks.planner.home", sections)
     return 0
 
@@ -317,20 +199,9 @@ measured profile of the same net at its own batch. A way fits if its plan keeps 
 there is only the serial schedule, which moves everything over every gap. Theirs, measured on an RTX 2080Ti: HOME
 2.2 times PyTorch's batch on average, Capuchin 1.97 times.
 """
-MIXING = f"""**Simulated.** ResNets are on `v100_pcie3` at batch 32: a roofline behind 12 GB/s, PCIe 3 as in the paper.
-The other nets have op times and a link measured on this machine. Links are as they are, faster, and slower. Times are
-over the ops' time. *Copies / ops*: the time to copy every activation that waits for the backward pass out and in. The
-paper says that the copies of most layers take more than twice as long as the layer. `dynprog` swaps only,
-`chain_checkpointing` recomputes only, `capuchin` and `particle_swarm` do both; the next three columns are the parts of
-the swarm's step. *Checkpoints one by one*: HOME's cost of the tensors that `chain_checkpointing` recomputes, if each is
-recomputed by itself, right before its use, with what it needs, which is released again (section 2.2).
-{MIXED_EVALUATIONS} evaluations each. `-`: there is only the serial schedule.
-"""
-SWARM = f"""**Simulated**; resnet18 on the roofline, the others by op times that were measured on this machine. An
-iteration has as many evaluations as the swarm has particles, {PARTICLES} unless the row has another number. *First* is
-the first particle, with which everything leaves; the next are made by rules, and when nothing moves any more, a new
-swarm is drawn around the best particle. *Drawn*: all particles are drawn at random, as far as memory allows, and move
-until none does (Algorithm 1). Theirs: 500 particles, 16 to 89 iterations.
+SWARM = f"""**Simulated**, by op times that were measured on this machine. An iteration is {PARTICLES} evaluations: the
+swarm is as large. *First* is the first particle, with which everything leaves. Theirs: 500 particles, 16 to 89
+iterations.
 """
 
 
