@@ -187,9 +187,10 @@ no schedule fits.
 """
 LB = """**Simulated**, on `v100_pcie3` (unscaled roofline), as theirs is from profiles on a V100 behind 12.5 GB/s. One
 step at batch 32, weights in memory, SGD's updates among the ops. As in the paper, swap-ins and swap-outs share one
-channel of 12 GB/s, and makespans are over LB, Proposition 3's bound: the ops' time or, if that is longer, twice M_peak
-- M_GPU over the bandwidth. *LB / ops*: that bound over the ops' time. *Relaxation*: DYNPROG's own cost on the chain of
-virtual layers, whose copies may be partial (section 5). `-` where the weights and the rule do not fit.
+channel of 12 GB/s, and makespans are over LB, Proposition 3's bound: the ops' time or, if that is longer, twice the
+bytes beyond M_GPU at the peak over the bandwidth. *LB / ops*: that bound over the ops' time. *Relaxation*: DYNPROG's
+own cost on the chain of virtual layers, whose copies may be partial (section 5). `-` where the weights and the rule do
+not fit.
 """
 
 
