@@ -60,11 +60,12 @@ COMMANDS = {
     "training": "training --seconds 3 --record",
     "training-batch": "training_batch --record",
     "training-candidates": "training_candidates --record",
-    "predicted": "predicted --folder predicted --seconds 2 --record",
+    "predicted": "predicted --folder .demo/predicted --seconds 2 --record",
     "imports": "imports",
     "elastic": "elastic --turns 2 --record",
     "capacity": "capacity --record",
     "tiling": "tiling --record",
+    "tiling-greedy": "planner.tiling_greedy --record",
     "planner-speed": "planner.speed",
     "planner-table2": "planner.table2 --record",
     "planner-searchers": "planner.searchers --seconds 2 --processes 1 --record",
@@ -73,9 +74,11 @@ COMMANDS = {
     " --networks wresnet152_10 inception_4 nasnet_25 rnn_8_8k brnn_4_8k --processes 1 --record",
     "planner-ablation": "planner.ablation --seconds 30 --seeds 0 1 2 --record",
     "planner-chains": "planner.chains --seconds 2 --record",
+    "planner-chains-lb": "planner.chains --lb --record",
+    "planner-mixing": "planner.mixing --record",
     "planner-tensile": "planner.tensile --record",
     "planner-minimalloc": "planner.minimalloc .demo/challenging --record",
-    "planner-home": "planner.home --folder predicted --seconds 0.5 --iterations 16 --batches-of unet"
+    "planner-home": "planner.home --folder .demo/predicted --seconds 0.5 --iterations 16 --batches-of unet"
     " --nets wide_resnet inception gpt unet --record",
 }
 """The command of each result file, after `python -m benchmarks.`."""
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in chosen:
         print(f"== {name}: python -m benchmarks.{COMMANDS[name]}", flush=True)
         if name in AFTER:
-            first = f"benchmarks.{AFTER[name]} --folder predicted --measure-only"
+            first = f"benchmarks.{AFTER[name]} --folder .demo/predicted --measure-only"
             subprocess.run([sys.executable, "-m", *first.split()], check=True)
         done = subprocess.run([sys.executable, "-m", *shlex.split(f"benchmarks.{COMMANDS[name]}")], check=False)
         if done.returncode not in (0, EXIT_UNAVAILABLE):

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from benchmarks.planner.chains import on_one_channel_s, proposition_3_s
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import single_budget
@@ -395,6 +396,27 @@ def test_dynprog_keeps_up_with_greedy_on_training_graphs() -> None:
             total[searcher] += simulate(graph, plan, profile).latency_s / profile.compute_s
     assert total["dynprog"] <= 1.01 * total["greedy"]
     assert total["dynprog"] < 6 * 1.2
+
+
+def test_no_plan_on_one_channel_beats_the_papers_bound() -> None:
+    """Proposition 3. A second channel helps where swap-ins and swap-outs alternate, as when everything leaves."""
+    at_the_bound = slower = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        graph = layers_of([PAGE * rng.randint(1, 9) for _ in range(9)])
+        profile = profile_of(graph, bandwidth=PAGE * rng.choice((1.0, 2.5, 10.0)))
+        gaps = Gaps(graph)
+        peak = int(alive_bytes(gaps).max()) + 8 * PAGE
+        problem = Problem(graph, profile, single_budget(int(rng.uniform(0.7, 1) * peak)))
+        everything = plan_of_choices(problem, gaps, [Choice.SWAP] * len(gaps.all), delayed=True)
+        assert everything is not None
+        for plan in (search(problem, "dynprog"), everything):
+            one_s, both_s = on_one_channel_s(plan, problem), simulate(graph, plan, profile).latency_s
+            assert max(both_s, proposition_3_s(problem)) <= one_s * (1 + 1e-9)
+            at_the_bound += one_s == pytest.approx(proposition_3_s(problem))
+            slower += one_s > both_s * 1.001
+    assert at_the_bound > 2
+    assert slower > 2
 
 
 @pytest.mark.parametrize("searcher", ["greedy", "dynprog"])

@@ -51,10 +51,13 @@ OTHER: Final = 0.01
 class ParticleSwarm(Searcher[bytes]):
     """Moves a swarm of choices. A candidate has the code of each gap's choice."""
 
+    particles = PARTICLES
+    iterations = ITERATIONS
+
     def __init__(self, problem: Problem, seed: int) -> None:
         require_counted(problem, "particle_swarm")
         self.problem = problem
-        self.evaluations = PARTICLES * ITERATIONS
+        self.evaluations = self.particles * self.iterations
         self._gaps = Gaps(problem.graph)
         self._lean = np.full(len(self._gaps.all), SWAP, np.int8)
         self._rng = np.random.default_rng(seed)
@@ -94,11 +97,11 @@ class ParticleSwarm(Searcher[bytes]):
         """Run Algorithm 1, starting with some particles and random ones. The driver keeps the best of all."""
         part = max(1, AT_ONCE // (2 * len(start.decided) * len(self.problem.graph.ops)))
         swarm = list(first)
-        while len(swarm) < PARTICLES:
-            swarm += [start.random(self._rng) for _ in range(min(part, PARTICLES - len(swarm)))]
+        while len(swarm) < self.particles:
+            swarm += [start.random(self._rng) for _ in range(min(part, self.particles - len(swarm)))]
             yield from self._new(swarm)
         own = list(swarm)
-        for _ in range(ITERATIONS - 1):
+        for _ in range(self.iterations - 1):
             last = min(swarm, key=self._simulated_s)
             before, swarm = swarm, []
             for i in range(0, len(before), part):
