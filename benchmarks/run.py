@@ -43,7 +43,7 @@ COMMANDS = {
     "edge-fleet": "edge.fleet --record",
     "edge-lost-weights": "edge.lost_weights --record",
     "memory": "memory --record",
-    "parity": "parity",
+    "parity": "parity --record",
     "gpu-copies": "gpu.copies",
     "gpu-table2": "gpu.table2",
     "gpu-figure8": "gpu.figure8",

@@ -43,18 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         equal = all(map(cgroup.equal, served, resident))
         held &= equal
         weights = f"{model}, {prepared.weight_bytes / MIB:.0f} MiB"
-        rows += [
-            {
-                "model, weights, memory": f"{weights}, {where}",
-                "cgroup": limit,
-                **cgroup.middle(outcomes).cells,
-                "bits of resident": bits,
-            }
-            for where, limit, outcomes, bits in (
-                ("resident", "none", resident, "-"),
-                (f"in {memory}", f"base + {extra} MiB", served, "equal" if equal else "no"),
-            )
-        ]
+        rows.append(_row(f"{weights}, resident", "none", resident, "-"))
+        limit = f"base + {extra} MiB"
+        rows.append(_row(f"{weights}, in {memory}", limit, served, "equal" if equal else "no"))
         console.print(*rows[-2:], sep="\n")
     sections = [
         f"Base: {base.charged_bytes / MIB:.1f} MiB, an idle server with one small model. First answer: from"
@@ -68,6 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     publish(options, "Text encoders in small memory cgroups", sections)
     return 0 if held else 1
+
+
+def _row(model: str, limit: str, outcomes: Sequence[Outcome], bits: str) -> dict[str, str]:
+    return {
+        "model, weights, memory": model,
+        "cgroup": limit,
+        **cgroup.middle(outcomes).cells,
+        "bits of resident": bits,
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
