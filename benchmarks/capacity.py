@@ -19,12 +19,11 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import by_model, serving
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.scrape import by_model, serve_command, serving
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
 from cohabit.loadgen.run import run_load
-from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.server.capacity.simulation import Overheads
 
@@ -63,7 +62,7 @@ class Prediction(msgspec.Struct):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    console = Console(highlight=False)
     prepare_visibly(options.folder / "repository", recipes(options.models), force=False, console=console)
     points = asyncio.run(_measure(options, console))
     overheads = _calibrated(options, points[0], points[len(options.rates) - 1])
@@ -98,17 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, found in errors.items()
         if found
     ]
-    console.print(about, table, *summary, soft_wrap=True)
-    if options.record:
-        record("capacity", "`cohabit fit` against a server", "benchmarks.capacity", [about, table, *summary])
+    publish(options, "`cohabit fit` against a server", [about, table, *summary])
     return 0
 
 
 async def _measure(options: argparse.Namespace, console: Console) -> list[Point]:
     points = []
     for layout, memory in LAYOUTS.items():
-        command = server_command("cohabit", options.folder / "repository", memory, layout)
-        async with serving([*command, "--cache", str(options.folder / "cache")]) as server:
+        repository, cache = options.folder / "repository", options.folder / "cache"
+        async with serving(serve_command(repository, memory, layout, cache)) as server:
             for rate in options.rates:
                 before = [by_model(server.metrics_url, counter) for counter in COUNTERS]
                 load = Load(

@@ -22,15 +22,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ratio import Ratio
 from benchmarks.record import parser_of, record
-from benchmarks.scrape import Running, by_model, get, serving
+from benchmarks.scrape import Running, by_model, get, serve_command, serving
+from benchmarks.turns import Ratio, turns
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
 from cohabit.loadgen.run import SentLoad, send_load
-from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from examples.sentences import SENTENCES, embed, table
 
@@ -92,17 +91,16 @@ async def _measure(options: argparse.Namespace, console: Console) -> dict[str, O
         found: dict[str, Measured] = {}
         for layout, memory in LAYOUTS:
             console.rule(f"{layout} layout, memory {memory} of the weights")
-            command = server_command("cohabit", options.folder / "repository", memory, layout)
-            command += ["--cache", str(options.folder / "cache")]
+            repository, cache = options.folder / "repository", options.folder / "cache"
+            command = serve_command(repository, memory, layout, cache)
             server = await stack.enter_async_context(serving(command, show_log=True))
             console.print("each model alone, one request at a time")
             models = [r.name for r in recipes(options.models)]
             found[layout] = Measured(server, await asyncio.to_thread(_measure_alone, server.url, models))
         before = {layout: _statistics(one.server.url) for layout, one in found.items()}
-        for turn in range(TURNS):
-            for layout, one in found.items():
-                console.rule(f"turn {turn + 1} of {TURNS}: {layout}")
-                one.turns.append(await send_load(one.server.url, _load(options, turn)))
+        for turn, layout in turns(found, TURNS):
+            console.rule(f"turn {turn + 1} of {TURNS}: {layout}")
+            found[layout].turns.append(await send_load(found[layout].server.url, _load(options, turn)))
         outcomes = {layout: _outcome(one, before[layout]) for layout, one in found.items()}
         console.rule("three sentences through MiniLM")
         address = address_of(found["partitioned"].server.url)
@@ -270,12 +268,8 @@ def _record(tables: Sequence[Table], said: Sequence[str], weight_bytes: int) -> 
         " the models in turn; *under load* the mean of the batches that they went in. Load generator and servers share"
         f" the CPUs. They got the load in {TURNS} turns, one after the other, a turn's requests the same for all.\n"
     )
-    record(
-        "demo",
-        "Sixteen models in a quarter of their memory",
-        "benchmarks.demo",
-        [about, f"```\n{text.getvalue()}```\n"],
-    )
+    sections = [about, f"```\n{text.getvalue()}```\n"]
+    record("demo", "Sixteen models in a quarter of their memory", "benchmarks.demo", sections)
 
 
 def _ms(seconds: float) -> str:

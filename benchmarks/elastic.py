@@ -16,13 +16,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import serving
+from benchmarks.record import parser_of, publish, table_of
+from benchmarks.scrape import serve_command, serving
 from cohabit.loadgen.arrivals import draw_arrivals, zipf_weights
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
 from cohabit.loadgen.run import run_load
-from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 LAYOUTS = ("partitioned", "elastic", "lru")
@@ -34,7 +33,7 @@ DIVISIONS = "cohabit_memory_divisions_total"
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    console = Console(highlight=False)
     models = [recipe.name for recipe in recipes(options.models)]
     prepare_visibly(options.folder / "repository", recipes(options.models), force=False, console=console)
     trace = options.folder / "elastic.csv"
@@ -45,19 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         latency = report.latency
         assert latency is not None
         p99_s[layout] = latency.p99_s
-        cells = [latency.mean_s, latency.p50_s, latency.p99_s]
-        row = [f"{seconds * 1e3:.2f}" for seconds in cells]
-        rows.append([f"`{layout}`", *row, f"{latency.p99_s / p99_s['partitioned']:.2f}", f"{divisions:.0f}"])
-        console.print(*rows[-1])
+        row = {
+            "layout": f"`{layout}`",
+            "mean ms": f"{latency.mean_s * 1e3:.2f}",
+            "p50 ms": f"{latency.p50_s * 1e3:.2f}",
+            "p99 ms": f"{latency.p99_s * 1e3:.2f}",
+            "p99 over fixed shares": f"{latency.p99_s / p99_s['partitioned']:.2f}",
+            "divisions": f"{divisions:.0f}",
+        }
+        console.print(row)
+        rows.append(row)
     about = (
         f"{len(models)} models in {MEMORY} of their weights, {options.rate:g} requests/s, Zipf {ZIPF:g},"
         f" {options.turns} minutes, a link of {options.link}. Every layout got the same requests.\n"
     )
-    header = ["layout", "mean ms", "p50 ms", "p99 ms", "p99 over fixed shares", "divisions"]
-    table = markdown_table(header, rows)
-    console.print(about, table, soft_wrap=True)
-    if options.record:
-        record("elastic", "Partitions that follow request rates", "benchmarks.elastic", [about, table])
+    publish(options, "Partitions that follow request rates", [about, table_of(rows)])
     return 0
 
 
@@ -80,8 +81,8 @@ def _arrivals(models: Sequence[str], rate_per_s: float, turns: int) -> Iterator[
 
 async def _measure(options: argparse.Namespace, layout: str, trace: Path) -> tuple[Report, float]:
     """Serve a layout, and return what its clients saw, and how often memory was divided again."""
-    command = server_command("cohabit", options.folder / "repository", MEMORY, layout)
-    command = [*command, "--cache", str(options.folder / "cache"), "--link-bandwidth", options.link]
+    repository, cache = options.folder / "repository", options.folder / "cache"
+    command = serve_command(repository, MEMORY, layout, cache, "--link-bandwidth", options.link)
     async with serving(command) as server:
         # Plans for other sizes are made before the first minute, as they would be in a server that runs for long.
         await run_load(server.url, Load(rate_per_s=options.rate, duration_s=options.settle, warmup_s=0.0))

@@ -26,11 +26,10 @@ from rich.progress import track
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 from tritonclient.http import InferenceServerClient
 
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import get, serving
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.scrape import Running, front_end, serve_command, serving
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
-from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODELS, ENTRIES, MEMORY = 4, ("ranker", "minilm"), "74MiB"
@@ -43,6 +42,7 @@ WATCHDOG_S = 2.0
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "hang")
 PATIENCE_S = 300.0
 ANSWERED, DIFFERENT, NO_ANSWER = "answered", "different bits", "no answer"
+RESTARTS, REQUEST_MEMORY = "cohabit_engine_restarts_total", "cohabit_request_memory_bytes"
 AFTER_S = 5.0
 """Requests that are sent within this time after a fault count as its."""
 
@@ -69,8 +69,7 @@ class Usage:
     """Itself, the engine, and whatever was left of other engines."""
 
     @classmethod
-    def of(cls, pid: int) -> "Usage":
-        process = psutil.Process(pid)
+    def of(cls, process: psutil.Process) -> "Usage":
         return cls(
             process.num_fds(),
             process.num_threads(),
@@ -179,18 +178,16 @@ async def until_ok(session: aiohttp.ClientSession, method: str, url: str) -> Non
     raise TimeoutError(f"{url} was not answered 200 again")
 
 
-def engine_of(front_end: int) -> int | None:
-    for child in psutil.Process(front_end).children():
+def engine_of(server: psutil.Process) -> int | None:
+    for child in server.children():
         if "cohabit.server.process.engine_process" in child.cmdline():
             return child.pid
     return None
 
 
-async def inject(
-    session: aiohttp.ClientSession, url: str, metrics_url: str, front_end: int, kind: str, found: Outcome
-) -> None:
+async def inject(session: aiohttp.ClientSession, server: Running, kind: str, found: Outcome) -> None:
     """Do one thing to the engine, and wait until it serves again."""
-    before, engine = restarts(metrics_url), engine_of(front_end)
+    before, engine = server.total(RESTARTS), engine_of(front_end())
     start_s = time.monotonic()
     if kind == "hang":
         x = np.full((1, 64), HANGING_VALUE, np.float32)
@@ -198,42 +195,30 @@ async def inject(
         tensor.set_data_from_numpy(x)
         body, length = InferenceServerClient.generate_request_body([tensor])
         headers = {"Inference-Header-Content-Length": str(length)}
-        await ask(session, Question(f"{url}/v2/models/{HANGING}/infer", body, headers, b"", b""), found)
+        await ask(session, Question(f"{server.url}/v2/models/{HANGING}/infer", body, headers, b"", b""), found)
     elif engine is not None:
         os.kill(engine, getattr(signal, kind))
-    while restarts(metrics_url) == before:  # noqa: ASYNC110 - the other process says when
+    while server.total(RESTARTS) == before:  # noqa: ASYNC110 - the other process says when
         await asyncio.sleep(0.05)
     if kind == "hang":  # a model that has hung twice is served again once it is loaded
-        await until_ok(session, "POST", f"{url}/v2/repository/models/{HANGING}/load")
-    await until_ok(session, "GET", f"{url}/v2/health/ready")
+        await until_ok(session, "POST", f"{server.url}/v2/repository/models/{HANGING}/load")
+    await until_ok(session, "GET", f"{server.url}/v2/health/ready")
     found.faults[kind] += 1
     found.fault_times.append(start_s)
     found.restart_s.append(time.monotonic() - start_s)
 
 
-def restarts(metrics_url: str) -> float:
-    return sample(metrics_url, "cohabit_engine_restarts_total")
-
-
-def sample(metrics_url: str, name: str) -> float:
-    lines = get(metrics_url).decode().splitlines()
-    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
-
-
 async def measured(options: argparse.Namespace, console: Console, models: Sequence[str]) -> list[str]:
     rng, found = random.Random(options.seed), Outcome()
-    command = server_command("cohabit", options.folder / "faults", MEMORY, None)
-    command += ["--cache", str(options.folder / "faults-cache")]
-    command += ["--model-control", "explicit", "--load-model", "*"]
-    command += ["--watchdog", str(WATCHDOG_S), "--batch-sizes", "1"]  # the bits of a row may depend on its batch
+    flags = ["--model-control", "explicit", "--load-model", "*"]
+    flags += ["--watchdog", str(WATCHDOG_S), "--batch-sizes", "1"]  # the bits of a row may depend on its batch
+    command = serve_command(options.folder / "faults", MEMORY, None, options.folder / "faults-cache", *flags)
     async with serving(command) as server:
-        url, metrics_url = server.url, server.metrics_url
-        (front_end,) = (p.pid for p in psutil.Process().children() if "serve" in p.cmdline())
-        asked = await asyncio.to_thread(questions, url, models)
+        asked = await asyncio.to_thread(questions, server.url, models)
         async with aiohttp.ClientSession() as session:
-            await inject(session, url, metrics_url, front_end, "SIGKILL", found)
+            await inject(session, server, "SIGKILL", found)
         await asyncio.sleep(1.0)
-        before = Usage.of(front_end)
+        before = Usage.of(front_end())
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -244,13 +229,13 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
             for kind in track(kinds, "faults", console=console):
                 start_s = time.monotonic()
                 await asyncio.sleep(rng.uniform(0.0, 1.0) if options.every is None else options.every / 2)
-                await inject(session, url, metrics_url, front_end, kind, found)
+                await inject(session, server, kind, found)
                 if options.every is not None:
                     await asyncio.sleep(start_s + options.every - time.monotonic())
             stop.set()
             await sender
         await asyncio.sleep(1.0)
-        after, left_bytes = Usage.of(front_end), sample(metrics_url, "cohabit_request_memory_bytes")
+        after, left_bytes = Usage.of(front_end()), server.total(REQUEST_MEMORY)
     return _sections(found, before, after, left_bytes)
 
 
@@ -289,29 +274,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepared = prepare_visibly(repository, recipes(MODELS, ENTRIES), force=False, console=console)
     write_hanging(repository)
     sections = asyncio.run(measured(options, console, [one.recipe.name for one in prepared]))
-    console.print("\n".join(sections), markup=False, soft_wrap=True)
-    if options.record:
-        intro = (
-            f"{MODELS} models ({' and '.join(ENTRIES)}) in {MEMORY}, and one that can be made to hang;"
-            f" {options.rate:g} requests/s arrive at random, over HTTP. Faults hit the engine's process"
-            f" {'at random moments' if options.every is None else f'every {options.every:g} s'},"
-            f" `--watchdog {WATCHDOG_S:g}`. Answers are compared with those before the first fault, bit by"
-            " bit. Server and clients share the CPUs.\n"
-        )
-        console.print(
-            f"wrote {record(options.record_as, 'The engine dies under load', 'benchmarks.faults', [intro, *sections])}"
-        )
+    intro = (
+        f"{MODELS} models ({' and '.join(ENTRIES)}) in {MEMORY}, and one that can be made to hang;"
+        f" {options.rate:g} requests/s arrive at random, over HTTP. Faults hit the engine's process"
+        f" {'at random moments' if options.every is None else f'every {options.every:g} s'},"
+        f" `--watchdog {WATCHDOG_S:g}`. Answers are compared with those before the first fault, bit by"
+        " bit. Server and clients share the CPUs.\n"
+    )
+    publish(options, "The engine dies under load", [intro, *sections])
     return 0 if sections[-1].endswith("yes.\n") else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.faults", __doc__)
+    parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     parser.add_argument("--faults", type=int, default=200, help="how many (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults' order and moments")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of faults (default: all)")
     parser.add_argument("--every", type=float, help="seconds from one fault to the next (default: random moments)")
-    parser.add_argument("--record-as", default="faults", help="name of the results (default: %(default)s)")
     return parser
 
 

@@ -26,14 +26,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.ratio import LIKELY, Ratio
-from benchmarks.record import markdown_table, parser_of, record, results_folder
-from benchmarks.scrape import serving
+from benchmarks.record import parser_of, publish, table_of
+from benchmarks.scrape import serve_command, serving
+from benchmarks.turns import LIKELY, Ratio, turns
 from cohabit.loadgen.errors import ServerFailed
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
 from cohabit.loadgen.run import run_load
-from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.sizing.problem import ONE_REGION, LayoutName
 
@@ -94,21 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
     weight_bytes = sum(p.weight_bytes for p in prepared)
     points, notes, swappable_bytes = asyncio.run(_measure(options, weight_bytes, console))
-    table = markdown_table(*_table(points))
-    console.print(table, soft_wrap=True)
-    if options.record:
-        record(
-            options.record_as,
-            "SwapAdvisor's Figure 8 on the CPU",
-            "benchmarks.figure8",
-            [
-                _about(options, weight_bytes, swappable_bytes),
-                table,
-                *notes,
-                f"![p99 over the rate, by layout]({options.record_as}.png)",
-            ],
-        )
-    picture = (results_folder() if options.record else folder) / f"{options.record_as}.png"
+    sections = [
+        _about(options, weight_bytes, swappable_bytes),
+        table_of(_rows(points)),
+        *notes,
+        f"![p99 over the rate, by layout]({options.record_as}.png)",
+    ]
+    written = publish(options, "SwapAdvisor's Figure 8 on the CPU", sections)
+    picture = (written or folder / f"{options.record_as}.md").with_suffix(".png")
     draw(points, picture)
     console.print(f"drawn: {picture}", soft_wrap=True)
     return 0 if {point.layout for point in points} == set(options.layouts) else 1
@@ -126,19 +118,15 @@ async def _measure(
     points = {(layout, rate): Point(layout, rate, []) for layout in layouts for rate in rates}
     notes: dict[str, str] = {}
     swappable_bytes = 0.0
-    turns = [
-        (n, layout)
-        for n in range(options.rounds)
-        for layout in layouts[n % len(layouts) :] + layouts[: n % len(layouts)]
-    ]
-    for n, layout in track(turns, "rounds", console=console, transient=True):
+    planned = list(turns(layouts, options.rounds))
+    for n, layout in track(planned, "rounds", console=console, transient=True):
         if layout in notes:
             continue
         memory = "100%" if layout == "resident" else _memory(options.memory, weight_bytes)
         of_server, flags = LAYOUTS[layout]
-        command = server_command("cohabit", options.folder / "repository", memory, of_server)
+        repository, cache = options.folder / "repository", options.folder / "cache"
         try:
-            async with serving([*command, "--cache", str(options.folder / "cache"), *flags]) as server:
+            async with serving(serve_command(repository, memory, of_server, cache, *flags)) as server:
                 swappable_bytes = server.sum("cohabit_parameter_bytes")
                 for rate in rates:
                     point, before = points[layout, rate], {metric: server.sum(metric) for metric in COUNTED}
@@ -161,8 +149,8 @@ def _memory(text: str, weight_bytes: int) -> str:
 
 async def _saturation(options: argparse.Namespace) -> float:
     """Requests per second that a server with all of the memory answers to clients that always have a request."""
-    command = server_command("cohabit", options.folder / "repository", "100%", "resident")
-    async with serving([*command, "--cache", str(options.folder / "cache")]) as server:
+    repository, cache = options.folder / "repository", options.folder / "cache"
+    async with serving(serve_command(repository, "100%", "resident", cache)) as server:
         load = msgspec.structs.replace(_load(1.0, 0, options), concurrency=SATURATING_CLIENTS)
         return (await run_load(server.url, load)).achieved_per_s
 
@@ -182,36 +170,27 @@ def _load(rate: float, seed: int, options: argparse.Namespace) -> Load:
     )
 
 
-def _table(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
-    header = [
-        "layout, requests/s",
-        "answered",
-        "in 100 ms",
-        "p50 ms",
-        "p99 ms",
-        "p99 / resident's",
-        "MiB copied each",
-        "compute ms each",
-    ]
+def _rows(points: Sequence[Point]) -> list[dict[str, str]]:
     resident = {point.rate_per_s: point.percentiles_s("p99_s") for point in points if point.layout == "resident"}
     rows = []
     for point in points:
         p99s = point.percentiles_s("p99_s")
         within = point.share(lambda report: sum(model.within_slo for model in report.models))
         compared = point.rate_per_s in resident and point.layout != "resident"
+        over_resident = str(Ratio.of(p99s / resident[point.rate_per_s][: len(p99s)])) if compared else ""
         rows.append(
-            [
-                f"{point.layout}, {point.rate_per_s:g}",
-                f"{point.share(lambda report: report.completed):.0%}",
-                f"{within:.0%}",
-                _ms(float(np.median(point.percentiles_s("p50_s")))),
-                _ms(point.p99_s),
-                str(Ratio.of(p99s / resident[point.rate_per_s][: len(p99s)])) if compared else "",
-                f"{point.per_inference(COPIED) / 2**20:.2f}",
-                f"{point.per_inference(COMPUTED) * 1e3:.2f}",
-            ]
+            {
+                "layout, requests/s": f"{point.layout}, {point.rate_per_s:g}",
+                "answered": f"{point.share(lambda report: report.completed):.0%}",
+                "in 100 ms": f"{within:.0%}",
+                "p50 ms": _ms(float(np.median(point.percentiles_s("p50_s")))),
+                "p99 ms": _ms(point.p99_s),
+                "p99 / resident's": over_resident,
+                "MiB copied each": f"{point.per_inference(COPIED) / 2**20:.2f}",
+                "compute ms each": f"{point.per_inference(COMPUTED) * 1e3:.2f}",
+            }
         )
-    return header, rows
+    return rows
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
@@ -258,6 +237,7 @@ def _rates(text: str) -> list[float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.figure8", __doc__)
+    parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     parser.add_argument("--models", type=int, default=16, help="how many models (default: %(default)s)")
     parser.add_argument(
         "--memory", default="25%", metavar="SIZE", help="memory but for resident (25%% of the weights)"
@@ -279,7 +259,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT", help="(default: all)"
     )
-    parser.add_argument("--record-as", default="figure8", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--duration", type=float, default=4.0, help="seconds per round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds per rate (default: %(default)s)")
     parser.add_argument(

@@ -7,12 +7,11 @@ of that.
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,10 @@ import psutil
 import tritonclient.http
 from rich.console import Console
 
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.record import parser_of, publish, table_of
+from benchmarks.scrape import PATIENCE_S, PLANNED, cpu_s, serve_command, starting
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
-from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 CASES: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
@@ -34,10 +33,7 @@ CASES: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
 )
 GOALS_S = {"ResNet-50": 10.0, "the demo's 16 models": 30.0}
 """For the first answer of a cold start, on two cores."""
-PLANNED = "every model has been measured and planned"
 QUICK = "quick plans are in use"
-PATIENCE_S = 900.0
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,61 +60,50 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for kind, found in starts.items():
                     found.append(_start(repository, memory, Path(cache)))
                     console.print(f"{title}, {kind}: {found[-1]}")
-        rows += [[title, memory, kind, *_medians(found)] for kind, found in starts.items()]
+        rows += [_row(title, memory, kind, found) for kind, found in starts.items()]
         cold_s = statistics.median(start.first_answer_s for start in starts["cold"])
         met &= cold_s <= GOALS_S.get(title, float("inf"))
-    table = markdown_table(
-        ["models", "memory", "start", "ready", "first answer", "all answered", "best plans", "CPU until ready"],
-        rows,
-    )
-    console.print(table, markup=False)
-    if options.record:
-        goals = ", ".join(f"{title} {goal_s:g} s" for title, goal_s in GOALS_S.items())
-        record(
-            "first-start",
-            "Seconds from the command to the first answers",
-            "benchmarks.first_start",
-            [
-                f"Medians of {options.rounds} starts of each kind, in seconds. *Cold*: an empty cache; archives and the"
-                " planner's compiled code are there. *Best plans*: every model has been measured and planned, which a"
-                " cold start does while it serves. *CPU*: of all the server's processes.\n",
-                table,
-                f"To hold, first answer of a cold start: {goals}.\n",
-            ],
-        )
+    goals = ", ".join(f"{title} {goal_s:g} s" for title, goal_s in GOALS_S.items())
+    sections = [
+        f"Medians of {options.rounds} starts of each kind, in seconds. *Cold*: an empty cache; archives and the"
+        " planner's compiled code are there. *Best plans*: every model has been measured and planned, which a"
+        " cold start does while it serves. *CPU*: of all the server's processes.\n",
+        table_of(rows),
+        f"To hold, first answer of a cold start: {goals}.\n",
+    ]
+    publish(options, "Seconds from the command to the first answers", sections)
     return 0 if met else 1
 
 
-def _medians(starts: Sequence[Start]) -> list[str]:
-    return [f"{statistics.median(getattr(s, field.name) for s in starts):.1f}" for field in fields(Start)]
+def _row(title: str, memory: str, kind: str, starts: Sequence[Start]) -> dict[str, str]:
+    return {
+        "models": title,
+        "memory": memory,
+        "start": kind,
+        "ready": f"{statistics.median(start.ready_s for start in starts):.1f}",
+        "first answer": f"{statistics.median(start.first_answer_s for start in starts):.1f}",
+        "all answered": f"{statistics.median(start.all_answered_s for start in starts):.1f}",
+        "best plans": f"{statistics.median(start.planned_s for start in starts):.1f}",
+        "CPU until ready": f"{statistics.median(start.ready_cpu_s for start in starts):.1f}",
+    }
 
 
 def _start(repository: Path, memory: str, cache: Path) -> Start:
     """Start a server, ask each model once, and wait until its plans are the best ones."""
-    command = [*server_command("cohabit", repository, memory, None), "--cache", str(cache), "--quick-start"]
-    log = cache / "log"
+    command = serve_command(repository, memory, None, cache, "--quick-start")
     began_s = time.monotonic()
-    with (
-        log.open("w") as written,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=written, text=True) as server,
-    ):
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().partition(": ")[2].strip()
-            with tritonclient.http.InferenceServerClient(address_of(url), network_timeout=PATIENCE_S) as client:
-                _until(client.is_server_ready, server, log)
-                ready_s, ready_cpu_s = time.monotonic() - began_s, _cpu_s(server.pid)
-                models = [entry["name"] for entry in client.get_model_repository_index()]
-                answered_s = []
-                for model in models:
-                    inputs = random_inputs(client.get_model_metadata(model), batch=1, rng=np.random.default_rng(0))
-                    client.infer(model, inputs)
-                    answered_s.append(time.monotonic() - began_s)
-                _until(lambda: _is_planned(log), server, log)
-                planned_s = time.monotonic() - began_s
-        finally:
-            server.terminate()
-            server.wait(60)
+    with starting(command, cache / "log") as server:
+        with tritonclient.http.InferenceServerClient(address_of(server.url), network_timeout=PATIENCE_S) as client:
+            server.until(client.is_server_ready)
+            ready_s, ready_cpu_s = time.monotonic() - began_s, cpu_s([psutil.Process(server.process.pid)])
+            models = [entry["name"] for entry in client.get_model_repository_index()]
+            answered_s = []
+            for model in models:
+                inputs = random_inputs(client.get_model_metadata(model), batch=1, rng=np.random.default_rng(0))
+                client.infer(model, inputs)
+                answered_s.append(time.monotonic() - began_s)
+        server.until(lambda: _is_planned(server.log))
+        planned_s = time.monotonic() - began_s
     return Start(ready_s, answered_s[0], answered_s[-1], planned_s, ready_cpu_s)
 
 
@@ -126,21 +111,6 @@ def _is_planned(log: Path) -> bool:
     """Whether the server has no quick plans, or no more."""
     text = log.read_text()
     return QUICK not in text or PLANNED in text
-
-
-def _until(condition: Callable[[], bool], server: subprocess.Popen[str], log: Path) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        if server.poll() is not None or time.monotonic() > end_s:
-            raise SystemExit(f"the server is not ready, status {server.poll()}:\n{log.read_text()}")
-        time.sleep(_POLL_S)
-
-
-def _cpu_s(pid: int) -> float:
-    """Seconds of the processors that a process and its descendants have used, those that have ended included."""
-    process = psutil.Process(pid)
-    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,7 +3,6 @@
 A program follows from its seed. A process per CPU makes them; what differs is printed with its seed at once.
 """
 
-import argparse
 import random
 import sys
 import time
@@ -15,7 +14,7 @@ from multiprocessing import get_context
 
 import torch
 
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, publish
 from cohabit.runtime.lowering import fusion
 from tests.runtime.generated import Skipped, Step, differences
 
@@ -25,12 +24,11 @@ _AT_ONCE = 4
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if no program differs."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generated", description=__doc__)
+    parser = parser_of("benchmarks.generated", __doc__, has_folder=False)
     parser.add_argument("--programs", type=int, default=20_000, help="number of programs (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=24 * 60, help="stop after so long (default: a day)")
-    parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
     options = parser.parse_args(argv)
     found: Counter[str] = Counter()
     began_s = time.monotonic()
@@ -51,15 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     minutes = (time.monotonic() - began_s) / 60
     rows = [[kind, f"{found[kind]:,}"] for kind in ("equal", "not exported", "different")]
     table = markdown_table(["programs", "number"], rows)
-    print(f"{sum(found.values())} programs in {minutes:.0f} minutes\n\n{table}")
-    if options.record:
-        about = (
-            f"{sum(found.values()):,} lists of steps from seed {options.first} on, in {minutes:.0f} minutes. *Not"
-            " exported*: eager PyTorch, its export with a dynamic batch and length, or the limits of dynamic shapes"
-            " refuse the program. Tolerance: 1e-4 of an output's largest element. A rewrite that validation leaves out"
-            " counts as a difference.\n"
-        )
-        record("generated", "Programs made at random against eager PyTorch", "benchmarks.generated", [about, table])
+    about = (
+        f"{sum(found.values()):,} lists of steps from seed {options.first} on, in {minutes:.0f} minutes. *Not"
+        " exported*: eager PyTorch, its export with a dynamic batch and length, or the limits of dynamic shapes"
+        " refuse the program. Tolerance: 1e-4 of an output's largest element. A rewrite that validation leaves out"
+        " counts as a difference.\n"
+    )
+    publish(options, "Programs made at random against eager PyTorch", [about, table])
     return 1 if found["different"] else 0
 
 

@@ -3,8 +3,8 @@
 ONNX Runtime is left out where it is not installed (`pip install 'cohabit[bench]'`).
 """
 
-import argparse
 import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.record import markdown_table, record
+from benchmarks.record import parser_of, publish, table_of
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.fused_ops import linear_transposed
 from cohabit.runtime.lowering.rewrites.linear_forms import cold_seconds, fastest
@@ -30,40 +30,33 @@ Call = Callable[[], object]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
-    options = parser.parse_args(argv)
+    options = parser_of("benchmarks.kernels", __doc__, has_folder=False).parse_args(argv)
     cells = [(rows, *sizes) for sizes in SIZES for rows in ROWS]
     with torch.inference_mode():
         found = [_compared(*cell) for cell in track(cells, "timing", console=Console(stderr=True))]
-    forms = list(found[0][1])
+    has_peer = "ONNX Runtime" in found[0][1]
+    over_packed = [seconds[chosen] / seconds["packed"] for chosen, seconds in found]
+    over_peer = [seconds[chosen] / seconds["ONNX Runtime"] for chosen, seconds in found] if has_peer else []
     rows = []
-    for cell, (chosen, seconds) in zip(cells, found, strict=True):
-        peer = [f"{seconds[chosen] / seconds['ONNX Runtime']:.2f}"] if "ONNX Runtime" in seconds else []
+    for number, (cell, (chosen, seconds)) in enumerate(zip(cells, found, strict=True)):
         rows.append(
-            [
-                ", ".join(map(str, cell)),
-                *(f"{seconds[form] * 1e6:.1f}" for form in forms),
-                chosen,
-                f"{seconds[chosen] / seconds['packed']:.2f}",
-                *peer,
-            ]
+            {
+                "rows, in, out": ", ".join(map(str, cell)),
+                **{form: f"{taken_s * 1e6:.1f}" for form, taken_s in seconds.items()},
+                "chosen": chosen,
+                "over packed": f"{over_packed[number]:.2f}",
+                **({"over ONNX Runtime": f"{over_peer[number]:.2f}"} if has_peer else {}),
+            }
         )
-    over_packed = _mean([seconds[chosen] / seconds["packed"] for chosen, seconds in found])
-    summary = f"Geometric means: chosen over packed {over_packed:.2f}"
-    if "ONNX Runtime" in forms:
-        summary += f", over ONNX Runtime {_mean([s[c] / s['ONNX Runtime'] for c, s in found]):.2f}"
-    header = ["rows, in, out", *forms, "chosen", "over packed"]
-    header += ["over ONNX Runtime"] if "ONNX Runtime" in forms else []
+    summary = f"Geometric means: chosen over packed {statistics.geometric_mean(over_packed):.2f}"
+    if has_peer:
+        summary += f", over ONNX Runtime {statistics.geometric_mean(over_peer):.2f}"
     about = (
         "Microseconds of a linear layer with a bias, one thread, float32: the lower quartile over different weights in"
         f" turns, at least {COLD_BYTES >> 20} MiB of them or {MOST_WEIGHTS}. *Chosen* is what lowering chooses for that"
         f" number of rows alone. Instruction set: {torch.backends.cpu.get_cpu_capability()}.\n"
     )
-    sections = [about, markdown_table(header, rows), f"{summary}.\n"]
-    print("\n".join(sections))
-    if options.record:
-        record("kernels", "Forms of a linear layer on this processor", "benchmarks.kernels", sections)
+    publish(options, "Forms of a linear layer on this processor", [about, table_of(rows), f"{summary}.\n"])
     return 0
 
 
@@ -115,10 +108,6 @@ def _onnx(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Call:
     binding.bind_cpu_input("x", x.numpy())
     binding.bind_output("y", "cpu")
     return partial(session.run_with_iobinding, binding)
-
-
-def _mean(ratios: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from benchmarks.record import markdown_table, parser_of, record, work_of_two
-from benchmarks.scrape import serving
+from benchmarks.record import markdown_table, parser_of, publish, work_of_two
+from benchmarks.scrape import serve_command, serving
 from benchmarks.traffic import Client, client_of
-from cohabit.loadgen.server_process import server_command
+from benchmarks.turns import turns
 from cohabit.loadgen.zoo.repository import PreparedModel, prepare_visibly, recipes
 
 MODELS, ENTRIES = 8, ("ranker", "bert_small")
@@ -52,9 +52,9 @@ async def served(
     prepared: Sequence[PreparedModel], folder: Path, lanes: int
 ) -> AsyncIterator[tuple[Client, Outcome]]:
     """A client of a server with so many lanes, whose cache is kept between runs; nothing found yet."""
-    memory_bytes = int(SHARE_OF_WEIGHTS * sum(one.weight_bytes for one in prepared))
-    command = server_command("cohabit", folder / "lanes", str(memory_bytes), None)
-    command += ["--cache", str(folder / "lanes-cache"), "--compute-lanes", str(lanes)]
+    memory = str(int(SHARE_OF_WEIGHTS * sum(one.weight_bytes for one in prepared)))
+    flags = ("--compute-lanes", str(lanes))
+    command = serve_command(folder / "lanes", memory, None, folder / "lanes-cache", *flags)
     models = [one.recipe.name for one in prepared]
     async with serving(command) as running, client_of(running.url, models) as client:
         running.require_swaps()
@@ -72,21 +72,16 @@ async def measured(
         found = {lanes: nothing_yet for lanes, (_, nothing_yet) in serve.items()}
         for client in clients.values():
             await client.closed_loop(models, AT_ONCE, 1.0)
-        for lanes in _in_turns():
+        for _, lanes in turns(LANES, TURNS):
             traffic = await clients[lanes].closed_loop(models, AT_ONCE, turn_s)
             found[lanes].saturation_per_s.append(traffic.goodput_per_s)
         rate = BUSY * min(one.peak_per_s for one in found.values())
-        for turn, lanes in enumerate(_in_turns()):
-            traffic = await clients[lanes].open_loop(models, rate, turn_s, seed=turn // len(LANES))
+        for turn, lanes in turns(LANES, TURNS):
+            traffic = await clients[lanes].open_loop(models, rate, turn_s, seed=turn)
             found[lanes].latencies_s += traffic.ok_latencies_s
             found[lanes].answered += len(traffic.ok_latencies_s)
             found[lanes].sent += sum(traffic.statuses.values())
     return rate, found
-
-
-def _in_turns() -> list[int]:
-    """Every number of lanes so many times, in an order that favours none."""
-    return [lanes for turn in range(TURNS) for lanes in (LANES if turn % 2 == 0 else LANES[::-1])]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,17 +115,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "over one lane's",
     ]
     table = markdown_table([*header, "answered"], rows)
-    console.print(table, markup=False, soft_wrap=True)
-    if options.record:
-        intro = (
-            f"{MODELS} models ({' and '.join(ENTRIES)} in turn) in {SHARE_OF_WEIGHTS:.0%} of their weights, the second"
-            f" workspace included; *resident* is what stays of that which is copied at all. Two servers take turns,"
-            f" {TURNS} of {options.turn:g} s each: saturation with"
-            f" {AT_ONCE} requests under way, then p50 and p99 with {rate:.0f} requests/s arriving at random"
-            f" ({BUSY:.0%} of the lower saturation). Servers and load generator share the CPUs. Two processes that"
-            f" multiply matrices at once do {work_of_two():.2f} times the work of one here.\n"
-        )
-        console.print(f"wrote {record('lanes', 'Compute lanes', 'benchmarks.lanes', [intro, table])}")
+    intro = (
+        f"{MODELS} models ({' and '.join(ENTRIES)} in turn) in {SHARE_OF_WEIGHTS:.0%} of their weights, the second"
+        f" workspace included; *resident* is what stays of that which is copied at all. Two servers take turns,"
+        f" {TURNS} of {options.turn:g} s each: saturation with"
+        f" {AT_ONCE} requests under way, then p50 and p99 with {rate:.0f} requests/s arriving at random"
+        f" ({BUSY:.0%} of the lower saturation). Servers and load generator share the CPUs. Two processes that"
+        f" multiply matrices at once do {work_of_two():.2f} times the work of one here.\n"
+    )
+    publish(options, "Compute lanes", [intro, table])
     return 0
 
 

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import aiohttp
+import numpy as np
 import torch
 
 SIZES = {
@@ -40,3 +43,12 @@ def imported(root: Path, repository: Path, max_batch: int, most_tokens: int) -> 
     command = [sys.executable, "-m", "cohabit.server.cli", "import", str(folder_of_model(root)), "--name", "chat"]
     command += ["--repository", str(repository), "--max-batch", str(max_batch), "--cache", str(root / "cache")]
     subprocess.run([*command, "--max-sequence-length", str(most_tokens), "--threads", "1"], check=True)
+
+
+async def stream_text(session: aiohttp.ClientSession, url: str, seed: int, tokens: int) -> list[float]:
+    """Have `chat` continue a random prompt by so many tokens. Returns when each of them came (`time.perf_counter`)."""
+    prompt = np.random.default_rng(seed).integers(3, 8000, PROMPT).tolist()
+    asked = {"model": "chat", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logit_bias": NO_END}
+    async with session.post(f"{url}/v1/completions", json={**asked, "stream": True}) as response:
+        response.raise_for_status()
+        return [time.perf_counter() async for line in response.content if b"token_ids" in line]

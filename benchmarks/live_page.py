@@ -5,7 +5,7 @@ import asyncio
 import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,11 +14,10 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from benchmarks.ratio import LIKELY, Ratio
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import serving
+from benchmarks.record import parser_of, publish, table_of
+from benchmarks.scrape import cpu_s, serve_command, serving
 from benchmarks.traffic import Client, client_of
-from cohabit.loadgen.server_process import server_command
+from benchmarks.turns import LIKELY, Ratio, turns
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODELS, MEMORY = 16, "25%"
@@ -68,7 +67,7 @@ async def turn(
 ) -> None:
     """Send the load for a while, and add what it took."""
     loop = asyncio.get_running_loop()
-    before_s, start_s = _cpu_s(), loop.time()
+    before_s, start_s = cpu_s(psutil.Process().children()), loop.time()
     if rate_per_s:
         traffic = await client.open_loop(models, rate_per_s, seconds, seed)
         found.p50_s.append(traffic.percentile_s(50))
@@ -77,32 +76,23 @@ async def turn(
         found.sent += sum(traffic.statuses.values())
     else:
         await asyncio.sleep(seconds)
-    found.cores.append((_cpu_s() - before_s) / (loop.time() - start_s))
-
-
-def _cpu_s() -> float:
-    """CPU seconds of the server's processes, which are the only ones below this one."""
-    return sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
+    found.cores.append((cpu_s(psutil.Process().children()) - before_s) / (loop.time() - start_s))
 
 
 async def measured(folder: Path, turn_s: float) -> dict[tuple[float, bool], Turns]:
     """What came out, by the rate and by whether the page was watched."""
-    command = server_command("cohabit", folder / "repository", MEMORY, "partitioned")
-    command += ["--cache", str(folder / "cache"), "--trace-config"]
-    command += [f"file={folder / 'live-page-trace.json'}", "--trace-config", f"rate={TRACED}"]
+    trace = (f"file={folder / 'live-page-trace.json'}", f"rate={TRACED}")
+    flags = [part for setting in trace for part in ("--trace-config", setting)]
+    command = serve_command(folder / "repository", MEMORY, "partitioned", folder / "cache", *flags)
     models = [recipe.name for recipe in recipes(MODELS)]
     found = {(rate, watched): Turns() for rate in RATES_PER_S for watched in (False, True)}
     async with serving(command) as server, client_of(server.url, models) as client:
         await client.open_loop(models, max(RATES_PER_S), turn_s)  # warms up
-        for pair in range(PAIRS):
-            for watched in (False, True) if pair % 2 == 0 else (True, False):
-                for rate in RATES_PER_S:
-                    of_turn = found[rate, watched]
-                    if not watched:
-                        await turn(client, models, rate, turn_s, pair, of_turn)
-                        continue
-                    async with watching(server.url, of_turn):
-                        await turn(client, models, rate, turn_s, pair, of_turn)
+        for pair, watched in turns((False, True), PAIRS):
+            for rate in RATES_PER_S:
+                of_turn = found[rate, watched]
+                async with watching(server.url, of_turn) if watched else nullcontext():
+                    await turn(client, models, rate, turn_s, pair, of_turn)
     return found
 
 
@@ -112,45 +102,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_visibly(options.folder / "repository", recipes(MODELS), force=False, console=console)
     found = asyncio.run(measured(options.folder, options.turn))
     rows = [_row(rate, found[rate, False], found[rate, True]) for rate in RATES_PER_S]
-    table = markdown_table(
-        [
-            "requests/s",
-            "cores, not watched",
-            "cores, watched",
-            "difference",
-            "p50",
-            "p99",
-            "p99 over unwatched",
-            "answered",
-        ],
-        rows,
+    watched = [found[rate, True] for rate in RATES_PER_S]
+    size = sum(one.nbytes for one in watched) / max(1, sum(one.documents for one in watched))
+    intro = (
+        f"{MODELS} models in {MEMORY} of their weights, one server, {PAIRS} turns of {options.turn:g} s each with"
+        f" the page's events read and without, in turns; one of {TRACED} requests is traced. *Cores* are CPU"
+        " seconds of front end and engine per second: medians; *difference* is the median over pairs of turns,"
+        " with the least and the greatest. p50 and p99 are medians of the watched turns; their ratio is the"
+        f" geometric mean over pairs, with its {LIKELY:.0%} bootstrap interval. A document, one a"
+        f" second, took {size / 1024:.1f} KiB.\n"
     )
-    console.print(table, markup=False, soft_wrap=True)
-    if options.record:
-        watched = [found[rate, True] for rate in RATES_PER_S]
-        size = sum(one.nbytes for one in watched) / max(1, sum(one.documents for one in watched))
-        intro = (
-            f"{MODELS} models in {MEMORY} of their weights, one server, {PAIRS} turns of {options.turn:g} s each with"
-            f" the page's events read and without, in turns; one of {TRACED} requests is traced. *Cores* are CPU"
-            " seconds of front end and engine per second: medians; *difference* is the median over pairs of turns,"
-            " with the least and the greatest. p50 and p99 are medians of the watched turns; their ratio is the"
-            f" geometric mean over pairs, with its {LIKELY:.0%} bootstrap interval. A document, one a"
-            f" second, took {size / 1024:.1f} KiB.\n"
-        )
-        console.print(f"wrote {record('live-page', 'The live page', 'benchmarks.live_page', [intro, table])}")
+    publish(options, "The live page", [intro, table_of(rows)])
     return 0
 
 
-def _row(rate: float, without: Turns, watched: Turns) -> list[str]:
+def _row(rate: float, without: Turns, watched: Turns) -> dict[str, str]:
     more = [b - a for a, b in zip(without.cores, watched.cores, strict=True)]
-    cells = [f"{statistics.median(one.cores):.3f}" for one in (without, watched)]
-    cells.append(f"{statistics.median(more):+.1%} ({min(more):+.1%} to {max(more):+.1%})")
+    row = {
+        "requests/s": f"{rate:.0f}",
+        "cores, not watched": f"{statistics.median(without.cores):.3f}",
+        "cores, watched": f"{statistics.median(watched.cores):.3f}",
+        "difference": f"{statistics.median(more):+.1%} ({min(more):+.1%} to {max(more):+.1%})",
+    }
     if not rate:
-        return ["0", *cells, *["-"] * 4]
-    ratio = Ratio.of(np.divide(watched.p99_s, without.p99_s))
-    latencies = [f"{statistics.median(values) * 1e3:.1f} ms" for values in (watched.p50_s, watched.p99_s)]
-    answered = f"{watched.answered + without.answered} of {watched.sent + without.sent}"
-    return [f"{rate:.0f}", *cells, *latencies, str(ratio), answered]
+        return row | dict.fromkeys(("p50", "p99", "p99 over unwatched", "answered"), "-")
+    return row | {
+        "p50": f"{statistics.median(watched.p50_s) * 1e3:.1f} ms",
+        "p99": f"{statistics.median(watched.p99_s) * 1e3:.1f} ms",
+        "p99 over unwatched": str(Ratio.of(np.divide(watched.p99_s, without.p99_s))),
+        "answered": f"{watched.answered + without.answered} of {watched.sent + without.sent}",
+    }
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,6 @@ this process may make memory cgroups, starts are also tried in those of several 
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +20,10 @@ import psutil
 import tritonclient.http
 from rich.console import Console
 
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import by_model
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.scrape import PLANNED, StartingServer, by_model, serve_command, starting
+from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
-from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODEL = "resnet152"
@@ -35,8 +34,6 @@ WARM_GOAL_BYTES = 304 << 20
 """The least cgroup of a warm start, and what a first start may take beyond 1.5 times the weights."""
 WARM_LIMITS_BYTES = range(240 << 20, 417 << 20, 16 << 20)
 PATIENCE_S = 180.0
-PLANNED = "every model has been measured and planned"
-_POLL_S = 0.05
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -100,9 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         markdown_table(["start", "MiB", "to hold, MiB"], starts),
         f"To hold: a warm start in {_mib(WARM_GOAL_BYTES)} MiB, a first start in 1.5 times the weights more.\n",
     ]
-    console.print("\n".join(sections), markup=False)
-    if options.record:
-        record("memory", "Memory of the server's processes", "benchmarks.memory", sections)
+    publish(options, "Memory of the server's processes", sections)
     in_time = fits is not False and (warm_bytes is None or warm_bytes <= WARM_GOAL_BYTES)
     return 0 if saved >= 0.6 * missing and first.until_ready <= most_bytes and in_time else 1
 
@@ -122,17 +117,21 @@ def _figures(peak: Peak) -> tuple[int, int, int]:
 def _first_start(repository: Path, cache: Path) -> FirstStart:
     """Start with an empty cache, and watch the server's processes until the model has been measured and planned."""
     until_ready = most = 0
-    with _server(repository, DEVICE_MEMORY, None, cache, "--quick-start") as (server, urls, log):
-        client = tritonclient.http.InferenceServerClient(urls[0].removeprefix("http://"), network_timeout=120.0)
-        end_s = time.monotonic() + PATIENCE_S
-        while PLANNED not in log.read_text():
-            if server.poll() is not None or time.monotonic() > end_s:
-                raise SystemExit(f"the first start did not come to an end:\n{log.read_text()}")
-            most = max(most, sum(status.get("RssAnon", 0) for status in _statuses(server.pid)))
+    cache.mkdir(exist_ok=True)
+    command = _server_command(repository, None, DEVICE_MEMORY, cache, "--quick-start")
+    with (
+        starting(command, cache / "log") as server,
+        tritonclient.http.InferenceServerClient(address_of(server.url), network_timeout=120.0) as client,
+    ):
+
+        def planned() -> bool:
+            nonlocal until_ready, most
+            most = max(most, sum(status.get("RssAnon", 0) for status in _statuses(server.process.pid)))
             if not until_ready and client.is_server_ready():
                 until_ready = most
-            time.sleep(_POLL_S)
-        client.close()
+            return PLANNED in server.log.read_text()
+
+        server.until(planned)
     return FirstStart(until_ready, most)
 
 
@@ -154,19 +153,20 @@ def _least_warm(repository: Path, cache: Path) -> int | None:
 def _serves_within(most_bytes: int, repository: Path, cache: Path) -> bool | None:
     """Whether a server in a cgroup of this size gets ready and answers a request; None without cgroups."""
     try:
-        with (
-            _cgroup(most_bytes) as joining,
-            _server(repository, DEVICE_MEMORY, None, cache, "--quick-start", within=joining) as (server, urls, _),
-        ):
-            return _answers(server, urls[0])
+        with _cgroup(most_bytes) as joining:
+            cache.mkdir(exist_ok=True)
+            command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(joining)]
+            command += _server_command(repository, None, DEVICE_MEMORY, cache, "--quick-start")
+            with starting(command, cache / "log") as server:
+                return _answers(server)
     except OSError:
         return None
 
 
-def _answers(server: subprocess.Popen[str], url: str) -> bool:
-    client = tritonclient.http.InferenceServerClient(url.removeprefix("http://"), network_timeout=120.0)
+def _answers(server: StartingServer) -> bool:
+    client = tritonclient.http.InferenceServerClient(address_of(server.url), network_timeout=120.0)
     end_s = time.monotonic() + PATIENCE_S
-    while server.poll() is None and time.monotonic() < end_s:
+    while server.process.poll() is None and time.monotonic() < end_s:
         with suppress(OSError, tritonclient.utils.InferenceServerException):
             if client.is_server_ready():
                 inputs = random_inputs(client.get_model_metadata(MODEL), batch=1, rng=np.random.default_rng(0))
@@ -192,43 +192,23 @@ def _cgroup(most_bytes: int) -> Iterator[Path]:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            time.sleep(_POLL_S)
+            time.sleep(0.05)
         group.rmdir()
 
 
-@contextmanager
-def _server(
-    repository: Path, memory: str, layout: str | None, cache: Path, *more: str, within: Path | None = None
-) -> Iterator[tuple[subprocess.Popen[str], list[str], Path]]:
-    """Start a server, yield it with the addresses of inference and metrics and its log, and stop it."""
-    command = [*server_command("cohabit", repository, memory, layout), "--cache", str(cache)]
-    command += ["--store", "file", "--batch-sizes", "1", *more]
-    if within is not None:
-        command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(within), *command]
-    cache.mkdir(exist_ok=True)
-    log = cache / "log"
-    with (
-        log.open("w") as written,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=written, text=True) as server,
-    ):
-        assert server.stdout is not None
-        try:
-            yield server, [server.stdout.readline().partition(": ")[2].strip() for _ in range(2)], log
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+def _server_command(repository: Path, layout: str | None, memory: str, cache: Path, *flags: str) -> list[str]:
+    return serve_command(repository, memory, layout, cache, "--store", "file", "--batch-sizes", "1", *flags)
 
 
 def _serve_once(repository: Path, layout: str, memory: str, cache: Path) -> Peak:
-    with _server(repository, memory, layout, cache) as (server, urls, _):
-        client = tritonclient.http.InferenceServerClient(urls[0].removeprefix("http://"), network_timeout=120.0)
-        _wait_until_ready(client, server)
-        inputs = random_inputs(client.get_model_metadata(MODEL), batch=1, rng=np.random.default_rng(0))
-        for _ in range(REQUESTS):
-            client.infer(MODEL, inputs)
-        statuses = _statuses(server.pid)
-        resident, parameters = _gauges(urls[1])
-        client.close()
+    with starting(_server_command(repository, layout, memory, cache), cache / "log") as server:
+        with tritonclient.http.InferenceServerClient(address_of(server.url), network_timeout=120.0) as client:
+            server.until(client.is_server_ready)
+            inputs = random_inputs(client.get_model_metadata(MODEL), batch=1, rng=np.random.default_rng(0))
+            for _ in range(REQUESTS):
+                client.infer(MODEL, inputs)
+        statuses = _statuses(server.process.pid)
+        resident, parameters = _gauges(server.metrics_url)
     high_water, anonymous = (sum(status.get(field, 0) for status in statuses) for field in ("VmHWM", "RssAnon"))
     return Peak(high_water, anonymous, resident, parameters)
 
@@ -242,13 +222,6 @@ def _statuses(pid: int) -> list[dict[str, int]]:
             with suppress(OSError):
                 found.append(_status(process.pid))
     return found
-
-
-def _wait_until_ready(client: tritonclient.http.InferenceServerClient, server: subprocess.Popen[str]) -> None:
-    while not client.is_server_ready():
-        if server.poll() is not None:
-            raise SystemExit(f"the server exited with status {server.returncode}")
-        time.sleep(0.2)
 
 
 def _status(pid: int) -> dict[str, int]:

@@ -6,7 +6,6 @@ The server is a process of its own; requests are sent at times drawn beforehand.
 import argparse
 import asyncio
 import math
-import os
 import statistics
 import sys
 import time
@@ -22,10 +21,9 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from benchmarks.record import markdown_table, parser_of, record, work_of_two
-from benchmarks.scrape import Running, serving
+from benchmarks.record import markdown_table, parser_of, publish, work_of_two
+from benchmarks.scrape import Running, front_end, serve_command, serving
 from benchmarks.traffic import OK, Client, Traffic, client_of
-from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import PreparedModel, prepare_visibly, recipes
 
 MODELS, ENTRY = 4, "bert_small"
@@ -83,21 +81,16 @@ class Bench:
     prepared: Sequence[PreparedModel]
     folder: Path
     duration_s: float
-    console: Console
-    name: str = "overload"
-    """Of the folder with the models."""
-    memory_mib: int = MEMORY_MIB
 
     @property
     def models(self) -> list[str]:
         return [one.recipe.name for one in self.prepared]
 
     @asynccontextmanager
-    async def server(self, *flags: str, program: str = "cohabit") -> AsyncIterator[Running]:
+    async def server(self, *flags: str) -> AsyncIterator[Running]:
         """A server on the models, with its cache warm from a start before."""
-        command = server_command(program, self.folder / self.name, f"{self.memory_mib}MiB", None)
-        command += ["--cache", str(self.folder / f"{self.name}-cache")]
-        async with serving([*command, *flags]) as running:
+        repository, cache = self.folder / "overload", self.folder / "overload-cache"
+        async with serving(serve_command(repository, f"{MEMORY_MIB}MiB", None, cache, *flags)) as running:
             running.require_swaps()
             yield running
 
@@ -119,7 +112,7 @@ async def overload(bench: Bench) -> Section:
     async with bench.server() as server, client_of(server.url, bench.models) as client:
         resident = server.resident_share
         offered_per_s = OVERLOAD * (await bench.saturation(client, bench.models)).goodput_per_s
-        sampler = asyncio.create_task(_sample(lambda: memory.append(_memory_bytes(only_child()))))
+        sampler = asyncio.create_task(_sample(lambda: memory.append(_memory_bytes())))
         for turn in range(TURNS):
             peak.add(await bench.saturation(client, bench.models))
             loaded.add(await client.open_loop(bench.models, offered_per_s, turn_s, seed=turn))
@@ -186,7 +179,7 @@ async def coming_and_going(bench: Bench) -> Section:
         for _ in range(ROUNDS_BEFORE):  # so that it is lowered, measured and planned
             await _control(client, guest, "unload")
             await _control(client, guest, "load")
-            await _planned(only_child())
+            await _planned()
         await _control(client, guest, "unload")
         alone, beside = Outcome(), Outcome()
         rounds = 0
@@ -236,23 +229,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for one in prepared:
         policy = f"default_queue_policy {{ max_queue_size: {QUEUE_LIMIT} }}"
         (one.path.parents[1] / "config.pbtxt").write_text(f"dynamic_batching {{ {policy} }}\n")
-    bench = Bench(prepared, options.folder, options.duration, console)
+    bench = Bench(prepared, options.folder, options.duration)
     sections = []
     for name in options.only or MEASUREMENTS:
         section = asyncio.run(MEASUREMENTS[name](bench))
         sections.append(section)
-        console.print(
-            f"## {section.title}: {'holds' if section.holds else 'DOES NOT HOLD'}\n\n{section.text}", markup=False
-        )
-    if options.record:
-        texts = [f"## {s.title}\n\n{s.text}\n{'Holds.' if s.holds else '**Does not hold.**'}\n" for s in sections]
-        intro = (
-            f"{MODELS} x {ENTRY} in {MEMORY_MIB} MiB, which hold a part of their 13.2 MiB each; their embedding tables"
-            f" stay in the host's memory. {bench.duration_s:.0f} s each. Server and"
-            f" load generator share the CPUs: what one does, the other lacks. Two processes that multiply matrices"
-            f" at once do {work_of_two():.2f} times the work of one here.\n"
-        )
-        console.print(f"wrote {record('overload', 'Under overload', 'benchmarks.overload', [intro, *texts])}")
+        console.print(f"{section.title}: {'holds' if section.holds else 'DOES NOT HOLD'}", markup=False)
+    intro = (
+        f"{MODELS} x {ENTRY} in {MEMORY_MIB} MiB, which hold a part of their 13.2 MiB each; their embedding tables"
+        f" stay in the host's memory. {bench.duration_s:.0f} s each. Server and"
+        f" load generator share the CPUs: what one does, the other lacks. Two processes that multiply matrices"
+        f" at once do {work_of_two():.2f} times the work of one here.\n"
+    )
+    texts = [f"## {s.title}\n\n{s.text}\n{'Holds.' if s.holds else '**Does not hold.**'}\n" for s in sections]
+    publish(options, "Under overload", [intro, *texts])
     return 0 if all(section.holds for section in sections) else 1
 
 
@@ -281,13 +271,13 @@ async def _control(client: Client, model: str, order: str) -> None:
         raise RuntimeError(f"{order} of {model} was answered {status}")
 
 
-async def _planned(server: int) -> None:
-    """Wait until the worker processes in which a server's engine prepares and plans have nothing to do."""
+async def _planned() -> None:
+    """Wait until the worker processes in which the server's engine prepares and plans have nothing to do."""
     busy_s, quiet = -1.0, 0
     async with asyncio.timeout(SEARCH_S):
         while quiet < 4:
             await asyncio.sleep(0.5)
-            before_s, busy_s = busy_s, sum(sum(p.cpu_times()[:2]) for p in _workers(server))
+            before_s, busy_s = busy_s, sum(sum(p.cpu_times()[:2]) for p in _workers())
             quiet = quiet + 1 if busy_s == before_s else 0
 
 
@@ -297,20 +287,14 @@ async def _sample(take: Callable[[], None]) -> None:
         await asyncio.sleep(0.2)
 
 
-def only_child() -> int:
-    """The server's process."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return int(children[-1])
+def _workers() -> list[psutil.Process]:
+    return [worker for engine in front_end().children() for worker in engine.children()]
 
 
-def _workers(server: int) -> list[psutil.Process]:
-    return [worker for engine in psutil.Process(server).children() for worker in engine.children()]
-
-
-def _memory_bytes(server: int) -> int:
+def _memory_bytes() -> int:
     """Private and shared memory of the front end and the engine; what both map counts in part for each."""
-    front_end = psutil.Process(server)
-    return sum(process.memory_full_info().pss for process in (front_end, *front_end.children()))
+    server = front_end()
+    return sum(process.memory_full_info().pss for process in (server, *server.children()))
 
 
 def _percentile(samples: Sequence[float]) -> float:

@@ -3,20 +3,19 @@
 Runs the end-to-end parity tests, slow ones too, and records the largest error of each model.
 """
 
-import argparse
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks.record import markdown_table, record
+from benchmarks.record import parser_of, publish, table_of
 
 TESTS = "tests/e2e/test_parity.py"
 _LINE = re.compile(r"(\w+): largest error (\S+) in (.+)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__).parse_args(argv)
+    options = parser_of("benchmarks.parity", __doc__, has_folder=False).parse_args(argv)
     command = [sys.executable, "-m", "pytest", TESTS, "-s", "-q", "-p", "no:cacheprovider"]
     rows = []
     last = ""
@@ -24,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert tests.stdout is not None
         for line in tests.stdout:
             if match := _LINE.search(line):
-                rows.append([match[1], match[2], match[3].replace(",", " /")])
+                model, error, memories = match.groups()
+                share = memories.replace(",", " /")
+                rows.append({"model": model, "largest error": error, "memory, as a share of the weights": share})
                 print(line.strip().lstrip("."), flush=True)
             last = line.strip() or last
     about = (
@@ -33,10 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         " budgets. *least* is the smallest memory that the server accepts, where 25 % is refused because activations"
         " and kernel scratch of batch 4 need more.\n"
     )
-    table = markdown_table(["model", "largest error", "memory, as a share of the weights"], rows)
-    record(
-        "parity", "Served answers against eager PyTorch", "benchmarks.parity", [about, table, f"pytest: {last}\n"]
-    )
+    publish(options, "Served answers against eager PyTorch", [about, table_of(rows), f"pytest: {last}\n"])
     return tests.returncode
 
 

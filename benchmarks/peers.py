@@ -13,11 +13,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
-from dataclasses import replace
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +25,9 @@ import torch
 from rich.console import Console
 
 from benchmarks.earlier_models import EARLIER
-from benchmarks.record import RESULTS, markdown_table, record
+from benchmarks.programs import loaded, onnxruntime_call
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.turns import Quartiles, in_turns, seconds_of
 from benchmarks.unseen_models import UNSEEN
 from cohabit.loadgen.zoo import ZOO, Inputs
 from cohabit.loadgen.zoo.exporting import export_model, save_model
@@ -40,10 +39,7 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
-from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.backend import CpuBackend
-from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.measure.profile import resident_plan
@@ -99,13 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in options.models:
                 measured = found[name, batch, threads] = _in_process(name, batch, threads, options)
                 console.print(f"{name}, batch {batch}, {threads} threads: {_sentence(measured)}")
-    sections = _sections(found, options)
-    if options.record:
-        title = "Against ONNX Runtime, frozen Inductor and eager PyTorch"
-        sections.append(f"\n![Time over ONNX Runtime's, by model and engine]({options.record_as}.png)")
-        sections = [record(options.record_as, title, "benchmarks.peers", sections).read_text()]
-        _draw(found, RESULTS / f"{options.record_as}.png")
-    print("\n".join(sections))
+    picture = f"\n![Time over ONNX Runtime's, by model and engine]({options.record_as}.png)"
+    title = "Against ONNX Runtime, frozen Inductor and eager PyTorch"
+    written = publish(options, title, [*_sections(found, options), picture])
+    if written is not None:
+        _draw(found, written.with_suffix(".png"))
     return 0
 
 
@@ -132,13 +126,9 @@ def _measure(options: argparse.Namespace) -> Times:
         quickest = math.inf
         for way in ways.values():
             way()
-            quickest = min(quickest, _seconds(way))
+            quickest = min(quickest, seconds_of(way))
         repeats = max(1, min(MOST_REPEATS, int(ROUND_S / quickest)))
-        times: Times = {name: [] for name in ways}
-        for _ in range(options.rounds):
-            for name, way in ways.items():
-                times[name].append(min(_seconds(way) for _ in range(repeats)))
-    return times
+        return in_turns({name: partial(seconds_of, way, repeats) for name, way in ways.items()}, options.rounds)
 
 
 def _faults(options: argparse.Namespace) -> float:
@@ -166,15 +156,9 @@ def _built(name: str) -> tuple[torch.nn.Module, Inputs]:
     return UNTUNED[name]() if name in UNTUNED else ZOO[name].build(0)
 
 
-def _seconds(way: Way) -> float:
-    start = time.perf_counter()
-    way()
-    return time.perf_counter() - start
-
-
 def _ours(name: str, batch: int, folder: Path, stack: ExitStack, *, resident_only: bool) -> dict[str, Way]:
     archive, cache = _archive(folder, name), folder / "peers"
-    executor = stack.enter_context(CpuExecutor())
+    bucket = Bucket(batch)
     ways: dict[str, Way] = {}
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32",) if resident_only else ("float32", "bfloat16")
     for dtype in dtypes:
@@ -182,7 +166,7 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack, *, resident_onl
             continue
         lowered = lower(archive, f"{name}-{dtype}", [1, 8], cache, options=Options(dtype, packed=True))
         resident, streamed = ("resident", "streamed") if dtype == "float32" else ("bfloat16", "bfloat16 streamed")
-        graph = lowered.graphs[Bucket(batch)]
+        graph = lowered.graphs[bucket]
         weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
         stores: dict[StoreKind, str] = {"ram": streamed}
         if dtype == "float32" and not resident_only:
@@ -194,18 +178,14 @@ def _ours(name: str, batch: int, folder: Path, stack: ExitStack, *, resident_onl
             if kind == "ram":
                 plans[resident] = resident_plan(graph), None
             if not resident_only:
-                profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda _: None)[1][Bucket(batch)]
+                profile = CpuBackend().measure(lowered, store, cache / "profiles", lambda _: None)[1][bucket]
                 with suppress(InfeasibleBudget):  # the activations alone need more
                     budget = int(weights * SHARE) // 4096 * 4096
-                    memory = split_budget({Bucket(batch): graph}, {Bucket(batch): profile}, budget)
+                    memory = split_budget({bucket: graph}, {bucket: profile}, budget)
                     plans[swapped] = search(Problem(graph, profile, memory)), profile
             for way, (plan, judged) in plans.items():
-                arena = stack.enter_context(CpuArena(plan.memory.nbytes + 4096))
-                bases = Bases(-(-plan.memory.workspace_bytes // 4096) * 4096, 0)
-                named = replace(lowered, name=f"{name}-{way}")
-                program = replace(CpuBackend().build(named, plan, judged, arena, bases, store), name=named.name)
-                executor.load(program)
-                ways[way] = partial(executor.run, program, lowered.examples(Bucket(batch)))
+                program = stack.enter_context(loaded(lowered, bucket, plan, judged, store))
+                ways[way] = partial(program.run, lowered.examples(bucket))
     return ways
 
 
@@ -218,7 +198,7 @@ def _peers(name: str, batch: int, threads: int, options: argparse.Namespace) -> 
         compiled = torch.compile(model)
         ways["inductor"] = lambda: compiled(**inputs)
     if "onnxruntime" not in options.without and find_spec("onnxruntime") is not None:
-        ways["onnxruntime"] = _onnxruntime(model, inputs, threads)
+        ways["onnxruntime"] = onnxruntime_call(model, inputs, threads)
     if "accelerate" not in options.without and find_spec("accelerate") is not None:
         ways["accelerate from file"] = _accelerate(_built(name)[0], inputs)
     return ways
@@ -226,22 +206,6 @@ def _peers(name: str, batch: int, threads: int, options: argparse.Namespace) -> 
 
 def _at_batch(example: torch.Tensor, batch: int) -> torch.Tensor:
     return example[:1].repeat(batch, *[1] * (example.dim() - 1))
-
-
-def _onnxruntime(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], threads: int) -> Way:
-    import onnxruntime
-
-    with warnings.catch_warnings(), redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")
-        exported = torch.onnx.export(model, (), kwargs=dict(inputs), dynamo=True, verbose=False)
-    assert exported is not None
-    settings = onnxruntime.SessionOptions()
-    settings.intra_op_num_threads, settings.inter_op_num_threads = threads, 1
-    settings.add_session_config_entry("session.force_spinning_stop", "1")  # not in the next engine's turn
-    serialized = exported.model_proto.SerializeToString()
-    session = onnxruntime.InferenceSession(serialized, settings, providers=["CPUExecutionProvider"])
-    given = {port.name: inputs[port.name].numpy() for port in session.get_inputs()}
-    return partial(session.run, None, given)
 
 
 def _accelerate(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> Way:
@@ -257,11 +221,6 @@ def _accelerate(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> W
     return run
 
 
-def _ratio(times: Times, way: str, to: str) -> list[float]:
-    """Ratios of each round, () where one of the engines is missing."""
-    return [a / b for a, b in zip(times.get(way, []), times.get(to, []), strict=False)]
-
-
 def _sections(found: Found, options: argparse.Namespace) -> list[str]:
     sections = [_ABOUT.format(rounds=options.rounds)]
     tables = dict.fromkeys((batch, threads, _list_of(name)) for name, batch, threads in found)
@@ -275,10 +234,9 @@ def _sections(found: Found, options: argparse.Namespace) -> list[str]:
             times, base = measured.times, _base(measured.times)
             row = [name, f"{statistics.median(times[base]) * 1e3:.2f}"]
             for way in ways:
-                ratios = _ratio(times, way, base)
-                row.append(_shown(ratios))
-                if ratios:
-                    means.setdefault(way, []).append(statistics.median(ratios))
+                row.append(_shown(times, way, base))
+                if way in times:
+                    means.setdefault(way, []).append(Quartiles.of_ratios(times[way], times[base]).middle)
             rows.append([*row, f"{measured.faults:.0f}"])
         count = {way: len(ratios) for way, ratios in means.items()}
         last = [f"{statistics.geometric_mean(means[w]):.2f} of {count[w]}" if w in means else "" for w in ways]
@@ -300,11 +258,9 @@ def _base(times: Times) -> str:
     return "onnxruntime" if "onnxruntime" in times else "eager"
 
 
-def _shown(ratios: Sequence[float]) -> str:
-    if not ratios:
-        return "-"
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [*ratios] * 3
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+def _shown(times: Times, way: str, to: str) -> str:
+    """Return the ratios of all rounds, or a dash where the engine is missing."""
+    return str(Quartiles.of_ratios(times[way], times[to])) if way in times else "-"
 
 
 def _sentence(measured: Measured) -> str:
@@ -324,8 +280,10 @@ def _draw(found: Found, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(max(8, 0.55 * len(shown)), 5))
     ways = [way for way in WAYS if any(way in times for times in shown.values())]
     for i, way in enumerate(ways):
-        ratios = [_ratio(times, way, _base(times)) for times in shown.values()]
-        heights = [statistics.median(r) - 1 if r else 0.0 for r in ratios]
+        heights = [
+            Quartiles.of_ratios(times[way], times[_base(times)]).middle - 1 if way in times else 0.0
+            for times in shown.values()
+        ]
         axes.bar([n + (i - len(ways) / 2 + 0.5) * 0.1 for n in range(len(shown))], heights, 0.1, 1.0, label=way)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
@@ -349,17 +307,15 @@ instructions, or that the engine was not installed or cannot run the model.
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser = parser_of("benchmarks.peers", __doc__)
+    parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     parser.add_argument("--models", nargs="+", default=[*MODELS, *UNTUNED], metavar="NAME")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="where archives are kept")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", choices=(1, 8), default=[1, 8])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime", "accelerate"), default=[])
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--faults", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--record", action="store_true", help="write NAME.md and NAME.png below docs/results")
-    parser.add_argument("--record-as", default="peers", metavar="NAME", help="(default: %(default)s)")
     return parser
 
 

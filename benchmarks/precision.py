@@ -12,14 +12,11 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.programs import loaded
+from benchmarks.record import markdown_table, parser_of, publish
 from cohabit.loadgen.zoo import ZOO, Inputs
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.shapes import Bucket
-from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.cpu.arena import CpuArena
-from cohabit.runtime.cpu.backend import CpuBackend
-from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.model import Port
@@ -57,16 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = markdown_table(
         ["model", "dtype", "top-1 equal", "cosine, mean", "cosine, least", "largest error"], rows
     )
-    print(table)
-    if options.record:
-        real = ", ".join(name for name in options.models if ZOO[name].real_weights)
-        about = (
-            f"{BATCH * BATCHES} rows of seeded noise and tokens per model, in batches of {BATCH}, one thread. The first"
-            " output of each row against that of eager PyTorch in float32; the largest error is relative to the largest"
-            f" value of the batch's output. Real weights: {real}. The others are random: their largest values lie"
-            " closer together than those of a trained classifier.\n"
-        )
-        record("precision", "Half precision against float32", "benchmarks.precision", [about, table])
+    real = ", ".join(name for name in options.models if ZOO[name].real_weights)
+    about = (
+        f"{BATCH * BATCHES} rows of seeded noise and tokens per model, in batches of {BATCH}, one thread. The first"
+        " output of each row against that of eager PyTorch in float32; the largest error is relative to the largest"
+        f" value of the batch's output. Real weights: {real}. The others are random: their largest values lie"
+        " closer together than those of a trained classifier.\n"
+    )
+    publish(options, "Half precision against float32", [about, table])
     return 0
 
 
@@ -90,16 +85,12 @@ def compared(name: str, options: Options, folder: Path) -> list[str]:
 
 def _outputs(lowered: Lowered, examples: Inputs) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
     """Inputs of each batch, and the first output for them."""
-    plan = resident_plan(lowered.graphs[Bucket(BATCH)])
+    bucket, generator = Bucket(BATCH), torch.Generator().manual_seed(0)
     store = open_store("ram", lowered.weights_path, lowered.manifest)
-    generator = torch.Generator().manual_seed(0)
-    workspace = -(-plan.memory.workspace_bytes // 4096) * 4096
-    with CpuArena(workspace + plan.memory.partition_bytes) as arena, CpuExecutor() as executor:
-        program = CpuBackend().build(lowered, plan, None, arena, Bases(workspace, 0), store)
-        executor.load(program)
+    with loaded(lowered, bucket, resident_plan(lowered.graphs[bucket]), None, store) as program:
         for _ in range(BATCHES):
             inputs = [_random(port, examples[port.name], generator) for port in lowered.inputs]
-            yield inputs, executor.run(program, [tensor.clone() for tensor in inputs]).outputs[0]
+            yield inputs, program.run([tensor.clone() for tensor in inputs]).outputs[0]
     store.close()
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import msgspec
 import torch
-from rich.console import Console
 
 import cohabit.planner.graph
 import cohabit.planner.profile
 from benchmarks.captured.trainer import Trainer
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.record import parser_of, publish, table_of
 from benchmarks.training_nets import NETS, loss
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
@@ -40,10 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured = {net: measured_profile(net, arguments.folder) for net in NETS}
     if not arguments.measure_only:
         sections = list(report(measured, arguments))
-        Console().print("\n".join(sections), markup=False)
-        if arguments.record:
-            title = "Op times predicted from profiles of other models"
-            record("predicted", title, "benchmarks.predicted", sections)
+        publish(arguments, "Op times predicted from profiles of other models", sections)
     return 0
 
 
@@ -79,46 +75,33 @@ def report(measured: Measured, arguments: argparse.Namespace) -> Iterator[str]:
         new_s = sum(s for op, s in zip(graph.ops, profile.op_seconds, strict=True) if op.target not in known)
         periods = [planned_s(graph, by, profile, arguments.seconds) for by in (found, profile)]
         rows.append(
-            [
-                net,
-                str(len(graph.ops)),
-                f"{profile.compute_s:.3f}",
-                f"{found.compute_s:.3f}",
-                f"{found.compute_s / profile.compute_s:.2f}",
-                f"{100 * error_of_half_the_time(pairs):.0f} %",
-                f"{100 * new_s / profile.compute_s:.0f} %",
-                f"{periods[0] / periods[1]:.3f}",
-            ]
+            {
+                "net": net,
+                "ops": str(len(graph.ops)),
+                "measured, s": f"{profile.compute_s:.3f}",
+                "predicted, s": f"{found.compute_s:.3f}",
+                "ratio": f"{found.compute_s / profile.compute_s:.2f}",
+                "error of the op at half of the time": f"{100 * error_of_half_the_time(pairs):.0f} %",
+                "time of unknown kinds": f"{100 * new_s / profile.compute_s:.0f} %",
+                "plan at 60 %, simulated": f"{periods[0] / periods[1]:.3f}",
+            }
         )
-    yield markdown_table(
-        [
-            "net",
-            "ops",
-            "measured, s",
-            "predicted, s",
-            "ratio",
-            "error of the op at half of the time",
-            "time of unknown kinds",
-            "plan at 60 %, simulated",
-        ],
-        rows,
-    )
-    errors = [abs(float(row[4]) - 1) for row in rows]
+    yield table_of(rows)
+    errors = [abs(float(row["ratio"]) - 1) for row in rows]
     yield f"The sum of a step's op times is off by {100 * statistics.median(errors):.0f} % in the median.\n"
     yield "## The kinds of ops that take longest\n"
     longest = sorted(kinds.items(), key=lambda item: -sum(s for _, s in item[1]))[:10]
-    yield markdown_table(
-        ["kind", "ops", "measured, s", "predicted, s", "error of the op at half of the time"],
+    yield table_of(
         [
-            [
-                kind,
-                str(len(pairs)),
-                f"{sum(s for _, s in pairs):.3f}",
-                f"{sum(s for s, _ in pairs):.3f}",
-                f"{100 * error_of_half_the_time(pairs):.0f} %",
-            ]
+            {
+                "kind": kind,
+                "ops": str(len(pairs)),
+                "measured, s": f"{sum(s for _, s in pairs):.3f}",
+                "predicted, s": f"{sum(s for s, _ in pairs):.3f}",
+                "error of the op at half of the time": f"{100 * error_of_half_the_time(pairs):.0f} %",
+            }
             for kind, pairs in longest
-        ],
+        ]
     )
 
 

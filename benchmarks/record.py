@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -39,18 +39,49 @@ def results_folder() -> Path:
     return RESULTS.parent.parent / ".unrecorded"
 
 
-def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the arguments that benchmarks with models on disk have in common."""
+def parser_of(module: str, about: str | None, *, has_folder: bool = True) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that benchmarks have in common, for `publish`.
+
+    `module` is what `python -m` is given. The result file has its name, with dashes; a benchmark with several result
+    files adds an option `--record-as`. `--folder` is for models on disk.
+    """
+    name = module.removeprefix("benchmarks.").replace(".", "-").replace("_", "-")
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.set_defaults(module=module, record_as=name)
     parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
+    if has_folder:
+        parser.add_argument(
+            "--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)"
+        )
     return parser
+
+
+def publish(options: argparse.Namespace, title: str, sections: Sequence[str]) -> Path | None:
+    """Print a benchmark's sections and, with `--record`, write its result file. Returns the file's path.
+
+    `options` are those of `parser_of`'s parser. Sections are Markdown.
+    """
+    print("\n".join(sections))
+    if not options.record:
+        return None
+    path = record(options.record_as, title, options.module, sections)
+    print(f"wrote {path}")
+    return path
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose first column is text and whose others are numbers."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows]) + "\n"
+
+
+def table_of(rows: Sequence[Mapping[str, str]]) -> str:
+    """A Markdown table of rows that are given as cells by heading: a heading stands beside its cell.
+
+    Columns are in the first row's order; all rows have the same.
+    """
+    header = list(rows[0]) if rows else []
+    return markdown_table(header, [[row[heading] for heading in header] for row in rows])
 
 
 def work_of_two() -> float:

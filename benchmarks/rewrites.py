@@ -5,12 +5,9 @@ drifts. Those that change what can be swapped, and no time, show about 1.
 """
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.peers import MODELS, UNTUNED
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.programs import loaded
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.turns import Quartiles, in_turns, seconds_of
 from cohabit.loadgen.zoo.exporting import export_model, save_model
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.shapes import Bucket
-from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.cpu.arena import CpuArena
-from cohabit.runtime.cpu.backend import CpuBackend
-from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.lowering import lower as lowering
 from cohabit.runtime.lowering.rewrite import rewrite
 from cohabit.runtime.measure.profile import resident_plan
@@ -51,33 +46,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     known = [name for name in options.models if name not in UNTUNED]
     prepare_visibly(options.folder / "zoo", recipes(len(known), known), force=False, console=console)
-    gains: dict[str, dict[str, tuple[float, float, float]]] = {}
+    gains: dict[str, dict[str, Quartiles]] = {}
     for name in options.models:
         archive = options.folder / "zoo" / name / "1" / "model.pt2"
         if name in UNTUNED:
             save_model(export_model(*UNTUNED[name]()), archive, {})
         for step, gain in _gains(name, archive, options).items():
             gains.setdefault(step, {})[name] = gain
-            console.print(f"{name}, without {step}: {gain[1]:.3f}")
+            console.print(f"{name}, without {step}: {gain.middle:.3f}")
     rows = [
-        [f"`{step}`", f"{max(middle for _, middle, _ in of.values()):.2f}", "; ".join(map(_shown, of, of.values()))]
-        for step, of in sorted(gains.items())
+        [
+            f"`{step}`",
+            f"{max(gain.middle for gain in of_step.values()):.2f}",
+            "; ".join(f"{model} {gain}" for model, gain in of_step.items()),
+        ]
+        for step, of_step in sorted(gains.items())
     ]
     about = f"Medians of {options.rounds} rounds, with quartiles, batch 1. Above 1: a model is slower without it.\n"
-    sections = [about, markdown_table(["rewrite", "most", "time without it over time with all"], rows)]
-    print("\n".join(sections))
-    if options.record:
-        record("rewrites", "What each rewrite gains", "benchmarks.rewrites", sections)
+    table = markdown_table(["rewrite", "most", "time without it over time with all"], rows)
+    publish(options, "What each rewrite gains", [about, table])
     return 0
 
 
-def _shown(model: str, gain: tuple[float, float, float]) -> str:
-    low, middle, high = gain
-    return f"{model} {middle:.2f} ({low:.2f}-{high:.2f})"
-
-
-def _gains(name: str, archive: Path, options: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
-    """Return the quartiles of the ratios, by rewrite that changes this model."""
+def _gains(name: str, archive: Path, options: argparse.Namespace) -> dict[str, Quartiles]:
+    """Return the time without a rewrite over that with all, by rewrite that changes this model."""
     applied: dict[str, Any] = {}
 
     def lowered(left_out: Collection[str]) -> lowering.Lowered:
@@ -91,15 +83,14 @@ def _gains(name: str, archive: Path, options: argparse.Namespace) -> dict[str, t
             return lowering.lower(archive, name, [1], cache, options=Options(packed=True))
 
     with ExitStack() as stack, torch.inference_mode():
-        executor = stack.enter_context(CpuExecutor())
         usual = lowered(())
-        whole = _run(usual, "all", executor, stack)
+        whole = _run(usual, stack)
         found = {}
         tried = [step for step, replaced in applied.items() if replaced or step in OPERANDS_ONLY]
         for step in [step for step in tried if step not in REQUIRED]:
             other = lowered((step,))
             if _calls(other) != _calls(usual):
-                found[step] = _ratios(_run(other, step, executor, stack), whole, options.rounds)
+                found[step] = _ratios(_run(other, stack), whole, options.rounds)
         return found
 
 
@@ -107,35 +98,22 @@ def _calls(lowered: lowering.Lowered) -> list[str]:
     return [f"{call.target} {call.args} {call.kwargs}" for call in lowered.traces[Bucket(1)].instructions]
 
 
-def _run(lowered: lowering.Lowered, label: str, executor: CpuExecutor, stack: ExitStack) -> Callable[[], object]:
+def _run(lowered: lowering.Lowered, stack: ExitStack) -> Callable[[], object]:
     """Load a program with everything resident, and return a run of it."""
     plan = resident_plan(lowered.graphs[Bucket(1)])
     store = open_store("ram", lowered.weights_path, lowered.manifest)
     stack.callback(store.close)
-    arena = stack.enter_context(CpuArena(plan.memory.nbytes + 4096))
-    bases = Bases(-(-plan.memory.workspace_bytes // 4096) * 4096, 0)
-    named = replace(lowered, name=f"{lowered.name}-{label}")
-    program = replace(CpuBackend().build(named, plan, None, arena, bases, store), name=named.name)
-    executor.load(program)
-    return partial(executor.run, program, lowered.examples(Bucket(1)))
+    program = stack.enter_context(loaded(lowered, Bucket(1), plan, None, store))
+    return partial(program.run, lowered.examples(Bucket(1)))
 
 
-def _ratios(without: Callable[[], object], whole: Callable[[], object], rounds: int) -> tuple[float, float, float]:
+def _ratios(without: Callable[[], object], whole: Callable[[], object], rounds: int) -> Quartiles:
     for way in (without, whole):
         way()
-    repeats = max(1, min(50, int(ROUND_S / _seconds(whole))))
-    ratios = []
-    for _ in range(rounds):
-        first, second = (min(_seconds(way) for _ in range(repeats)) for way in (without, whole))
-        ratios.append(first / second)
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return low, middle, high
-
-
-def _seconds(way: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    way()
-    return time.perf_counter() - start_s
+    repeats = max(1, min(50, int(ROUND_S / seconds_of(whole))))
+    ways = {"without": partial(seconds_of, without, repeats), "whole": partial(seconds_of, whole, repeats)}
+    found = in_turns(ways, rounds)
+    return Quartiles.of_ratios(found["without"], found["whole"])
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ COMMANDS = {
     " --without inductor --record --record-as peers-threads",
     "streaming": "streaming --models resnet152 bert_base minilm bert_small --rounds 11 --record",
     "streaming-sizes": "streaming --models resnet152 bert_base bert_short minilm bert_small --stores ram"
-    " --shares 0.1 0.15 0.25 0.4 0.6 0.75 --rounds 21 --record-as streaming-sizes",
+    " --shares 0.1 0.15 0.25 0.4 0.6 0.75 --rounds 21 --record-as streaming-sizes --record",
     "small-models": "small_models --rounds 800 --record",
     "first-start": "first_start --record",
     "edge": "edge --requests 30 --record",
@@ -43,7 +43,7 @@ COMMANDS = {
     "edge-fleet": "edge.fleet --record",
     "edge-lost-weights": "edge.lost_weights --record",
     "memory": "memory --record",
-    "parity": "parity",
+    "parity": "parity --record",
     "gpu-copies": "gpu.copies",
     "gpu-table2": "gpu.table2",
     "gpu-figure8": "gpu.figure8",

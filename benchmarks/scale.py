@@ -22,36 +22,39 @@ import torch
 from rich.console import Console
 
 from benchmarks.faults import ANSWERED, Outcome, Question, ask, load, questions
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import free_port
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.scrape import PATIENCE_S, free_port, serve_command
+from benchmarks.turns import turns
 from cohabit.loadgen.arrivals import RequestArrival, draw_arrivals
 from cohabit.loadgen.openloop import Outcome as Arrived
 from cohabit.loadgen.openloop import RequestFailed, Send, run_open_loop
-from cohabit.loadgen.server_process import running_server, server_command
+from cohabit.loadgen.server_process import running_server
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
-
-PATIENCE_S = 900.0
-
 
 TURNS = 4
 DEMO_MODELS = 16
 """Those of `make demo`."""
+ENGINE_FLAGS = ("--threads", "1", "--batch-sizes", "1")
+"""The bits of a row may depend on its batch and on the number of threads."""
 
 
 def scale_command(options: argparse.Namespace, replicas: int, url: str) -> list[str]:
     command = [sys.executable, "-m", "cohabit.server.cli", "scale", str(_repository(options))]
     command += ["--replicas", str(replicas), "--memory", options.memory, "--http-port", url.rpartition(":")[2]]
-    return [*command, *_engine_flags(options)]
+    return [*command, "--cache", str(_cache(options)), *ENGINE_FLAGS]
 
 
-def _engine_flags(options: argparse.Namespace) -> list[str]:
-    # The bits of a row may depend on its batch and on the number of threads.
-    cache = options.folder / ("cache" if options.demo else "scale-cache")
-    return ["--cache", str(cache), "--threads", "1", "--batch-sizes", "1"]
+def one_server_command(options: argparse.Namespace) -> list[str]:
+    return serve_command(_repository(options), options.memory, None, _cache(options), *ENGINE_FLAGS)
 
 
 def _repository(options: argparse.Namespace) -> Path:
     folder: Path = options.folder / ("repository" if options.demo else "scale")
+    return folder
+
+
+def _cache(options: argparse.Namespace) -> Path:
+    folder: Path = options.folder / ("cache" if options.demo else "scale-cache")
     return folder
 
 
@@ -84,12 +87,11 @@ async def measured(
     ends_s = dict.fromkeys(sends, 0.0)
     for send in sends.values():
         await run_open_loop(draw_arrivals(options.rate / 2, 5.0, popularity, TURNS), send, 10_000)
-    for turn in range(TURNS):
-        for name, send in sends.items():
-            arrivals = draw_arrivals(options.rate, options.seconds / TURNS, popularity, turn)
-            outcomes: list[Arrived] = await run_open_loop(arrivals, send, 10_000)
-            found[name] += outcomes
-            ends_s[name] += max(outcome.arrival.at_s + outcome.latency_s for outcome in outcomes)
+    for turn, name in turns(sends, TURNS):
+        arrivals = draw_arrivals(options.rate, options.seconds / TURNS, popularity, turn)
+        outcomes: list[Arrived] = await run_open_loop(arrivals, sends[name], 10_000)
+        found[name] += outcomes
+        ends_s[name] += max(outcome.arrival.at_s + outcome.latency_s for outcome in outcomes)
     rows = []
     for name, outcomes in found.items():
         seconds = np.array([outcome.latency_s for outcome in outcomes if outcome.failure is None])
@@ -226,8 +228,7 @@ def _as_arrays(question: Question) -> bytes:
 async def compared(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
     """Put the same questions to one server and to two engines, through tritonclient; compare every answer."""
     answers = {}
-    command = server_command("cohabit", _repository(options), options.memory, None)
-    async with running_server([*command, *_engine_flags(options)], PATIENCE_S) as url:
+    async with running_server(one_server_command(options), PATIENCE_S) as url:
         answers["one server"] = await asyncio.to_thread(questions, url, models)
     url = f"http://127.0.0.1:{free_port()}"
     async with running_server(scale_command(options, 2, url), PATIENCE_S):
@@ -242,9 +243,8 @@ async def compared(options: argparse.Namespace, models: Sequence[str]) -> list[s
     ]
 
 
-async def sections_of(options: argparse.Namespace, models: Sequence[str], console: Console) -> list[str]:
-    command = server_command("cohabit", _repository(options), options.memory, None)
-    async with running_server([*command, *_engine_flags(options)], PATIENCE_S) as url:
+async def sections_of(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
+    async with running_server(one_server_command(options), PATIENCE_S) as url:
         asked = await asyncio.to_thread(questions, url, models)
     sections: list[str] = []
     timeout, connector = aiohttp.ClientTimeout(total=PATIENCE_S), aiohttp.TCPConnector(limit=0)
@@ -271,13 +271,13 @@ async def sections_of(options: argparse.Namespace, models: Sequence[str], consol
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("benchmarks.scale", __doc__)
+    parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     parser.add_argument("--entry", default="ranker", help="of the zoo (default: %(default)s)")
     parser.add_argument("--models", type=int, default=8, help="how many (default: %(default)s)")
     parser.add_argument("--memory", default="16MiB", help="of each engine (default: %(default)s)")
     parser.add_argument(
         "--resident-models", type=int, default=2, help="whole models that fit into that, for Ray's multiplexing"
     )
-    parser.add_argument("--record-as", default="scale", help="name of the results (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=40.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a measurement (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=20, help="how many (default: %(default)s)")
@@ -294,21 +294,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = recipes(DEMO_MODELS) if options.demo else recipes(options.models, (options.entry,))
     prepared = prepare_visibly(_repository(options), chosen, force=False, console=console)
     names = [one.recipe.name for one in prepared]
-    sections = asyncio.run(compared(options, names) if options.demo else sections_of(options, names, console))
-    console.print("\n".join(sections), markup=False, soft_wrap=True)
-    if options.record:
-        intro = f"The models of `make demo`, {options.memory} and a thread for the server and for each engine.\n"
-        if not options.demo:
-            intro = (
-                f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine;"
-                f" {options.rate:g} requests/s arrive at random for {options.seconds:g} s, over HTTP, in {TURNS} turns."
-                " A replica of the multiplexed deployment holds"
-                f" {options.resident_models} models and copies others from RAM as a whole. All processes share the"
-                " CPUs.\n"
-            )
-        console.print(
-            record(options.record_as, "Engines that Ray Serve places", "benchmarks.scale", [intro, *sections])
+    sections = asyncio.run(compared(options, names) if options.demo else sections_of(options, names))
+    intro = f"The models of `make demo`, {options.memory} and a thread for the server and for each engine.\n"
+    if not options.demo:
+        intro = (
+            f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine;"
+            f" {options.rate:g} requests/s arrive at random for {options.seconds:g} s, over HTTP, in {TURNS} turns."
+            " A replica of the multiplexed deployment holds"
+            f" {options.resident_models} models and copies others from RAM as a whole. All processes share the"
+            " CPUs.\n"
         )
+    publish(options, "Engines that Ray Serve places", [intro, *sections])
     return 1 if any("NO." in section for section in sections) else 0
 
 

@@ -16,10 +16,9 @@ import aiohttp
 import numpy as np
 from rich.console import Console
 
-from benchmarks.language_model import ABOUT, NO_END, PROMPT, imported
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import Running, by_model, serving
-from cohabit.loadgen.server_process import server_command
+from benchmarks.language_model import ABOUT, PROMPT, imported, stream_text
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.scrape import Running, by_model, serve_command, serving
 from cohabit.loadgen.zoo.repository import Recipe, prepare_visibly
 
 OTHERS = (
@@ -59,26 +58,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         " it needs whole."
         f" Client, front end and engine share the CPUs; {options.seconds:g} s of each layout.\n"
     )
-    sections = [about, markdown_table(header, rows)]
-    print("\n".join(sections))
-    if options.record:
-        record("sessions", "A chat beside other models", "benchmarks.sessions", sections)
+    publish(options, "A chat beside other models", [about, markdown_table(header, rows)])
     return 0
 
 
 async def _measured(options: argparse.Namespace, layout: str, memory: str | None) -> list[str]:
-    command = server_command("cohabit", options.folder / "sessions", memory or "2GiB", layout)
-    command += ["--cache", str(options.folder / "cache"), "--threads", "1", "--batch-sizes", "1,2"]
+    repository, flags = options.folder / "sessions", ("--threads", "1", "--batch-sizes", "1,2")
+    command = serve_command(repository, memory or "2GiB", layout, options.folder / "cache", *flags)
     async with serving(command) as server, aiohttp.ClientSession() as session:
         requests = {recipe.name: await _request(session, server.url, recipe.name) for recipe in OTHERS}
-        await _text(session, server.url, 0)
+        await stream_text(session, server.url, 0, TOKENS)
         ended, waits = asyncio.Event(), list[float]()
         others = asyncio.create_task(_ask(session, server.url, requests, ended, waits))
         before = [server.total("cohabit_swapped_bytes_total"), _steps(server)]
         texts = list[tuple[float, list[float]]]()
         end_s = time.perf_counter() + options.seconds
         while time.perf_counter() < end_s:
-            texts.append(await _text(session, server.url, len(texts) + 1))
+            asked_s = time.perf_counter()
+            texts.append((asked_s, await stream_text(session, server.url, len(texts) + 1, TOKENS)))
             await asyncio.sleep(0.2)
         ended.set()
         await others
@@ -124,16 +121,6 @@ async def _request(session: aiohttp.ClientSession, url: str, name: str) -> dict[
         ones = np.ones(shape, int).tolist()
         inputs.append({"name": tensor["name"], "datatype": tensor["datatype"], "shape": shape, "data": ones})
     return {"inputs": inputs}
-
-
-async def _text(session: aiohttp.ClientSession, url: str, seed: int) -> tuple[float, list[float]]:
-    """Return when a text was asked for, and when each of its tokens came."""
-    prompt = np.random.default_rng(seed).integers(3, 8000, PROMPT).tolist()
-    asked = {"model": "chat", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logit_bias": NO_END}
-    start_s = time.perf_counter()
-    async with session.post(f"{url}/v1/completions", json={**asked, "stream": True}) as response:
-        response.raise_for_status()
-        return start_s, [time.perf_counter() async for line in response.content if b"token_ids" in line]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ One client asks one model at a time over HTTP, in turns with eager PyTorch in th
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,9 +16,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.scrape import serve_command
+from benchmarks.turns import seconds_of
 from cohabit.loadgen.client import address_of
-from cohabit.loadgen.server_process import running_server, server_command
+from cohabit.loadgen.server_process import running_server
 from cohabit.loadgen.zoo import ZOO
 from cohabit.loadgen.zoo.exporting import export_model, save_model
 from cohabit.loadgen.zoo.seeded import seeded
@@ -29,6 +30,8 @@ LIMIT_S = 3e-4
 FROM_ZOO = ("bert_small", "mobilenet_v2")
 PATIENCE_S = 300.0
 WARM_UP = 20
+"""Rounds that do not count."""
+WAYS = ("eager", "server", "client")
 
 Inputs = Mapping[str, Tensor]
 
@@ -124,9 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             save_model(export_model(module, inputs), path, {})
     measured = asyncio.run(_served(repository, models, options, console))
     table, holds = _table(measured)
-    console.print(table, markup=False)
-    if options.record:
-        record("small-models", "Small models, served and eager", "benchmarks.small_models", [_ABOUT, table])
+    publish(options, "Small models, served and eager", [_ABOUT, table])
     return 0 if holds else 1
 
 
@@ -139,62 +140,44 @@ the request in the server's statistics, waiting included; *client* is by the cli
 
 async def _served(
     repository: Path, models: Mapping[str, tuple[nn.Module, Inputs]], options: argparse.Namespace, console: Console
-) -> dict[str, dict[str, list[float]]]:
-    command = server_command("cohabit", repository, "120%", None)
-    command += ["--cache", str(options.folder / "small-models-cache")]
+) -> dict[str, dict[str, tuple[float, ...]]]:
+    command = serve_command(repository, "120%", None, options.folder / "small-models-cache")
     async with running_server(command, PATIENCE_S, console.print) as url:
         measured = {}
         with tritonclient.http.InferenceServerClient(address_of(url)) as client:
             for name, (module, inputs) in models.items():
                 one = {key: value[:1].contiguous() for key, value in inputs.items()}
-                ways = _ways(client, name, module, one)
-                measured[name] = _measure(ways, options.rounds, name, console)
+                once = _round(client, name, module, one)
+                for _ in range(WARM_UP):
+                    once()
+                rounds = [once() for _ in track(range(options.rounds), name, console=console, transient=True)]
+                measured[name] = dict(zip(WAYS, zip(*rounds, strict=True), strict=True))
     return measured
 
 
-def _ways(
+def _round(
     client: tritonclient.http.InferenceServerClient, name: str, module: nn.Module, inputs: Inputs
-) -> dict[str, Callable[[], tuple[float, ...]]]:
+) -> Callable[[], tuple[float, float, float]]:
+    """Return a call that runs a model eagerly, then served. It returns the seconds in the order of `WAYS`."""
     tensors = []
     for key, value in inputs.items():
         datatype = tritonclient.utils.np_to_triton_dtype(value.numpy().dtype)
         tensors.append(tritonclient.http.InferInput(key, list(value.shape), datatype))
         tensors[-1].set_data_from_numpy(value.numpy())
 
-    def eager() -> tuple[float, ...]:
+    def once() -> tuple[float, float, float]:
         with torch.inference_mode():
-            start = time.perf_counter()
-            module(**inputs)
-            return (time.perf_counter() - start,)
-
-    def served() -> tuple[float, ...]:
+            eager_s = seconds_of(lambda: module(**inputs))
         before_ns = _served_ns(client, name)
-        start = time.perf_counter()
-        client.infer(name, tensors)
-        took_s = time.perf_counter() - start
-        return (_served_ns(client, name) - before_ns) / 1e9, took_s
+        client_s = seconds_of(lambda: client.infer(name, tensors))
+        return eager_s, (_served_ns(client, name) - before_ns) / 1e9, client_s
 
-    return {"eager": eager, "served": served}
+    return once
 
 
 def _served_ns(client: tritonclient.http.InferenceServerClient, name: str) -> int:
     (statistics,) = client.get_inference_statistics(name)["model_stats"]
     return int(statistics["inference_stats"]["success"]["ns"])
-
-
-def _measure(
-    ways: Mapping[str, Callable[[], tuple[float, ...]]], rounds: int, name: str, console: Console
-) -> dict[str, list[float]]:
-    for way in ways.values():
-        for _ in range(WARM_UP):
-            way()
-    times: dict[str, list[float]] = {"eager": [], "server": [], "client": []}
-    for _ in track(range(rounds), name, console=console, transient=True):
-        times["eager"] += ways["eager"]()
-        server_s, client_s = ways["served"]()
-        times["server"].append(server_s)
-        times["client"].append(client_s)
-    return times
 
 
 def _table(measured: Mapping[str, Mapping[str, Sequence[float]]]) -> tuple[str, bool]:

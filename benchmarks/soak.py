@@ -21,11 +21,10 @@ import psutil
 from rich.console import Console
 from tritonclient.grpc.service_pb2 import ModelInferResponse
 
-from benchmarks.faults import Question, engine_of, questions, sample
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import free_port, serving
+from benchmarks.faults import REQUEST_MEMORY, RESTARTS, Question, engine_of, questions
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.scrape import free_port, front_end, serve_command, serving
 from cohabit.loadgen.client import address_of
-from cohabit.loadgen.server_process import server_command
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODELS, MEMORY = 4, "50%"
@@ -123,11 +122,10 @@ async def attackers(http: str, grpc_address: str, model: str, seed: int, found: 
 
 async def measured(options: argparse.Namespace, console: Console, models: Sequence[str]) -> Outcome:
     grpc_port, found = free_port(), Outcome()
-    command = server_command("cohabit", options.folder / "soak", MEMORY, None)
-    command += ["--cache", str(options.folder / "soak-cache"), "--batch-sizes", "1", "--grpc-port", str(grpc_port)]
+    repository, cache = options.folder / "soak", options.folder / "soak-cache"
+    command = serve_command(repository, MEMORY, None, cache, "--batch-sizes", "1", "--grpc-port", str(grpc_port))
     grpc_address = f"127.0.0.1:{grpc_port}"
     async with serving(command) as server:
-        (front_end,) = (p for p in psutil.Process().children() if "serve" in p.cmdline())
         asked = await asyncio.to_thread(questions, server.url, models)
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         async with (
@@ -140,14 +138,13 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
                 await turn(clients, asked, options.rate, TURN_S, seed, False, found)
                 async with attackers(address_of(server.url), grpc_address, models[0], seed, found):
                     await turn(clients, asked, options.rate, TURN_S, seed, True, found)
-                engine = engine_of(front_end.pid)
-                for name, pid in (("front end", front_end.pid), ("engine", engine)):
+                for name, pid in (("front end", front_end().pid), ("engine", engine_of(front_end()))):
                     if pid is not None:
                         found.memory[name].append(psutil.Process(pid).memory_info().rss / 2**20)
                 p99s = ", ".join(f"{_p99_ms(found, hostile):.1f}" for hostile in (False, True))
                 console.print(f"turn {seed}: p99 {p99s} ms, {found.memory['front end'][-1]:.0f} MiB")
-        found.restarts = sample(server.metrics_url, "cohabit_engine_restarts_total")
-        found.left_bytes = sample(server.metrics_url, "cohabit_request_memory_bytes")
+        found.restarts = server.total(RESTARTS)
+        found.left_bytes = server.total(REQUEST_MEMORY)
     return found
 
 
@@ -200,17 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepared = prepare_visibly(options.folder / "soak", recipes(MODELS), force=False, console=console)
     found = asyncio.run(measured(options, console, [one.recipe.name for one in prepared]))
     sections, holds = judged(found)
-    console.print("\n".join(sections), markup=False, soft_wrap=True)
-    if options.record:
-        intro = (
-            f"{MODELS} models in {MEMORY} of their weights; {options.rate:g} valid requests/s arrive at random, over"
-            f" HTTP and gRPC, for {options.minutes:g} minutes, in turns of {TURN_S:g} s without and with hostile"
-            " clients (`benchmarks/attacks.py`). Server and all clients share the CPUs. Growth is that of the last"
-            " quarter of the samples over the second.\n"
-        )
-        console.print(
-            f"wrote {record('soak', 'Hostile clients for a while', 'benchmarks.soak', [intro, *sections])}"
-        )
+    intro = (
+        f"{MODELS} models in {MEMORY} of their weights; {options.rate:g} valid requests/s arrive at random, over"
+        f" HTTP and gRPC, for {options.minutes:g} minutes, in turns of {TURN_S:g} s without and with hostile"
+        " clients (`benchmarks/attacks.py`). Server and all clients share the CPUs. Growth is that of the last"
+        " quarter of the samples over the second.\n"
+    )
+    publish(options, "Hostile clients for a while", [intro, *sections])
     return 0 if holds else 1
 
 

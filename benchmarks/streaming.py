@@ -9,17 +9,17 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from benchmarks.chrome_trace import chrome_trace
-from benchmarks.record import markdown_table, record
+from benchmarks.programs import LoadedProgram, loaded
+from benchmarks.record import parser_of, publish, table_of
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
-from cohabit.planner.graph import aligned
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
@@ -29,13 +29,10 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep
-from cohabit.runtime.binding.program import Bases, Program
-from cohabit.runtime.cpu.arena import CpuArena
+from cohabit.runtime.binding.program import Program
 from cohabit.runtime.cpu.backend import CpuBackend
-from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import Lowered, lower
-from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.options import Options
@@ -84,11 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             store = open_store(kind, lowered.weights_path, lowered.manifest, verify_reads=options.verify_reads)
             rows += _measure(lowered, store, options, console.print)
             store.close()
-    sections = _sections(rows, options)
-    if options.record:
-        title = "Streamed against resident, predicted against measured"
-        sections = [record(options.record_as, title, "benchmarks.streaming", sections).read_text()]
-    print("\n".join(sections))
+    publish(options, "Streamed against resident, predicted against measured", _sections(rows, options))
     return 0
 
 
@@ -97,25 +90,15 @@ def _measure(lowered: Lowered, store: Store, options: argparse.Namespace, say: C
     graph, resident = lowered.graphs[Bucket(1)], resident_plan(lowered.graphs[Bucket(1)])
     weights = lowered.manifest.segment_bytes + lowered.manifest.table_bytes
     say(f"{lowered.name}: {store.kind} store: profiling")
-    backend = CpuBackend()
-    profile = backend.measure(lowered, store, None, lambda text: None)[1][Bucket(1)]
+    profile = CpuBackend().measure(lowered, store, None, lambda text: None)[1][Bucket(1)]
     plans = []
     for share in options.shares:
         budget = int(weights * share) // 4096 * 4096
         memory = split_budget({Bucket(1): graph}, {Bucket(1): profile}, budget)
         plans.append(search(Problem(graph, profile, memory)))
-    *starts, end = accumulate(
-        (aligned(p.memory.workspace_bytes, BLOCK_BYTES) + p.memory.partition_bytes for p in plans), initial=0
-    )
-    size = end + aligned(resident.memory.workspace_bytes, BLOCK_BYTES) + resident.memory.partition_bytes
-    with CpuArena(size) as arena, CpuExecutor() as executor:
-
-        def build(plan: Plan, start: int) -> Program:
-            bases = Bases(start + aligned(plan.memory.workspace_bytes, BLOCK_BYTES), start)
-            return backend.build(lowered, plan, profile if plan is not resident else None, arena, bases, store)
-
-        whole = _Runs(lowered, resident, build(resident, end), executor)
-        runs = [_Runs(lowered, p, build(p, start), executor) for p, start in zip(plans, starts, strict=True)]
+    with ExitStack() as stack:
+        whole = _Runs(resident, stack.enter_context(loaded(lowered, Bucket(1), resident, None, store)))
+        runs = [_Runs(p, stack.enter_context(loaded(lowered, Bucket(1), p, profile, store))) for p in plans]
         if options.traces is not None:
             for share, run in zip(options.shares, runs, strict=True):
                 _write_traces(run, store, share, profile, options.traces, say)
@@ -133,8 +116,8 @@ def _write_traces(
     run: "_Runs", store: Store, share: float, profile: Profile, folder: Path, say: Callable[[str], None]
 ) -> None:
     """The predicted timeline, and a measured one, in which each op runs alone."""
-    lowered, plan = run.lowered, run.plan
-    measured = run.executor.run(run.program, lowered.examples(Bucket(1)), traced=True).timeline
+    program, plan, lowered = run.program, run.plan, run.program.lowered
+    measured = program.executor.run(program.program, lowered.examples(Bucket(1)), traced=True).timeline
     assert measured is not None
     graph = lowered.graphs[Bucket(1)]
     timelines = {"predicted": simulate(graph, plan, profile), "measured": measured}
@@ -147,33 +130,28 @@ def _write_traces(
 class _Runs:
     """A program, and the seconds that its runs took, after a first one."""
 
-    def __init__(self, lowered: Lowered, plan: Plan, program: Program, executor: CpuExecutor) -> None:
-        self.lowered, self.plan, self.program, self.executor = lowered, plan, program, executor
+    def __init__(self, plan: Plan, program: LoadedProgram) -> None:
+        self.plan, self.program = plan, program
         self.seconds: list[float] = []
         self._serial: list[float] = []
         self._copying: list[float] = []
-        executor.load(program)
-        self._run(program)
+        program.settled_run_s()
 
     def once(self) -> None:
         """Run twice, the second run counts: the first fills the caches. If anything is copied, run serially, too."""
-        self._run(self.program)
-        before = self.executor.swap_busy_s
-        self.seconds.append(self._run(self.program))
-        self._copying.append(self.executor.swap_busy_s - before)
-        if self.program.link_bytes:
-            self._serial.append(self._run(serialised(self.program)))
-
-    def _run(self, program: Program) -> float:
-        latency_s = self.executor.run(program, self.lowered.examples(Bucket(1))).latency_s
-        self.executor.settle()
-        return latency_s
+        program, executor = self.program, self.program.executor
+        program.settled_run_s()
+        before = executor.swap_busy_s
+        self.seconds.append(program.settled_run_s())
+        self._copying.append(executor.swap_busy_s - before)
+        if program.program.link_bytes:
+            self._serial.append(replace(program, program=serialised(program.program)).settled_run_s())
 
     def row(self, kind: StoreKind, share: float, profile: Profile, resident: "_Runs") -> Row:
-        found, link_bytes = self.plan.provenance, self.program.link_bytes
+        found, link_bytes = self.plan.provenance, self.program.program.link_bytes
         assert found is not None
         return Row(
-            model=self.lowered.name,
+            model=self.program.lowered.name,
             store=kind,
             share=share,
             resident_s=statistics.median(resident.seconds),
@@ -222,26 +200,21 @@ def _may_start(step: SwapStep, computes: int, others: int) -> bool:
 
 
 def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
-    header = (
-        "model, store, share of weights", "resident ms", "bound ms", "predicted ms", "streamed ms (min-max)",
-        "predicted / streamed", "streamed / resident", "as predicted", "serial ms", "serial / streamed",
-        "MiB copied", "copy GB/s",
-    )  # fmt: skip
     cells = [
-        [
-            f"{r.model}, {r.store}, {r.share:.0%}",
-            f"{r.resident_s * 1e3:.1f}",
-            f"{r.bound_s * 1e3:.1f}",
-            f"{r.predicted_s * 1e3:.1f}",
-            f"{r.streamed_s * 1e3:.1f} ({r.fastest_s * 1e3:.1f}-{r.slowest_s * 1e3:.1f})",
-            f"{r.predicted_s / r.streamed_s:.3f}",
-            f"{r.over_resident:.3f}",
-            f"{r.predicted_s / r.profiled_s:.3f}",
-            f"{r.serial_s * 1e3:.1f}",
-            f"{r.serial_s / r.streamed_s:.2f}",
-            f"{r.link_bytes / 2**20:.0f}",
-            f"{r.copy_bytes_per_s / 1e9:.2f}",
-        ]
+        {
+            "model, store, share of weights": f"{r.model}, {r.store}, {r.share:.0%}",
+            "resident ms": f"{r.resident_s * 1e3:.1f}",
+            "bound ms": f"{r.bound_s * 1e3:.1f}",
+            "predicted ms": f"{r.predicted_s * 1e3:.1f}",
+            "streamed ms (min-max)": f"{r.streamed_s * 1e3:.1f} ({r.fastest_s * 1e3:.1f}-{r.slowest_s * 1e3:.1f})",
+            "predicted / streamed": f"{r.predicted_s / r.streamed_s:.3f}",
+            "streamed / resident": f"{r.over_resident:.3f}",
+            "as predicted": f"{r.predicted_s / r.profiled_s:.3f}",
+            "serial ms": f"{r.serial_s * 1e3:.1f}",
+            "serial / streamed": f"{r.serial_s / r.streamed_s:.2f}",
+            "MiB copied": f"{r.link_bytes / 2**20:.0f}",
+            "copy GB/s": f"{r.copy_bytes_per_s / 1e9:.2f}",
+        }
         for r in rows
     ]
     return [
@@ -251,24 +224,22 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
         " for before the next step."
         " The share is of all weights, embedding tables included; these stay in the host store at every budget."
         " Partition and workspace together are the share.\n",
-        markdown_table(header, cells),
+        table_of(cells),
     ]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.streaming", description=__doc__)
+    parser = parser_of("benchmarks.streaming", __doc__)
+    parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="zoo models (default: %(default)s)")
     parser.add_argument(
         "--shares", nargs="+", type=float, default=list(SHARES), help="of the weights (default: %(default)s)"
     )
     parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES), help="(default: %(default)s)")
-    parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="(default: yes)")
-    parser.add_argument("--record-as", default="streaming", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: %(default)s)")
     parser.add_argument("--verify-reads", action="store_true", help="compare all reads with checksums")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="write predicted and measured timelines there")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 

@@ -9,10 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,14 +19,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from benchmarks.language_model import ABOUT, NO_END, PROMPT, folder_of_model, imported
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import serving
-from cohabit.loadgen.server_process import server_command
-from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.cpu.arena import CpuArena
-from cohabit.runtime.cpu.backend import CpuBackend
-from cohabit.runtime.cpu.executor import CpuExecutor
+from benchmarks.language_model import ABOUT, PROMPT, folder_of_model, imported, stream_text
+from benchmarks.programs import loaded, onnxruntime_call
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.scrape import serve_command, serving
+from benchmarks.turns import in_turns, seconds_of
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
@@ -40,6 +35,8 @@ from cohabit.server.importing.huggingface_inputs import Lengths
 MOST_TOKENS, MAX_BATCH = 512, 8
 STEPS = ((1, 1, 128), (8, 1, 128), (8, 1, 512), (1, 64, 128))
 """Texts, new tokens of each, tokens before them."""
+WARM_UP = 2
+"""Turns that do not count."""
 TEXTS = (1, 2, 4, 8)
 MEMORIES = ("1GiB", "200MiB")
 OURS, EAGER, PEER = "this", "eager PyTorch", "ONNX Runtime"
@@ -70,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     imported(options.folder, repository, MAX_BATCH, MOST_TOKENS)
     console = Console(stderr=True)
     sections = [f"{ABOUT}, in one thread.\n", *_steps(options, console), *_texts(options, repository, console)]
-    print("\n".join(sections))
-    if options.record:
-        record("texts", "Texts, token by token", "benchmarks.texts", sections)
+    publish(options, "Texts, token by token", sections)
     return 0
 
 
@@ -97,21 +92,16 @@ def _steps(options: argparse.Namespace, console: Console) -> list[str]:
         bucket = min(
             b for b in lowered.buckets if b.batch >= texts and b.sizes[0] >= count and b.sizes[1] >= before
         )
-        with CpuExecutor() as executor, CpuArena(1 << 30) as arena:
-            plan = resident_plan(lowered.graphs[bucket])
-            bases = Bases(-(-plan.memory.workspace_bytes // 4096) * 4096, 0)
-            program = replace(CpuBackend().build(lowered, plan, None, arena, bases, store), name="chat")
-            executor.load(program)
+        with loaded(lowered, bucket, resident_plan(lowered.graphs[bucket]), None, store) as program:
             inputs = [given[port.name] for port in lowered.inputs]
-
-            def ours() -> object:
-                return executor.run(program, [inputs[0], inputs[1], inputs[2]])  # noqa: B023 - called in this turn
-
-            ways: dict[str, Way] = {OURS: ours, EAGER: lambda: subject.module(**given)}  # noqa: B023
+            ways: dict[str, Way] = {OURS: partial(program.run, inputs), EAGER: partial(subject.module, **given)}
             if find_spec("onnxruntime") is not None:
-                ways[PEER] = _onnxruntime(subject.module, given)
+                ways[PEER] = onnxruntime_call(subject.module, given, threads=1)
+            timed = {way: partial(seconds_of, call) for way, call in ways.items()}
             with torch.inference_mode():
-                seconds = _in_turns(ways, options.rounds)
+                in_turns(timed, WARM_UP)
+                found = in_turns(timed, options.rounds)
+        seconds = {way: statistics.median(each) for way, each in found.items()}
         cells = [f"{seconds[way] * 1e3:.1f}" for way in ways]
         ratios = [f"{seconds[OURS] / seconds[way]:.2f}" for way in ways if way != OURS]
         rows.append([f"{texts} x {count} after {before}", *cells, *ratios])
@@ -123,34 +113,6 @@ def _steps(options: argparse.Namespace, console: Console) -> list[str]:
     ]
     about = f"A step, all weights resident: medians of {options.rounds} turns.\n"
     return [about, markdown_table(header, rows)]
-
-
-def _in_turns(ways: Mapping[str, Way], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 2):
-        for name, way in ways.items():
-            start_s = time.perf_counter()
-            way()
-            if turn >= 2:
-                found[name].append(time.perf_counter() - start_s)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
-
-
-def _onnxruntime(module: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> Way:
-    import onnxruntime
-
-    with warnings.catch_warnings(), redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")
-        exported = torch.onnx.export(module, (), kwargs=dict(given), dynamo=True, verbose=False)
-    assert exported is not None
-    settings = onnxruntime.SessionOptions()
-    settings.intra_op_num_threads = settings.inter_op_num_threads = 1
-    settings.add_session_config_entry("session.force_spinning_stop", "1")  # not in the next engine's turn
-    raw = exported.model_proto.SerializeToString()
-    session = onnxruntime.InferenceSession(raw, settings, providers=["CPUExecutionProvider"])
-    arrays = {port.name: given[port.name].numpy() for port in session.get_inputs()}
-    return lambda: session.run(None, arrays)
 
 
 def _texts(options: argparse.Namespace, repository: Path, console: Console) -> list[str]:
@@ -175,15 +137,16 @@ def _texts(options: argparse.Namespace, repository: Path, console: Console) -> l
 
 
 async def _served(options: argparse.Namespace, repository: Path, memory: str, console: Console) -> list[list[str]]:
-    command = server_command("cohabit", repository, memory, None)
-    command += ["--cache", str(options.folder / "cache"), "--threads", "1"]
+    command = serve_command(repository, memory, None, options.folder / "cache", "--threads", "1")
     rows = []
     async with serving(command) as server, aiohttp.ClientSession() as session:
-        await _text(session, server.url, 99, 8)
+        await stream_text(session, server.url, 99, 8)
         for texts in TEXTS:
             console.print(f"{memory}, {texts} texts")
             start_s = time.perf_counter()
-            found = await asyncio.gather(*(_text(session, server.url, n, options.tokens) for n in range(texts)))
+            found = await asyncio.gather(
+                *(stream_text(session, server.url, n, options.tokens) for n in range(texts))
+            )
             total = sum(map(len, found)) / (max(times[-1] for times in found) - start_s)
             gaps = np.concatenate([np.diff(times) for times in found]) * 1e3
             first = statistics.median(times[0] - start_s for times in found) * 1e3
@@ -192,15 +155,6 @@ async def _served(options: argparse.Namespace, repository: Path, memory: str, co
                 [f"`--memory {memory}`", str(texts), f"{total:.1f}", f"{first:.0f}", f"{middle:.1f}", f"{late:.1f}"]
             )
     return rows
-
-
-async def _text(session: aiohttp.ClientSession, url: str, seed: int, tokens: int) -> list[float]:
-    """Return when each token of a text came."""
-    prompt = np.random.default_rng(seed).integers(3, 8000, PROMPT).tolist()
-    asked = {"model": "chat", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logit_bias": NO_END}
-    async with session.post(f"{url}/v1/completions", json={**asked, "stream": True}) as response:
-        response.raise_for_status()
-        return [time.perf_counter() async for line in response.content if b"token_ids" in line]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Tilings of the thesis' programs (chapter 3): bytes and times, random programs, planning time, DTensor and Dask."""
 
-import argparse
 import functools
 import math
 import statistics
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from benchmarks.record import markdown_table, record, work_of_two
+from benchmarks.record import markdown_table, parser_of, publish, work_of_two
 from benchmarks.tiling_programs import SUBJECTS, Subject, random_program
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.tiling.arrays import NewArray, Region, View, newarray
@@ -220,17 +218,15 @@ def peers(runs: dict[int, Runs], scale: int, repeats: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiling", description=__doc__)
-    parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
+    parser = parser_of("benchmarks.tiling", __doc__, has_folder=False)
     parser.add_argument("--scale", type=int, default=8, help="size of the programs' inputs (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each (default: %(default)s)")
     options = parser.parse_args(argv)
-    console = Console(highlight=False)
     task = functools.partial(run_all, options.scale, options.repeats)
     runs: dict[int, Runs] = {processes: start(task, processes) for processes in PROCESSES}
     for run in (run for found in runs.values() for run in found.items()):
         if isinstance(run[1], str):
-            console.print(run, markup=False)
+            print(run)
     moved, times = applications(runs)
     sections = [
         "## Bytes between four workers (Figure 3.1)\n",
@@ -257,9 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"Dask {version('dask')} computes in threads of one process, which share memory: it moves nothing.\n",
         peers(runs, options.scale, options.repeats),
     ]
-    console.print("\n".join(sections), markup=False, soft_wrap=True)
-    if options.record:
-        console.print(f"wrote {record('tiling', 'Tilings of distributed arrays', 'benchmarks.tiling', sections)}")
+    publish(options, "Tilings of distributed arrays", sections)
     return 0
 
 

@@ -18,18 +18,17 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.precision import compared
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.programs import LoadedProgram, loaded
+from benchmarks.record import markdown_table, parser_of, publish, table_of
+from benchmarks.turns import Quartiles, in_turns
 from cohabit.loadgen.zoo import ZOO
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.loadgen.zoo.tokens import tokenize
-from cohabit.planner.graph import aligned
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
-from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.backend import CpuBackend
-from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
@@ -69,9 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(dict.fromkeys((*options.models, *options.timed)))
     prepare_visibly(options.folder / "zoo", recipes(len(names), names), force=False, console=console)
     sections = [*_accuracy(options, console), *_sentences(options), *_times(options, console)]
-    print("\n".join(sections))
-    if options.record:
-        record("weights", "Weights in 16 and 8 bits", "benchmarks.weights", sections)
+    publish(options, "Weights in 16 and 8 bits", sections)
     return 0
 
 
@@ -118,20 +115,14 @@ def _sentences(options: argparse.Namespace) -> list[str]:
 
 
 def _embeddings(lowered: Lowered, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    plan, backend = resident_plan(lowered.graphs[Bucket(8)]), CpuBackend()
-    workspace = aligned(plan.memory.workspace_bytes, BLOCK_BYTES)
-    with backend.arena(workspace + plan.memory.partition_bytes) as arena, CpuExecutor() as executor:
-        store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-        program = backend.build(lowered, plan, None, arena, Bases(workspace, 0), store)
-        executor.load(program)
-        given = {"input_ids": ids, "attention_mask": mask}
-        parts = [
-            executor.run(program, [given[port.name][n : n + 8].clone() for port in lowered.inputs])
-            .outputs[0]
-            .clone()
-            for n in range(0, len(ids), 8)
-        ]
-        store.close()
+    bucket, given = Bucket(8), {"input_ids": ids, "attention_mask": mask}
+    store = CpuBackend().open_store("ram", lowered.weights_path, lowered.manifest)
+    parts = []
+    with loaded(lowered, bucket, resident_plan(lowered.graphs[bucket]), None, store) as program:
+        for n in range(0, len(ids), bucket.batch):
+            rows = [given[port.name][n : n + bucket.batch].clone() for port in lowered.inputs]
+            parts.append(program.run(rows).outputs[0].clone())
+    store.close()
     return torch.cat(parts)
 
 
@@ -166,14 +157,13 @@ def _times(options: argparse.Namespace, console: Console) -> list[str]:
         " is what opening the RAM store added to the process's resident memory. The link of 400 MB/s sleeps while a"
         " copy's encoded bytes would be on their way, and decodes within that time.\n"
     )
-    header = ["model, link", "weights", "ms", "resident ms", "faster", "predicted ms", "link GB/s", "host MiB"]
-    return ["\n## Time\n", about, markdown_table(header, rows)]
+    return ["\n## Time\n", about, table_of(rows)]
 
 
-def _timed(name: str, link: _Link, options: argparse.Namespace) -> list[list[str]]:
+def _timed(name: str, link: _Link, options: argparse.Namespace) -> list[dict[str, str]]:
     """One row per codec."""
     with ExitStack() as resources:
-        budget, runs, facts = 0, {}, {}
+        budget, programs, facts = 0, dict[tuple[Weights, str], LoadedProgram](), {}
         for weights in STORED_AS:
             lowered = lowered_model(name, weights, 1, options.folder)
             backend = CpuBackend(link.bandwidth_bytes_per_s)
@@ -199,43 +189,36 @@ def _timed(name: str, link: _Link, options: argparse.Namespace) -> list[list[str
                 (bandwidth or profile.swap_in.bandwidth_bytes_per_s) / 1e9,
                 host_bytes / 2**20,
             )
-            for kind, own in (("streamed", plan), ("resident", resident_plan(graph))):
-                workspace = aligned(own.memory.workspace_bytes, BLOCK_BYTES)
-                arena = resources.enter_context(backend.arena(workspace + own.memory.partition_bytes))
-                executor = resources.enter_context(CpuExecutor())
-                known = profile if kind == "streamed" else None
-                program = backend.build(lowered, own, known, arena, Bases(workspace, 0), store)
-                executor.load(program)
-                runs[weights, kind] = partial(_once, executor, program, lowered)
-        times: dict[tuple[Weights, str], list[float]] = {key: [] for key in runs}
-        for _ in range(options.rounds):
-            for key, run in runs.items():
-                run()
-                times[key].append(run())
+            programs[weights, "streamed"] = resources.enter_context(
+                loaded(lowered, Bucket(1), plan, profile, store, backend)
+            )
+            programs[weights, "resident"] = resources.enter_context(
+                loaded(lowered, Bucket(1), resident_plan(graph), None, store, backend)
+            )
+
+        def second_run_s(program: LoadedProgram) -> float:
+            program.run()
+            return program.run().latency_s
+
+        times = in_turns({key: partial(second_run_s, program) for key, program in programs.items()}, options.rounds)
     rows = []
     for weights in STORED_AS:
         streamed = times[weights, "streamed"]
-        ratios = [plain / seconds for plain, seconds in zip(times["float32", "streamed"], streamed, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         predicted_s, bandwidth, host = facts[weights]
         resident_s = statistics.median(times[weights, "resident"])
         rows.append(
-            [
-                f"{name}, {link.name}",
-                weights,
-                f"{statistics.median(streamed) * 1e3:.1f}",
-                f"{resident_s * 1e3:.1f}",
-                f"{middle:.2f} ({low:.2f}-{high:.2f})",
-                f"{predicted_s * 1e3:.1f}",
-                f"{bandwidth:.2f}",
-                f"{host:.0f}" if link.store == "ram" else "-",
-            ]
+            {
+                "model, link": f"{name}, {link.name}",
+                "weights": weights,
+                "ms": f"{statistics.median(streamed) * 1e3:.1f}",
+                "resident ms": f"{resident_s * 1e3:.1f}",
+                "faster": str(Quartiles.of_ratios(times["float32", "streamed"], streamed)),
+                "predicted ms": f"{predicted_s * 1e3:.1f}",
+                "link GB/s": f"{bandwidth:.2f}",
+                "host MiB": f"{host:.0f}" if link.store == "ram" else "-",
+            }
         )
     return rows
-
-
-def _once(executor: CpuExecutor, program: Program, lowered: Lowered) -> float:
-    return executor.run(program, lowered.examples(Bucket(1))).latency_s
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.export import Dim
 
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.scrape import serving
-from cohabit.loadgen.server_process import server_command
+from benchmarks.record import parser_of, publish, table_of
+from benchmarks.scrape import serve_command, serving
 from cohabit.loadgen.zoo.exporting import save_model
 
 MIB, VALUES, TOKENS, WIDTH = 1 << 20, 1 << 18, 512, 16
@@ -180,29 +178,29 @@ async def measure(
 
 
 async def run(options: argparse.Namespace) -> int:
-    console = Console()
     with tempfile.TemporaryDirectory() as folder:
         repository, cache = Path(folder) / "models", Path(folder) / "cache"
         write_models(repository)
-        command = [*server_command("cohabit", repository, "64MiB", None), "--cache", str(cache)]
-        command += ["--model-control-mode", "explicit", "--load-model", "*", "--batch-sizes", "1"]
-        async with serving(command, show_log=False) as server:
+        flags = ("--model-control-mode", "explicit", "--load-model", "*", "--batch-sizes", "1")
+        async with serving(serve_command(repository, "64MiB", None, cache, *flags)) as server:
             measured = await measure(server.url, server.metrics_url, options.seconds, options.clients, options.only)
-    header = ["body", "probes", "median ms", "p99 ms", "longest ms"]
     rows = []
     for name, taken_s in measured:
         ordered = sorted(taken_s)
-        p99_s = ordered[int(0.99 * (len(ordered) - 1))]
-        figures = (statistics.median(ordered), p99_s, ordered[-1])
-        rows.append([name, str(len(ordered)), *(f"{1e3 * s:.1f}" for s in figures)])
-    table = markdown_table(header, rows)
-    console.print(table, soft_wrap=True, markup=False, highlight=False)
-    if options.record:
-        text = (
-            f"Each body by {options.clients} clients at once, again and again, for {options.seconds:g} s; probes of"
-            " both ports' health."
+        rows.append(
+            {
+                "body": name,
+                "probes": str(len(ordered)),
+                "median ms": f"{1e3 * statistics.median(ordered):.1f}",
+                "p99 ms": f"{1e3 * ordered[int(0.99 * (len(ordered) - 1))]:.1f}",
+                "longest ms": f"{1e3 * ordered[-1]:.1f}",
+            }
         )
-        record("worst-bodies", "Probes beside the worst bodies", "benchmarks.worst_bodies", [text, "", table])
+    about = (
+        f"Each body by {options.clients} clients at once, again and again, for {options.seconds:g} s; probes of"
+        " both ports' health.\n"
+    )
+    publish(options, "Probes beside the worst bodies", [about, table_of(rows)])
     return 0 if all(max(taken_s) <= LIMIT_S for _, taken_s in measured) else 1
 
 

@@ -37,7 +37,7 @@ def test_each_point_is_compared_with_the_resident_one_of_its_rate() -> None:
         point("lru", 100, 0.5),
         point("pipelined", 50, None),
     ]
-    _, rows = figure8._table(points)
+    rows = [list(row.values()) for row in figure8._rows(points)]
     assert rows[0][5] == ""
     assert rows[1] == ["lru, 50", "80%", "60%", "10.0", "50.0", "2.500 (2.500 - 2.500)", "1.00", "2.50"]
     assert rows[2][5] == ""
@@ -62,8 +62,7 @@ def test_a_layout_that_cannot_start_is_a_note_and_the_others_are_measured(
     monkeypatch.setattr(figure8, "run_load", made_up)
     monkeypatch.setattr(scrape, "by_model", lambda url, name: {"a": 1.0})
     monkeypatch.setattr(figure8, "prepare_visibly", lambda *_, **__: [])
-    for module in (figure8, record):
-        monkeypatch.setattr(module, "results_folder", lambda: tmp_path)
+    monkeypatch.setattr(record, "results_folder", lambda: tmp_path)
     assert figure8.main(["--record", "--folder", str(tmp_path)]) == 1
     written = (tmp_path / "figure8.md").read_text()
     assert "lru: cohabit: big: holding all parameters" in written

@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.edge import cgroup
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, PATIENCE_S, Outcome
 from benchmarks.edge.peer import IMAGE, network
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.record import parser_of, publish, table_of
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 MODEL = "resnet152"
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"resident: {resident.cells}, {resident.charged_bytes / MIB:.1f} MiB")
     residents = [resident]
     peers = _peers(folder)
-    rows = list[list[str]]()
+    rows = list[dict[str, str]]()
     bases, held = list[str](), resident.first_s is not None
     for libraries_counted in (True, False):
         counted = "yes" if libraries_counted else "no"
@@ -62,38 +62,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             middle = cgroup.middle(served)
             residents.append(cgroup.served(whole, options.requests, None))  # in turn: the machine's speed changes
             held &= equal and (extra != CASES[0][0] or (middle.first_s is not None and middle.first_s <= GOAL_S))
-            rows.append([f"Cohabit, models in {memory}", counted, label, *middle.cells, "equal" if equal else "no"])
+            rows.append(_row(f"Cohabit, models in {memory}", counted, label, middle, "equal" if equal else "no"))
             console.print(rows[-1])
             for way, path in peers.items():
                 ran = [
                     _peer(way, path, options.requests, limit_bytes, libraries_counted)
                     for _ in range(options.rounds)
                 ]
-                rows.append([way, counted, label, *cgroup.middle(ran).cells, "-"])
+                rows.append(_row(way, counted, label, cgroup.middle(ran)))
                 console.print(rows[-1])
-    rows.insert(0, ["Cohabit, resident", "no", "none", *cgroup.middle(residents).cells, "-"])
-    table = markdown_table(
-        ["way", "libraries counted", "cgroup", "first answer s", "median ms", "p90 ms", "bits of resident"], rows
-    )
-    console.print(table, markup=False)
-    if options.record:
-        record(
-            "edge",
-            "ResNet-152 in small memory cgroups",
-            "benchmarks.edge",
-            [
-                f"Base: an idle server with one small model, {bases[0]} with libraries counted, {bases[1]} without."
-                " Libraries counted: the page cache is dropped before the start, as on a board; otherwise torch's"
-                " libraries are in it, and charged elsewhere. The disk's read-ahead:"
-                f" {cgroup.read_ahead()}. First answer: from"
-                f" the command; median and p90 of {options.requests} requests that follow one another, batch 1, of"
-                f" {options.rounds} runs. Servers answer over HTTP, with `--engine in-process` and, in a cgroup,"
-                " `--process-memory`; the other ways are programs without a server.\n",
-                table,
-                f"To hold: equal bits, and the first answer within {GOAL_S:g} s in base + {CASES[0][0]} MiB.\n",
-            ],
-        )
+    rows.insert(0, _row("Cohabit, resident", "no", "none", cgroup.middle(residents)))
+    sections = [
+        f"Base: an idle server with one small model, {bases[0]} with libraries counted, {bases[1]} without."
+        " Libraries counted: the page cache is dropped before the start, as on a board; otherwise torch's"
+        " libraries are in it, and charged elsewhere. The disk's read-ahead:"
+        f" {cgroup.read_ahead()}. First answer: from"
+        f" the command; median and p90 of {options.requests} requests that follow one another, batch 1, of"
+        f" {options.rounds} runs. Servers answer over HTTP, with `--engine in-process` and, in a cgroup,"
+        " `--process-memory`; the other ways are programs without a server.\n",
+        table_of(rows),
+        f"To hold: equal bits, and the first answer within {GOAL_S:g} s in base + {CASES[0][0]} MiB.\n",
+    ]
+    publish(options, "ResNet-152 in small memory cgroups", sections)
     return 0 if held else 1
+
+
+def _row(way: str, libraries_counted: str, limit: str, outcome: Outcome, bits: str = "-") -> dict[str, str]:
+    return {
+        "way": way,
+        "libraries counted": libraries_counted,
+        "cgroup": limit,
+        **outcome.cells,
+        "bits of resident": bits,
+    }
 
 
 def _peer(way: str, path: Path, requests: int, limit_bytes: int, libraries_counted: bool) -> Outcome:

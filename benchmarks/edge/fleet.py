@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.edge.cgroup import MIB, bundle_of, cohabit
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.edge.cgroup import MIB, bundle_of, serve_bundle_command
+from benchmarks.record import markdown_table, parser_of, publish
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report, Spread
 from cohabit.loadgen.run import run_load
@@ -42,17 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         *_tables(report),
         f"To hold: no request fails. {report.sent} were sent, {report.sent - report.completed} failed.\n",
     ]
-    console.print("\n".join(sections), markup=False, soft_wrap=True)
-    if options.record:
-        record("edge-fleet", f"{MODELS} small models on one core", "benchmarks.edge.fleet", sections)
+    publish(options, f"{MODELS} small models on one core", sections)
     return 0 if report.all_answered else 1
 
 
 async def _measure(bundle: Path, load: Load) -> Report:
     """Serve the bundle on the first core, and send the load from the others."""
     first, *others = sorted(os.sched_getaffinity(0))
-    ports = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
-    command = ["taskset", "-c", str(first), *cohabit(), "serve", str(bundle), "--engine", "in-process", *ports]
+    command = ["taskset", "-c", str(first), *serve_bundle_command(bundle)]
     os.sched_setaffinity(0, others or [first])
     try:
         async with running_server(command, PATIENCE_S) as url:

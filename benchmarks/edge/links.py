@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,25 +23,20 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from benchmarks.record import markdown_table, record
+from benchmarks.programs import LoadedProgram, loaded
+from benchmarks.record import markdown_table, parser_of, publish
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.bounds.relaxation import latency_bound
-from cohabit.planner.graph import aligned
 from cohabit.planner.layout.feasible import Footprint, page_aligned
 from cohabit.planner.memory import Memory
-from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
-from cohabit.runtime.binding.program import Bases, Program
-from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.backend import CpuBackend
-from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import Lowered, lower
-from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.options import Options
@@ -69,7 +65,7 @@ class Case:
     """One memory size, and its seconds in each round."""
 
     memory_bytes: int
-    program: Program
+    program: LoadedProgram
     predicted_s: float
     bound_s: list[float] = field(default_factory=list)
     streamed_s: list[float] = field(default_factory=list)
@@ -106,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in options.links
     ]
     held, sections = _sections(lowered, found, options.rounds)
-    console.print("\n".join(sections), markup=False, soft_wrap=True)
-    if options.record:
-        record("edge-links", "ResNet-152 over slow links, in little memory", "benchmarks.edge.links", sections)
+    publish(options, "ResNet-152 over slow links, in little memory", sections)
     return 0 if held else 1
 
 
@@ -128,41 +122,24 @@ def _measure(
     graph, backend = lowered.graphs[Bucket(1)], CpuBackend(bandwidth)
     store = backend.open_store(kind, lowered.weights_path, lowered.manifest)
     profile = backend.measure(lowered, store, None, lambda text: None)[1][Bucket(1)]
-    plans: list[Plan] = []
-    for memory in sizes(lowered):
-        split = split_budget({Bucket(1): graph}, {Bucket(1): profile}, memory)
-        plans.append(search(Problem(graph, profile, split)))
-    plans.append(resident_plan(graph))
-    rooms = [
-        aligned(plan.memory.partition_bytes, BLOCK_BYTES) + aligned(plan.memory.workspace_bytes, BLOCK_BYTES)
-        for plan in plans
-    ]
-    starts = np.cumsum([0, *rooms]).tolist()
-    with CpuArena(starts[-1]) as arena, CpuExecutor() as executor:
-        programs = []
-        for plan, start in zip(plans, starts, strict=False):
-            bases = Bases(start + aligned(plan.memory.workspace_bytes, BLOCK_BYTES), start)
-            programs.append(backend.build(lowered, plan, profile if plan.provenance else None, arena, bases, store))
-
-        def run(program: Program) -> float:
-            latency_s = executor.run(program, lowered.examples(Bucket(1))).latency_s
-            executor.settle()
-            return latency_s
-
-        for program in programs:
-            executor.load(program)
-            run(program)
-        cases = [
-            Case(memory, program, plan.provenance.latency_s if plan.provenance else 0.0)
-            for memory, program, plan in zip(sizes(lowered), programs, plans, strict=False)
-        ]
-        found = Outcome(link, cases, resident := [], bandwidths := [])
+    with ExitStack() as stack:
+        cases = []
+        for memory in sizes(lowered):
+            split = split_budget({Bucket(1): graph}, {Bucket(1): profile}, memory)
+            plan = search(Problem(graph, profile, split))
+            assert plan.provenance is not None
+            program = stack.enter_context(loaded(lowered, Bucket(1), plan, profile, store, backend))
+            cases.append(Case(memory, program, plan.provenance.latency_s))
+        resident = stack.enter_context(loaded(lowered, Bucket(1), resident_plan(graph), None, store, backend))
+        for program in (*(case.program for case in cases), resident):
+            program.settled_run_s()
+        found = Outcome(link, cases, resident_s := [], bandwidths := [])
         for _ in range(rounds):
             bandwidths.append(bandwidth or disk_bytes_per_s(lowered.weights_path))
-            resident.append(run(programs[-1]))
+            resident_s.append(resident.settled_run_s())
             for case in cases:
-                case.streamed_s.append(run(case.program))
-                case.bound_s.append(bound_s(lowered, profile, case.memory_bytes, resident[-1], bandwidths[-1]))
+                case.streamed_s.append(case.program.settled_run_s())
+                case.bound_s.append(bound_s(lowered, profile, case.memory_bytes, resident_s[-1], bandwidths[-1]))
     store.close()
     return found
 
@@ -257,11 +234,9 @@ def _cells(one: Outcome, case: Case) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     names = [name for name, _, _ in LINKS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.edge.links", description=__doc__)
+    parser = parser_of("benchmarks.edge.links", __doc__)
     parser.add_argument("--links", nargs="+", choices=names, default=names, help="(default: all)")
     parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/edge-links.md too")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     return parser
 
 

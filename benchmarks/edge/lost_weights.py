@@ -18,9 +18,9 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, bundle_of, cohabit
+from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, bundle_of, serve_bundle_command
 from benchmarks.faults import ANSWERED, PATIENCE_S, Outcome, Question, load, questions
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.record import markdown_table, parser_of, publish
 from cohabit.loadgen.server_process import running_server
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.server.config.bundle import read_bundle
@@ -90,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with disk_of(bundle, MODELS[0], Path(scratch) / "disk.img") as medium:
             found = asyncio.run(_measure(bundle, medium, options.rate, options.seconds))
     held, sections = _sections(found, options)
-    console.print("\n".join(sections), markup=False, soft_wrap=True)
-    if options.record:
-        record("edge-lost-weights", "A weights file is lost under load", "benchmarks.edge.lost_weights", sections)
+    publish(options, "A weights file is lost under load", sections)
     return 0 if held else 1
 
 
@@ -120,9 +118,7 @@ async def _measure(
     bundle: Path, medium: Medium, rate: float, seconds: float
 ) -> list[tuple[str, dict[str, Outcome]]]:
     """Serve the bundle, and let every phase last for some seconds."""
-    ports = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
-    command = [*cohabit(), "serve", str(bundle), "--engine", "in-process", *ports]
-    async with running_server(command, PATIENCE_S) as url:
+    async with running_server(serve_bundle_command(bundle), PATIENCE_S) as url:
         asked = {model: await asyncio.to_thread(questions, url, [model]) for model in MODELS}
         found = []
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE_S)) as session:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks.edge import cgroup
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, Outcome
-from benchmarks.record import markdown_table, parser_of, record
+from benchmarks.record import parser_of, publish, table_of
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 CASES: tuple[tuple[str, int, str], ...] = (
@@ -43,31 +43,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         equal = all(map(cgroup.equal, served, resident))
         held &= equal
         weights = f"{model}, {prepared.weight_bytes / MIB:.0f} MiB"
-        rows.append([f"{weights}, resident", "none", *cgroup.middle(resident).cells, "-"])
-        limit, cells = f"base + {extra} MiB", cgroup.middle(served).cells
-        rows.append([f"{weights}, in {memory}", limit, *cells, "equal" if equal else "no"])
+        rows.append(_row(f"{weights}, resident", "none", resident, "-"))
+        limit = f"base + {extra} MiB"
+        rows.append(_row(f"{weights}, in {memory}", limit, served, "equal" if equal else "no"))
         console.print(*rows[-2:], sep="\n")
-    table = markdown_table(
-        ["model, weights, memory", "cgroup", "first answer s", "median ms", "p90 ms", "bits of resident"], rows
-    )
-    console.print(table, markup=False)
-    if options.record:
-        record(
-            "edge-text",
-            "Text encoders in small memory cgroups",
-            "benchmarks.edge.text",
-            [
-                f"Base: {base.charged_bytes / MIB:.1f} MiB, an idle server with one small model. First answer: from"
-                f" the command; median of {options.requests} requests that follow one another, batch 1, of"
-                f" {options.rounds} runs, resident and limited in turn, over HTTP, with `--engine in-process`."
-                " Embedding tables are mapped from the"
-                " weights file: their pages are charged to the cgroup and can be reclaimed. Pages of torch's"
-                " libraries are not: they are in the page cache before.\n",
-                table,
-                "To hold: equal bits in every cgroup.\n",
-            ],
-        )
+    sections = [
+        f"Base: {base.charged_bytes / MIB:.1f} MiB, an idle server with one small model. First answer: from"
+        f" the command; median of {options.requests} requests that follow one another, batch 1, of"
+        f" {options.rounds} runs, resident and limited in turn, over HTTP, with `--engine in-process`."
+        " Embedding tables are mapped from the"
+        " weights file: their pages are charged to the cgroup and can be reclaimed. Pages of torch's"
+        " libraries are not: they are in the page cache before.\n",
+        table_of(rows),
+        "To hold: equal bits in every cgroup.\n",
+    ]
+    publish(options, "Text encoders in small memory cgroups", sections)
     return 0 if held else 1
+
+
+def _row(model: str, limit: str, outcomes: Sequence[Outcome], bits: str) -> dict[str, str]:
+    return {
+        "model, weights, memory": model,
+        "cgroup": limit,
+        **cgroup.middle(outcomes).cells,
+        "bits of resident": bits,
+    }
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,7 +3,6 @@
 tritonserver is that of the wheel `nvidia-pytriton` (0.7.0 has 2.51), with Python-backend twins of the models.
 """
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +19,9 @@ from rich.console import Console
 from benchmarks.frontend.client import Measured
 from benchmarks.frontend.models import MODELS, Trivial, export, write_twins
 from benchmarks.frontend.servers import BARE, ComparedServer, bare, cohabit, find_tritonserver, tritonserver
-from benchmarks.record import markdown_table, record
+from benchmarks.record import parser_of, publish, table_of
+from benchmarks.scrape import cpu_s
+from benchmarks.turns import in_turns
 
 _PROTOCOLS = ("http", "grpc")
 _CLIENTS = (1, 16)
@@ -50,11 +52,10 @@ class Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.frontend", description=__doc__)
+    parser = parser_of("benchmarks.frontend", __doc__, has_folder=False)
     parser.add_argument("--tritonserver", type=Path, metavar="PATH", help="its binary; otherwise that of pytriton")
     parser.add_argument("--seconds", type=float, default=3.0, help="per measurement (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of which medians are taken (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/frontend.md")
     options = parser.parse_args(argv)
     console = Console(highlight=False)
     cells = [Cell(p, model, clients) for p in _PROTOCOLS for model in MODELS for clients in _CLIENTS]
@@ -62,15 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         servers = _start(Path(folder), options.tritonserver, stack, console)
         tables = []
         for cell in cells:
-            rounds = [
-                [_measure(server, cell, options.seconds) for server in servers] for _ in range(options.rounds)
-            ]
-            figures = [_median(of_server) for of_server in zip(*rounds, strict=True)]
-            tables.append(_table(cell, dict(zip([server.name for server in servers], figures, strict=True))))
-            console.print(tables[-1], markup=False, soft_wrap=True)
-    if options.record:
-        title = "The front end beside tritonserver's"
-        console.print(str(record("frontend", title, "benchmarks.frontend", [_EXPLAINED, *tables])))
+            console.print(f"{cell.protocol}, {cell.model.name}, clients: {cell.clients}")
+            ways = {server.name: partial(_measure, server, cell, options.seconds) for server in servers}
+            found = in_turns(ways, options.rounds)
+            tables.append(_table(cell, {name: _median(rounds) for name, rounds in found.items()}))
+    publish(options, "The front end beside tritonserver's", [_EXPLAINED, *tables])
     return 0
 
 
@@ -92,12 +89,12 @@ def _start(
 def _measure(server: ComparedServer, cell: Cell, seconds: float) -> Figure:
     command = [sys.executable, "-m", "benchmarks.frontend.client", cell.protocol, server.addresses[cell.protocol]]
     command += [cell.model.name, str(cell.clients), str(seconds)]
-    cpu_s, compute = server.cpu_s(), server.computed(cell.model.name)
+    before_s, compute = cpu_s([server.process]), server.computed(cell.model.name)
     measured = Measured(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     compute_s = None
     if compute is not None and (after := server.computed(cell.model.name)) is not None:
         compute_s = (after.seconds - compute.seconds) / (after.requests - compute.requests)
-    used_s = server.cpu_s() - cpu_s
+    used_s = cpu_s([server.process]) - before_s
     return Figure(measured.per_s, measured.p50_s, measured.p99_s, used_s / measured.served, compute_s)
 
 
@@ -114,32 +111,24 @@ def _median(figures: Sequence[Figure]) -> Figure:
 
 def _table(cell: Cell, figures: Mapping[str, Figure]) -> str:
     reference, bare_s = figures.get("tritonserver"), figures[BARE].p50_s
-    header = [
-        "server",
-        "requests/s",
-        "over tritonserver's",
-        "p50 ms",
-        "p99 ms",
-        "p50 - compute ms",
-        "p50 - bare ms",
-        "CPU us/request",
-    ]
     rows = [
-        [
-            name,
-            f"{figure.per_s:.0f}",
-            "" if reference is None else f"{figure.per_s / reference.per_s:.2f}",
-            f"{figure.p50_s * 1e3:.2f}",
-            f"{figure.p99_s * 1e3:.2f}",
-            "" if figure.compute_s is None else f"{(figure.p50_s - figure.compute_s) * 1e3:.2f}",
-            f"{(figure.p50_s - bare_s) * 1e3:.2f}",
-            f"{figure.cpu_s * 1e6:.0f}",
-        ]
+        {
+            "server": name,
+            "requests/s": f"{figure.per_s:.0f}",
+            "over tritonserver's": "" if reference is None else f"{figure.per_s / reference.per_s:.2f}",
+            "p50 ms": f"{figure.p50_s * 1e3:.2f}",
+            "p99 ms": f"{figure.p99_s * 1e3:.2f}",
+            "p50 - compute ms": ""
+            if figure.compute_s is None
+            else f"{(figure.p50_s - figure.compute_s) * 1e3:.2f}",
+            "p50 - bare ms": f"{(figure.p50_s - bare_s) * 1e3:.2f}",
+            "CPU us/request": f"{figure.cpu_s * 1e6:.0f}",
+        }
         for name, figure in figures.items()
     ]
     clients = "one client" if cell.clients == 1 else f"{cell.clients} clients"
     title = f"## {cell.protocol}, {cell.model.nbytes} bytes, {clients}"
-    return f"{title}\n\n{markdown_table(header, rows)}"
+    return f"{title}\n\n{table_of(rows)}"
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.scrape import free_port
-from cohabit.loadgen.server_process import server_command
+from benchmarks.scrape import free_port, serve_command
 
 BARE = "bare handlers"
 _PATIENCE_S = 300.0
@@ -50,16 +49,10 @@ class ComparedServer:
         total = entry["inference_stats"]["compute_infer"]
         return Computed(total["count"], total["ns"] / 1e9)
 
-    def cpu_s(self) -> float:
-        """CPU seconds that it has used so far, its children included."""
-        family = [self.process, *self.process.children(recursive=True)]
-        return sum(sum(member.cpu_times()[:2]) for member in family)
-
 
 @contextlib.contextmanager
 def cohabit(repository: Path, cache: Path) -> Iterator[ComparedServer]:
-    command = server_command("cohabit", repository, "64MiB", None)
-    command += ["--grpc-port", "0", "--cache", str(cache)]
+    command = serve_command(repository, "64MiB", None, cache, "--grpc-port", "0")
     with _process(command, {}) as process:
         addresses = _announced(process, ("http", "grpc"))
         _wait_until_ready(addresses["http"])
