@@ -26,8 +26,8 @@ from cohabit.planner.sizing.demand import Demand
 from cohabit.planner.sizing.deployment import ModelDemand
 from cohabit.planner.sizing.division import deploy
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet
-from tests.planner.reference import peak_bytes, sequence_peak_bytes
+from tests.support.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet
+from tests.support.planner.reference import peak_bytes, sequence_peak_bytes
 
 NON_PARAMETERS = ("input", "activation")
 

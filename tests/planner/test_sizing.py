@@ -24,7 +24,7 @@ from cohabit.planner.sizing.demand import Demand
 from cohabit.planner.sizing.deployment import Deployment, LayoutName, ModelDemand
 from cohabit.planner.sizing.division import deploy, divide
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
-from tests.planner.graphs import PAGE, chain, profile_of, unrolled
+from tests.support.planner.graphs import PAGE, chain, profile_of, unrolled
 
 
 def model(name: str, pages: list[int], rate_per_s: float = 1.0, batches: tuple[int, ...] = (1, 4)) -> ModelDemand:

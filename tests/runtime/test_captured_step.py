@@ -43,7 +43,7 @@ from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import Copy
-from tests.runtime.observing import observed
+from tests.support.runtime.observing import observed
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 pytestmark = pytest.mark.slow  # benchmarks alone capture steps

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from server_fakes import FakeLoaded, Running, running, serving, standard_models
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.ipc.model import ModelFootprint, ModelKey
+from tests.support.server.server_fakes import FakeLoaded, Running, running, serving, standard_models
 
 
 @pytest.fixture(scope="session")
