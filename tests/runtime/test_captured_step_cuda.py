@@ -14,7 +14,7 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
-from tests.runtime.test_captured_step import (
+from tests.support.runtime.captured_steps import (
     adamw,
     assert_same,
     batches,
