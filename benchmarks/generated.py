@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.record import markdown_table, parser_of, publish
 from cohabit.runtime.lowering import fusion
-from tests.runtime.generated import Skipped, Step, differences
+from tests.support.runtime.generated import Skipped, Step, differences
 
 _AT_ONCE = 4
 """Programs that a process makes between two reports."""

@@ -12,7 +12,7 @@ import torch
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.server import log
 from cohabit.server.observe.settings import LogSettings
-from tests.runtime import models
+from tests.support.runtime import models
 
 
 def pytest_collection_finish() -> None:

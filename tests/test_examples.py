@@ -21,7 +21,7 @@ from cohabit.planner.compiled import cache_folder
 from cohabit.server.cli import main
 from examples.sentences import embed, table
 from examples.serve_module import Scorer
-from tests.loadgen.fake_kserve import serving_app
+from tests.support.server.fake_kserve import serving_app
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PAGE_LINES = 66

@@ -13,7 +13,7 @@ from cohabit.planner.profile import Link, Profile
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
-from tests.planner.graphs import PAGE, random_profile, random_training_graph
+from tests.support.planner.graphs import PAGE, random_profile, random_training_graph
 
 X, A, W, Y = range(4)
 

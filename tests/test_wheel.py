@@ -16,7 +16,7 @@ from tritonclient.http.aio import InferenceServerClient
 
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
-from tests.runtime import models
+from tests.support.runtime import models
 
 ROOT = Path(__file__).parent.parent
 CLASHING = ("cohabit", "server", "planner", "runtime", "loadgen", "tests", "numpy", "torch", "logging", "models")

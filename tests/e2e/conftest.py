@@ -11,9 +11,9 @@ from msgspec import structs
 from cohabit.planner import cache_file
 from cohabit.planner import profile as profile_format
 from cohabit.planner.profile import Link
-from tests.e2e.archives import Archives
-from tests.e2e.serving import serving
-from tests.e2e.stacks import Stacks
+from tests.support.e2e.archives import Archives
+from tests.support.e2e.serving import serving
+from tests.support.e2e.stacks import Stacks
 
 
 @pytest.fixture(scope="session")

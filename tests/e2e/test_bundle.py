@@ -24,9 +24,9 @@ from cohabit.server.config.bundle import read_bundle
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sources import add_flags, read_settings
 from cohabit.server.errors import ConfigError, StartFailed
-from tests.e2e.serving import QUICK_SEARCH, ROOT, Running, process, refused_start, repository_index, serving
-from tests.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
-from tests.hostile.machine import as_root, memory_cgroup
+from tests.support.e2e.machine import as_root, memory_cgroup
+from tests.support.e2e.serving import QUICK_SEARCH, ROOT, Running, process, refused_start, repository_index, serving
+from tests.support.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
 
 MODELS, BATCHES = "abc", "1,2"
 SEARCH = ("--search", QUICK_SEARCH)

@@ -24,8 +24,8 @@ from cohabit.server.deploy.model import Model, Plans, Programs
 from cohabit.server.deploy.worker import MOST_PREPARING
 from cohabit.server.errors import ConfigError
 from cohabit.server.repository.sources import ModelSource
-from tests.e2e.serving import eventually, repository_index, serving
-from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
+from tests.support.e2e.serving import eventually, repository_index, serving
+from tests.support.e2e.stacks import WIDTH, Stacks, X, answer, controlled, expected, held, is_answer_of, under_load
 
 
 def is_class_of(seed: int, client: triton.InferenceServerClient, model: str, output: str) -> bool:

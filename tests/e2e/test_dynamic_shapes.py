@@ -15,9 +15,9 @@ from tritonclient.utils import InferenceServerException
 
 from cohabit.loadgen.zoo.exporting import save_model
 from cohabit.loadgen.zoo.seeded import seeded
-from tests.e2e.serving import Running, ask, infer, process, serving
 from tests.e2e.test_memory import NON_PARAMETERS, Watch, allocated_peak_bytes, deployed, within
-from tests.planner.reference import peak_bytes
+from tests.support.e2e.serving import Running, ask, infer, process, serving
+from tests.support.planner.reference import peak_bytes
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 48, 64)
 LONGEST = 64

@@ -22,9 +22,9 @@ from cohabit.server.errors import LoadFailed, Refused
 from cohabit.server.process.polling import Poller
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import by_name
-from tests.e2e.serving import Running
-from tests.e2e.stacks import Stacks, answer, controlled, is_answer_of
-from tests.runtime import models
+from tests.support.e2e.serving import Running
+from tests.support.e2e.stacks import Stacks, answer, controlled, is_answer_of
+from tests.support.runtime import models
 
 FAULTS: Mapping[str, Exception] = {
     "a refusal": InfeasibleBudget("a", None, 1, 2),

@@ -15,8 +15,8 @@ from cohabit.loadgen.zoo.exporting import save_model
 from cohabit.planner.sizing.problem import Division
 from cohabit.server.deploy import replan
 from cohabit.server.deploy.divide import Planner
-from tests.e2e.serving import Running, ask, infer, serving
-from tests.e2e.stacks import Stacks, answer, expected
+from tests.support.e2e.serving import Running, ask, infer, serving
+from tests.support.e2e.stacks import Stacks, answer, expected
 
 WIDTH, COPIES, BATCHES = 64, 2048, (1, 2, 4, 8)
 HUNGRY, STACKS = "hungry", {"a": 0, "b": 1}

@@ -23,9 +23,9 @@ from cohabit.server.config.machine import available_cpus
 from cohabit.server.deploy import place, replan
 from cohabit.server.deploy.replan import Replanner
 from cohabit.server.ipc.model import ModelKey
-from tests.e2e.archives import Archives
-from tests.e2e.serving import Running, eventually, infer, process, refused_start, serving
-from tests.e2e.stacks import Stacks
+from tests.support.e2e.archives import Archives
+from tests.support.e2e.serving import Running, eventually, infer, process, refused_start, serving
+from tests.support.e2e.stacks import Stacks
 
 MODEL, BATCHES = "ranker", (1, 2)
 

@@ -27,7 +27,7 @@ from cohabit.server.config.sources import add_flags, read_settings
 from cohabit.server.importing.entry import EntryPlace, write_entry
 from cohabit.server.importing.huggingface import from_folder
 from cohabit.server.importing.huggingface_inputs import Lengths
-from tests.e2e.serving import QUICK_SEARCH, Running, ask, eventually, metric, process, serving
+from tests.support.e2e.serving import QUICK_SEARCH, Running, ask, eventually, metric, process, serving
 
 VOCABULARY, CONTEXT, BATCHES = 300, 96, (1, 2, 4)
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

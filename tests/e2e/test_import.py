@@ -29,7 +29,7 @@ from cohabit.loadgen.load import Load
 from cohabit.loadgen.run import run_load
 from cohabit.server.cli import main
 from cohabit.server.triton.model_config import ModelConfig, ModelInput
-from tests.e2e.serving import Process, ask, infer, process
+from tests.support.e2e.serving import Process, ask, infer, process
 
 TOKENS, CLASSES = 12, {0: "cat", 1: "striped\ncat", 2: "dog"}
 TOLERANCE = 1e-4

@@ -11,8 +11,8 @@ from tritonclient.utils import InferenceServerException
 
 from cohabit.runtime.binding.program import Program
 from cohabit.server.deploy.load import PartitionedMemory
-from tests.e2e.serving import Running, eventually, serving
-from tests.e2e.stacks import Stacks, answer, controlled, held, is_answer_of, under_load
+from tests.support.e2e.serving import Running, eventually, serving
+from tests.support.e2e.stacks import Stacks, answer, controlled, held, is_answer_of, under_load
 
 LANES = 2
 SEEDS = {name: seed for seed, name in enumerate("abcd")}

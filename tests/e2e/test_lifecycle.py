@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import Layout
-from tests.e2e.archives import Archives
-from tests.e2e.serving import Running, ask, eventually, infer, metric, process, serving
+from tests.support.e2e.archives import Archives
+from tests.support.e2e.serving import Running, ask, eventually, infer, metric, process, serving
 
 TRIO = ("bert_small", "ranker", "torchcrepe")
 BATCHES = (1, 2, 4)

@@ -31,11 +31,11 @@ from cohabit.server.engine.compute_lane import ComputeLane, make_lanes
 from cohabit.server.engine.servable import ProgramServable
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.repository.scan import scan
-from tests.e2e.archives import Archives
-from tests.e2e.serving import QUICK_SEARCH, infer, metric, process
-from tests.planner.reference import live_bytes, peak_bytes
-from tests.runtime.late import LateStore
-from tests.runtime.observing import addresses, observed
+from tests.support.e2e.archives import Archives
+from tests.support.e2e.serving import QUICK_SEARCH, infer, metric, process
+from tests.support.planner.reference import live_bytes, peak_bytes
+from tests.support.runtime.late import LateStore
+from tests.support.runtime.observing import addresses, observed
 
 NON_PARAMETERS = ("input", "activation")
 

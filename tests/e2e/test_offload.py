@@ -18,10 +18,10 @@ from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.memory import StoreKind
-from tests.e2e.serving import infer, serving
 from tests.e2e.test_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
-from tests.planner.reference import peak_bytes
-from tests.runtime.observing import addresses
+from tests.support.e2e.serving import infer, serving
+from tests.support.planner.reference import peak_bytes
+from tests.support.runtime.observing import addresses
 
 LEVELS = 6
 BATCH = 4

@@ -16,9 +16,9 @@ from torch import nn
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.ipc.model import ModelKey
-from tests.e2e.serving import Running, ask, eventually, infer, serving
-from tests.runtime import models
-from tests.runtime.mixing import Computed, Experts, Lookup
+from tests.support.e2e.serving import Running, ask, eventually, infer, serving
+from tests.support.runtime import models
+from tests.support.runtime.mixing import Computed, Experts, Lookup
 
 PLANNED, LARGEST = (1, 2, 4), 6
 Make = Callable[[], nn.Module]

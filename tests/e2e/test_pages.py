@@ -14,10 +14,10 @@ from cohabit.page.html import report_page
 from cohabit.server.capacity.fit import Fit
 from cohabit.server.capacity.report import fit_page
 from cohabit.server.view.plan_document import plan_document
-from tests.browser import Page, browser
-from tests.e2e.serving import Process, infer, process
-from tests.e2e.stacks import Stacks, X
 from tests.server.test_plan_analysis import hand_written_analysis
+from tests.support.e2e.browser import Page, browser
+from tests.support.e2e.serving import Process, infer, process
+from tests.support.e2e.stacks import Stacks, X
 
 BROKEN = "<i>broken"
 TOKEN = "control-token-0123456789"

@@ -13,9 +13,9 @@ from cohabit.loadgen.zoo.tokens import tokenize
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.shapes import Bucket
 from examples.sentences import SENTENCES
-from tests.e2e.archives import Archives
-from tests.e2e.serving import QUICK_SEARCH, infer, serving
-from tests.pitch import decode_hz
+from tests.support.e2e.archives import Archives
+from tests.support.e2e.pitch import decode_hz
+from tests.support.e2e.serving import QUICK_SEARCH, infer, serving
 
 BATCHES = (1, 4)
 TOLERANCE = 1e-4

@@ -6,8 +6,8 @@ import torch
 
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.options import TOLERANCES
-from tests.e2e.archives import Archives
-from tests.e2e.serving import ask, infer, metric, repository_index, serving
+from tests.support.e2e.archives import Archives
+from tests.support.e2e.serving import ask, infer, metric, repository_index, serving
 
 NAME = "ranker"
 

@@ -20,8 +20,8 @@ from cohabit.server.deploy import prepare
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.model import Model, Programs
 from cohabit.server.errors import StartFailed
-from tests.e2e.archives import Archives
-from tests.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
+from tests.support.e2e.archives import Archives
+from tests.support.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
 
 GOOD = "torchcrepe"
 WEIGHTS_CONFIG = "model/data/weights/model_weights_config.json"

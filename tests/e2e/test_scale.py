@@ -26,8 +26,8 @@ from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.scale.engine import EngineAddress, ServedEngine, engine_session
 from cohabit.server.scale.routing import ForwardedRequest
 from cohabit.server.scale.settings import plan_engines
-from tests.e2e.serving import ROOT, Arrays, _tensor, ask, eventually, infer, process, repository_index
-from tests.e2e.stacks import WIDTH, Stacks
+from tests.support.e2e.serving import ROOT, Arrays, _tensor, ask, eventually, infer, process, repository_index
+from tests.support.e2e.stacks import WIDTH, Stacks
 
 MODELS = {"a": 0, "b": 1, "c": 2, "d": 3}
 MEMORY = "8MiB"

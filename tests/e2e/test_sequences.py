@@ -20,8 +20,8 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.run import run_load
-from tests.e2e.serving import Process, Running, ask, eventually, metric, process, serving
-from tests.runtime import models
+from tests.support.e2e.serving import Process, Running, ask, eventually, metric, process, serving
+from tests.support.runtime import models
 
 WIDTH = 16
 SUM = """

@@ -16,7 +16,7 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 from tritonclient.utils import InferenceServerException
 
 from cohabit.loadgen.zoo.exporting import save_model
-from tests.e2e.serving import Running, ask, infer, serving
+from tests.support.e2e.serving import Running, ask, infer, serving
 
 
 class Odd(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import Dim
 
 from cohabit.loadgen.zoo.exporting import save_model
-from tests.e2e.serving import Running, ask, infer, repository_index, serving
+from tests.support.e2e.serving import Running, ask, infer, repository_index, serving
 
 
 class SumAndDifference(nn.Module):

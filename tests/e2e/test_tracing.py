@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cohabit.server.engine.servable import ProgramServable
-from tests.e2e.serving import Running, infer, serving
-from tests.runtime import models
+from tests.support.e2e.serving import Running, infer, serving
+from tests.support.runtime import models
 
 MEMORY = "3MiB"
 """Of 3.5 MiB of weights, and what a plan needs beside them."""

@@ -12,8 +12,8 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.config.config import Layout
-from tests.e2e.serving import Running, eventually, infer, process
-from tests.e2e.stacks import Stacks, X, answer, controlled, held, is_answer_of, under_load
+from tests.support.e2e.serving import Running, eventually, infer, process
+from tests.support.e2e.stacks import Stacks, X, answer, controlled, held, is_answer_of, under_load
 
 
 def policy(text: str) -> str:

@@ -9,8 +9,8 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.engine.servable import ProgramServable
-from tests.e2e.serving import metric, repository_index
-from tests.e2e.stacks import WIDTH, Stacks, X, answer, controlled, held, is_answer_of, under_load
+from tests.support.e2e.serving import metric, repository_index
+from tests.support.e2e.stacks import WIDTH, Stacks, X, answer, controlled, held, is_answer_of, under_load
 
 
 def warmup(batch: int, dims: list[int], **data: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.serving import infer, process
-from tests.runtime import models
+from tests.support.e2e.serving import infer, process
+from tests.support.runtime import models
 
 X = np.random.default_rng(0).standard_normal((1, 384)).astype(np.float32)
 

@@ -28,8 +28,8 @@ from cohabit.runtime.lowering.archive_file import ArchiveFile, fingerprint
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.stores.host import open_store
-from tests.runtime import models
 from tests.runtime.test_archive import read
+from tests.support.runtime import models
 
 
 class Loop(nn.Module):

@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 import grpc
 import numpy as np
 import pytest
-from server_http import ask
-from transport_fakes import FakeModel, Gate, Ports, identity, running, tensors
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from cohabit.server.frontend import listening
@@ -18,6 +16,8 @@ from cohabit.server.grpc import handlers
 from cohabit.server.http.app import make_metrics_app
 from cohabit.server.http.server import HttpServer
 from cohabit.server.ipc.model import ModelInfo
+from tests.support.server.server_http import ask
+from tests.support.server.transport_fakes import FakeModel, Gate, Ports, identity, running, tensors
 
 SERVICE = "/inference.GRPCInferenceService"
 HEALTH = "/grpc.health.v1.Health/Check"

@@ -24,10 +24,10 @@ from cohabit.server.deploy.prepare import lowered_and_measured, measured_profile
 from cohabit.server.deploy.worker import WorkerFailed, WorkerProcesses, failed_stage
 from cohabit.server.repository.scan import find
 from cohabit.server.repository.sources import ModelSource
-from tests.hostile.calls import fail_unexpectedly, is_imported
 from tests.hostile.test_archives import with_equal_checksums
-from tests.runtime import models
 from tests.runtime.test_archive import read
+from tests.support.e2e.calls import fail_unexpectedly, is_imported
+from tests.support.runtime import models
 
 
 def test_a_call_that_never_ends_blocks_no_other() -> None:

@@ -11,8 +11,6 @@ import grpc
 import numpy as np
 import pytest
 from msgspec import Raw
-from server_http import ask, infer
-from transport_fakes import MIB, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, TraceSettingRequest
 
 from cohabit.server.errors import InvalidRequest, RequestError
@@ -22,6 +20,8 @@ from cohabit.server.http import generate
 from cohabit.server.http.codec import decode_request
 from cohabit.server.protocol.shared_memory import Regions, RegionUse
 from cohabit.server.protocol.tensors import compact, nested_shape, nesting
+from tests.support.server.server_http import ask, infer
+from tests.support.server.transport_fakes import MIB, Ports, identity, running
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFO = identity("one").info

@@ -17,10 +17,10 @@ from benchmarks.attacks import Target, attack_until
 from cohabit.runtime.stores import host
 from cohabit.runtime.stores.direct import read_fully
 from cohabit.runtime.stores.pages import Bytes
-from tests.e2e.serving import READY_S, Process, ask, eventually, infer, process, serving
-from tests.e2e.stacks import Stacks, X, is_answer_of
-from tests.e2e.stacks import answer as stack_answer
-from tests.hostile.machine import as_root, disk_in_a_file, memory_cgroup, tmpfs
+from tests.support.e2e.machine import as_root, disk_in_a_file, memory_cgroup, tmpfs
+from tests.support.e2e.serving import READY_S, Process, ask, eventually, infer, process, serving
+from tests.support.e2e.stacks import Stacks, X, is_answer_of
+from tests.support.e2e.stacks import answer as stack_answer
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from server_http import infer, x
-from transport_fakes import MIB, identity, running
 
 from cohabit.server import log
 from cohabit.server.config.config import ServeConfig
@@ -30,7 +28,9 @@ from cohabit.server.process.in_process import InProcessEngine
 from cohabit.server.protocol.shared_memory import Regions, SystemRequest, open_region
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import Unloadable
-from tests.hostile.machine import tmpfs
+from tests.support.e2e.machine import tmpfs
+from tests.support.server.server_http import infer, x
+from tests.support.server.transport_fakes import MIB, identity, running
 
 
 def test_a_folder_whose_name_is_no_text_is_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import time
 
 import numpy as np
 import pytest
-from fake_kserve import FakeKServe, serving
 from msgspec.structs import replace
 
 from cohabit.loadgen.arrivals import RequestArrival
@@ -13,6 +12,7 @@ from cohabit.loadgen.load import Load
 from cohabit.loadgen.openloop import Outcome, run_open_loop
 from cohabit.loadgen.report import RunDescription, make_report
 from cohabit.loadgen.run import run_load, send_load
+from tests.support.server.fake_kserve import FakeKServe, serving
 
 LOAD = Load(rate_per_s=100, duration_s=3.0, warmup_s=0.0, slo_s=5.0, timeout_s=20.0, cv=0.0)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cohabit.loadgen.cli import main
+from tests.support.server import fake_kserve
 
-FAKE = f"{Path(sys.executable).name} {Path(__file__).with_name('fake_kserve.py')}"
+FAKE = f"{Path(sys.executable).name} {fake_kserve.__file__}"
 QUICK = ("--duration", "0.3", "--warmup", "0", "--rate", "100")
 
 
@@ -134,6 +135,7 @@ HEARING_SIGINT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from cohabit.loadgen.cli import main
+from tests.support.server import fake_kserve
 sys.exit(main())
 """
 """Shells start background commands with SIGINT ignored."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_kserve import FakeKServe, serving
 from msgspec.structs import replace
 
 from cohabit.loadgen.client import Credentials
@@ -16,6 +15,7 @@ from cohabit.loadgen.inputs import file_of, read_requests
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.openloop import Tally
 from cohabit.loadgen.run import run_load
+from tests.support.server.fake_kserve import FakeKServe, serving
 
 LOAD = Load(rate_per_s=100, duration_s=0.15, warmup_s=0.0, slo_s=5.0, timeout_s=20.0, cv=0.0)
 METADATA = {

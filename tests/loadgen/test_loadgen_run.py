@@ -2,13 +2,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_kserve import FakeKServe, serving
 from msgspec.structs import replace
 
 from benchmarks.demo import joined, verdict
 from cohabit.loadgen.errors import ServerFailed, UsageError
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.run import run_load, send_load
+from tests.support.server.fake_kserve import FakeKServe, serving
 
 LOAD = Load(
     rate_per_s=200,

@@ -8,7 +8,7 @@ import torch
 
 from cohabit.loadgen.zoo import ZOO
 from cohabit.loadgen.zoo.exporting import export_model, save_model
-from tests.pitch import decode_hz
+from tests.support.e2e.pitch import decode_hz
 
 SMALL = ("bert_small", "ranker", "torchcrepe")
 LARGE = tuple(name for name in ZOO if name not in SMALL)

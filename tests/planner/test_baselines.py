@@ -35,7 +35,7 @@ from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.portfolio import OF_CHAINS
 from cohabit.planner.search.registry import BASELINES, SEARCHERS
-from tests.planner.graphs import PAGE, profile_of
+from tests.support.planner.graphs import PAGE, profile_of
 
 Layer = tuple[str, int]
 """A target, and the pages of the layer's output."""

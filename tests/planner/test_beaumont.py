@@ -25,8 +25,15 @@ from cohabit.planner.schedule.no_wait import delay_drops, no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
-from tests.planner.actions import listed, plan_of, plan_of_choices
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, random_training_graph
+from tests.support.planner.actions import listed, plan_of, plan_of_choices
+from tests.support.planner.graphs import (
+    PAGE,
+    chain,
+    profile_of,
+    random_graph,
+    random_profile,
+    random_training_graph,
+)
 
 State = tuple[int, int, tuple[int, ...]]
 

@@ -20,8 +20,8 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.serial import least_bytes, serial
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.table import Action, columns, peak_bytes
-from tests.planner.actions import plan_of
-from tests.planner.graphs import (
+from tests.support.planner.actions import plan_of
+from tests.support.planner.graphs import (
     PAGE,
     any_graph,
     parameter,

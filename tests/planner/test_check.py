@@ -12,8 +12,8 @@ from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
-from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
-from tests.planner.reference import peak_bytes
+from tests.support.planner.graphs import PAGE, chain, hand_written_plan, profile_of
+from tests.support.planner.reference import peak_bytes
 
 GRAPH = chain([PAGE] * 3)
 PROFILE = profile_of(GRAPH)

@@ -164,7 +164,7 @@ from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import SEARCHERS, can_plan
 from cohabit.planner.streaming import stream
 from cohabit.planner.sizing.fitting import split_budget
-from tests.planner.graphs import chain, profile_of
+from tests.support.planner.graphs import chain, profile_of
 
 graph = chain([1 << 20] * 8)
 profile = profile_of(graph)

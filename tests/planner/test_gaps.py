@@ -14,15 +14,15 @@ from cohabit.planner.schedule.gaps import START, Choice, Gap, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
-from tests.planner.actions import compute, drop, listed, plan_of_choices, swap_in, swap_out
-from tests.planner.graphs import (
+from tests.support.planner.actions import compute, drop, listed, plan_of_choices, swap_in, swap_out
+from tests.support.planner.graphs import (
     PAGE,
     any_graph,
     chain,
     profile_of,
     random_profile,
 )
-from tests.planner.reference import sequence_peak_bytes
+from tests.support.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
 KEEP, SWAP, RECOMPUTE, RESTORE = Choice.KEEP, Choice.SWAP, Choice.RECOMPUTE, Choice.RESTORE

@@ -34,7 +34,7 @@ from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import evaluate, simulate
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
-from tests.planner.graphs import (
+from tests.support.planner.graphs import (
     PAGE,
     any_graph,
     chain,

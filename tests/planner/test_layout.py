@@ -26,8 +26,8 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
-from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph
-from tests.planner.reference import aligned_bytes, aligned_scratch_bytes
+from tests.support.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph
+from tests.support.planner.reference import aligned_bytes, aligned_scratch_bytes
 
 EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
 """The example of MiniMalloc's README, which fits in 12."""

@@ -24,7 +24,7 @@ from cohabit.planner.profile import Link
 from cohabit.planner.search.driver import search
 from cohabit.planner.sizing.fitting import known_or_searched
 from cohabit.planner.sizing.problem import Division, ModelDemand
-from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of
+from tests.support.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 
 ROOT = Path(__file__).parents[2]
 GRAPH = chain([PAGE] * 3)

@@ -26,8 +26,8 @@ from cohabit.planner.sizing.demand import MemoryDemand
 from cohabit.planner.sizing.division import divide
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
 from cohabit.planner.sizing.problem import ModelDemand
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet
-from tests.planner.reference import peak_bytes, sequence_peak_bytes
+from tests.support.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile, unet
+from tests.support.planner.reference import peak_bytes, sequence_peak_bytes
 
 NON_PARAMETERS = ("input", "activation")
 

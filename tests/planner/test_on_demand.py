@@ -18,15 +18,15 @@ from cohabit.planner.papers.swapadvisor.on_demand import (
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.table import SWAP_IN
 from cohabit.planner.search.driver import search
-from tests.planner.actions import compute, drop, swap_in, swap_out
-from tests.planner.graphs import (
+from tests.support.planner.actions import compute, drop, swap_in, swap_out
+from tests.support.planner.graphs import (
     PAGE,
     chain,
     counted_problem,
     parameter,
     profile_of,
 )
-from tests.planner.reference import sequence_peak_bytes
+from tests.support.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
 

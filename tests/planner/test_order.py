@@ -10,7 +10,7 @@ from cohabit.planner.order import by_parameters, has_reuse, in_original_order, p
 from cohabit.planner.plan import Compute
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
-from tests.planner.graphs import PAGE, profile_of, random_graph, unrolled
+from tests.support.planner.graphs import PAGE, profile_of, random_graph, unrolled
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -23,8 +23,8 @@ from cohabit.planner.schedule.no_wait import no_wait, with_earliest_swap_ins
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
-from tests.planner.actions import plan_of_choices
-from tests.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
+from tests.support.planner.actions import plan_of_choices
+from tests.support.planner.graphs import PAGE, profile_of, random_graph, random_profile, random_training_graph
 
 
 def four_layers() -> Graph:

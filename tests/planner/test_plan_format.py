@@ -30,8 +30,8 @@ from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.table import columns, counted, peak_bytes
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
-from tests.planner.format_checker import Broken, Json, check_plan, graph_fingerprint
-from tests.planner.graphs import (
+from tests.support.planner.format_checker import Broken, Json, check_plan, graph_fingerprint
+from tests.support.planner.graphs import (
     PAGE,
     chain,
     profile_of,

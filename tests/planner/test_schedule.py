@@ -35,8 +35,8 @@ from cohabit.planner.schedule.table import (
 )
 from cohabit.planner.schedule.write import address_of, offset_of, write
 from cohabit.planner.streaming.searcher import Streaming
-from tests.planner.actions import compute, drop, plan_of, swap_in, swap_out
-from tests.planner.graphs import (
+from tests.support.planner.actions import compute, drop, plan_of, swap_in, swap_out
+from tests.support.planner.graphs import (
     PAGE,
     any_graph,
     chain,
@@ -46,7 +46,7 @@ from tests.planner.graphs import (
     random_profile,
     random_training_graph,
 )
-from tests.planner.reference import sequence_peak_bytes
+from tests.support.planner.reference import sequence_peak_bytes
 
 seeds = st.integers(0, 10**6)
 

@@ -19,7 +19,7 @@ from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
-from tests.planner.graphs import PAGE, chain, parameter, profile_of, random_graph, random_profile
+from tests.support.planner.graphs import PAGE, chain, parameter, profile_of, random_graph, random_profile
 
 seeds = st.integers(0, 10**6)
 

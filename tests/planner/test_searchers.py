@@ -26,7 +26,8 @@ from cohabit.planner.schedule.simulate import MOST_INFERENCES, evaluate, simulat
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.portfolio import AT_BOUND, BY_WEIGHTS, OF_CHAINS, QUICKEST, SAMPLE, SAMPLED, Best
 from cohabit.planner.search.registry import BASELINES, SEARCHERS, make
-from tests.planner.graphs import (
+from tests.planner.test_bound import best_possible, tiny
+from tests.support.planner.graphs import (
     PAGE,
     chain,
     counted_problem,
@@ -38,9 +39,8 @@ from tests.planner.graphs import (
     served_problem,
     unrolled_training,
 )
-from tests.planner.reference import simulate_exactly
-from tests.planner.searchers import SERVED, SINGLE
-from tests.planner.test_bound import best_possible, tiny
+from tests.support.planner.reference import simulate_exactly
+from tests.support.planner.searchers import SERVED, SINGLE
 
 Problems = Callable[[int], Problem]
 

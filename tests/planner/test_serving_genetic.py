@@ -18,7 +18,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.planner.streaming.anneal import FITS
-from tests.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile
+from tests.support.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile
 
 seeds = st.integers(0, 10**6)
 

@@ -14,8 +14,8 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut, lane_of
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
-from tests.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_profile
-from tests.planner.reference import simulate_exactly
+from tests.support.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_profile
+from tests.support.planner.reference import simulate_exactly
 
 
 def test_hand_written_plan_by_hand() -> None:

@@ -24,7 +24,7 @@ from cohabit.planner.sizing.demand import MemoryDemand
 from cohabit.planner.sizing.division import divide
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
 from cohabit.planner.sizing.problem import ONE_REGION, WHOLE_MODELS, Division, LayoutName, ModelDemand
-from tests.planner.graphs import PAGE, chain, profile_of, unrolled
+from tests.support.planner.graphs import PAGE, chain, profile_of, unrolled
 
 
 def model(name: str, pages: list[int], rate_per_s: float = 1.0, batches: tuple[int, ...] = (1, 4)) -> ModelDemand:

@@ -38,7 +38,7 @@ from cohabit.planner.streaming.stream import (
     uniform,
 )
 from cohabit.planner.streaming.workload import Workload
-from tests.planner.graphs import PAGE, chain, profile_of
+from tests.support.planner.graphs import PAGE, chain, profile_of
 
 PARTITION, WINDOW, PARAMETERS, OPS = 9, 7, 6, 12
 FREE, BORDER = -1, -2

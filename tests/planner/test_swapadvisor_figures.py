@@ -24,7 +24,7 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.write import write
-from tests.planner.graphs import profile_of
+from tests.support.planner.graphs import profile_of
 
 MB = 2**20
 LEFT = ("Data", "Conv1", "Conv2", "Conv3", "Conv4", "Concat")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cohabit.runtime.lowering import fusion
-from tests.runtime import models
+from tests.support.runtime import models
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from cohabit.runtime.errors import ArchiveError
 from cohabit.runtime.lowering import archive
 from cohabit.runtime.lowering.archive_file import ArchiveFile, fingerprint
-from tests.runtime import models
+from tests.support.runtime import models
 
 
 def read(path: Path) -> tuple[torch.export.ExportedProgram, list[str]]:

@@ -9,8 +9,8 @@ from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
 from cohabit.planner.plan import Plan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
-from tests.runtime.backends import Bench, cpu, opened
-from tests.runtime.plans import streaming_plan
+from tests.support.runtime.backends import Bench, cpu, opened
+from tests.support.runtime.plans import streaming_plan
 
 
 @pytest.fixture

@@ -1,39 +1,23 @@
-"""Training in too little memory: eager's bits at every budget, within it, and never half a step or checkpoint."""
+"""Training in too little memory: eager's bits at every budget, within it, and never half a step."""
 
-import multiprocessing
-import os
-import random
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
 from torch import nn
-from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from benchmarks.captured.capture import OpCall
-from benchmarks.captured.checkpoint import read_checkpoint
-from benchmarks.captured.cpu import CpuTraining, measure_contention
-from benchmarks.captured.learn import learned
-from benchmarks.captured.trainer import MEASURED_FIRST, Trainer, TrainingLost, memory_bytes
-from cohabit.planner.errors import FormatError, InfeasibleBudget
-from cohabit.planner.memory import single_budget
+from benchmarks.captured.trainer import Trainer, TrainingLost, memory_bytes
+from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.plan import Compute, Drop, Plan, Provenance, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
-from cohabit.planner.profile import Link, Profile
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.simulate import simulate
@@ -42,103 +26,22 @@ from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import Copy
-from tests.planner.searchers import SINGLE
-from tests.runtime.observing import observed
+from tests.support.planner.searchers import SINGLE
+from tests.support.runtime.captured_steps import (
+    Net,
+    adamw,
+    assert_same,
+    batches,
+    eager,
+    loss_of,
+    net,
+    sgd,
+    trained,
+    trainer_of,
+)
+from tests.support.runtime.observing import observed
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 pytestmark = pytest.mark.slow  # benchmarks alone capture steps
-
-STEPS = 10
-
-
-class Net(nn.Module):
-    """Convolutions with batch norm and dropout, and a classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.drop = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Dropout(0.3)
-        self.others = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
-        self.hidden, self.classes = nn.Linear(16 * 16, 32), nn.Linear(32, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.norm(self.first(x)))
-        for layer in self.others:
-            x = torch.relu(layer(x)) + x
-        x = functional.avg_pool2d(self.drop(x), 2)
-        return self.classes(torch.relu(self.hidden(x.flatten(1))))
-
-
-def loss_of(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(model(x), labels)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return Net()
-
-
-def batches(count: int = STEPS) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(16, 3, 8, 8, generator=generator), torch.randint(0, 10, (16,), generator=generator))
-        for _ in range(count)
-    ]
-
-
-def trainer_of(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    memory: int | str = "60%",
-    searcher: str = "on_demand",
-    **options,
-) -> Trainer:
-    return Trainer(
-        model, optimizer, loss_of, batches(1)[0], memory, searcher=searcher, **{"search_seconds": 0.2, **options}
-    )
-
-
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    state = [v for p in model.parameters() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
-    return [t.detach().clone() for t in (*model.state_dict().values(), *state)]
-
-
-def eager(make: Callable[[nn.Module], torch.optim.Optimizer], step: Callable[..., torch.Tensor] | None = None):
-    """Losses of ten eager steps, and what is then in the model and its optimizer."""
-    model = net()
-    optimizer = make(model)
-    torch.manual_seed(2)
-    losses = []
-    for batch in batches():
-        optimizer.zero_grad()
-        if step is None:
-            loss = loss_of(model, *batch)
-            loss.backward()
-        else:
-            loss = step(model, *batch)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, tensors_of(model, optimizer)
-
-
-def trained(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Optimizer):
-    """The same of a trainer's steps."""
-    torch.manual_seed(2)
-    with trainer:
-        losses = [trainer.step(*batch).item() for batch in batches()]
-    return losses, tensors_of(model, optimizer)
-
-
-def assert_same(found, expected) -> None:
-    assert found[0] == expected[0]
-    assert all(map(torch.equal, found[1], expected[1]))
 
 
 @pytest.mark.parametrize("memory", ["100%", "80%", "60%", "40%"])
@@ -294,102 +197,6 @@ def test_the_user_s_tensors_are_empty_between_steps_and_current_after_a_sync() -
     assert trainer.step(*batches(1)[0]).item() == pytest.approx(torch.log(torch.tensor(10.0)).item())
 
 
-def test_times_of_steps_lead_to_a_new_plan_where_they_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
-    optimizer = sgd(model)
-    trainer = trainer_of(model, optimizer, "60%")
-    slow = [1e-3 * (k % 3) for k in range(len(trainer.graph.ops))]
-    monkeypatch.setattr(
-        "benchmarks.captured.trainer.learned",
-        lambda profile, recording, weight: structs.replace(profile, op_seconds=tuple(slow)),
-    )
-    torch.manual_seed(2)
-    losses = [trainer.step(*batch).item() for batch in batches()]
-    assert trainer.prediction.resident_s == pytest.approx(sum(slow), rel=0.1)
-    assert trainer.plan.profile == trainer.profile.fingerprint
-    trainer.close()
-    assert_same((losses, tensors_of(model, optimizer)), eager(sgd))
-
-
-def test_after_the_first_steps_the_promise_is_what_they_took() -> None:
-    """Also where that is so close to the first promise that the plan stays."""
-    model = net()
-    with trainer_of(model, sgd(model)) as trainer:
-        first = trainer.prediction
-        (batch,) = batches(1)
-        while trainer._steps_measured < MEASURED_FIRST:
-            trainer.step(*batch)
-            trainer._finish()
-        assert trainer.prediction.resident_s != first.resident_s
-        timeline = simulate(trainer.graph, trainer.plan, trainer.profile)
-        assert trainer.plan.profile == trainer.profile.fingerprint
-        assert trainer.prediction.period_s == timeline.period_s
-
-
-@pytest.mark.parametrize("slowdown", [1.0, 1.5])
-def test_steps_teach_the_profile_that_they_ran_by(slowdown: float) -> None:
-    """Steps are simulated by one profile; from another one, their times lead back to it."""
-    model = net()
-    with trainer_of(model, sgd(model), "50%") as trainer:
-        graph, plan = trainer.graph, trainer.plan
-    assert {type(step) for step in plan.steps} >= {Compute, SwapIn, SwapOut}
-    link = Link(1e-5, 1e9)
-    true = Profile(
-        graph.fingerprint,
-        "cpu",
-        tuple(1e-4 * (1 + k % 5) for k in range(len(graph.ops))),
-        link,
-        link,
-        slowdown,
-        2 * slowdown,
-    )
-    wrong = structs.replace(
-        true, op_seconds=(1e-3,) * len(graph.ops), swap_in=Link(2e-5, 5e8), swap_out=Link(5e-6, 2e9)
-    )
-    spans = simulate(graph, plan, true).spans
-    recording: Any = SimpleNamespace(
-        program=SimpleNamespace(plan=plan, graph=graph), measured=lambda start_s: spans
-    )
-    found = learned(wrong, recording, 1.0)
-    assert found.op_seconds == pytest.approx(true.op_seconds)
-    for side in (found.swap_in, found.swap_out):
-        assert (side.latency_s, side.bandwidth_bytes_per_s) == pytest.approx((1e-5, 1e9))
-    half = learned(wrong, recording, 0.5)
-    assert half.op_seconds == pytest.approx(
-        [(a + b) / 2 for a, b in zip(wrong.op_seconds, true.op_seconds, strict=True)]
-    )
-
-
-def test_contention_is_what_ops_and_copies_take_longer_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a clock by which an op takes three times as long while another thread copies, and a copy twice."""
-    copied = threading.Event()
-
-    def is_contended() -> bool:
-        return any(thread.name == "busy-link" for thread in threading.enumerate())
-
-    def seconds(run: Callable[[], Any]) -> float:
-        run()
-        if threading.current_thread().name == "busy-link":
-            copied.set()
-            return 2.0
-        return 3.0 if is_contended() else 1.0
-
-    calls_made: list[torch.Tensor] = []
-
-    def op(x: torch.Tensor) -> torch.Tensor:
-        calls_made.append(x)
-        if is_contended():
-            copied.wait()
-        return x
-
-    monkeypatch.setattr("benchmarks.captured.cpu._seconds", seconds)
-    calls = [OpCall(op, (torch.zeros(4),), {}), OpCall(op, (torch.zeros(8),), {})]
-    assert measure_contention(calls, [5.0, 1.0], CpuTraining("ram", tmp_path).store) == (3.0, 2.0)
-    assert {len(x) for x in calls_made} == {4}, "the longest op has half of the time"
-
-
 def test_a_step_that_fails_loses_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     trainer = trainer_of(model, sgd(model))
@@ -472,92 +279,6 @@ def test_an_interrupted_step_loses_the_training(monkeypatch: pytest.MonkeyPatch)
     for call in (trainer.sync, lambda: trainer.resume(Path("x"))):
         with pytest.raises(TrainingLost, match="step 1 failed: KeyboardInterrupt"):
             call()
-
-
-def test_state_that_is_loaded_between_steps_is_trained_on() -> None:
-    """`load_state_dict` of an optimizer makes new tensors, and `data` may be given another."""
-    model, other = net(), net()
-    optimizer, begun = adamw(model), adamw(other)
-    with trainer_of(other, begun) as trainer:
-        for batch in batches(3):
-            trainer.step(*batch)
-    torch.manual_seed(2)
-    with trainer_of(model, optimizer) as trainer:
-        trainer.step(*batches(1)[0])
-        trainer.sync()
-        optimizer.load_state_dict(begun.state_dict())
-        for own, given in zip(model.parameters(), other.parameters(), strict=True):
-            own.data = given.detach().clone()
-        for own, given in zip(model.buffers(), other.buffers(), strict=True):
-            own.copy_(given)
-        torch.manual_seed(3)
-        found = trainer.step(*batches(1)[0]).item()
-        trainer.sync()
-        assert optimizer.state[model.classes.weight]["step"].item() == 4
-        model.classes.bias.data = torch.zeros(3)
-        with pytest.raises(UnsupportedModel, match=r"is now torch.float32 \[3\], .* for torch.float32 \[10\]"):
-            trainer.step(*batches(1)[0])
-        model.classes.bias.data = torch.zeros(10)
-    torch.manual_seed(3)
-    assert loss_of(other, *batches(1)[0]).item() == found
-
-
-def test_a_checkpoint_goes_on_to_the_same_losses(tmp_path: Path) -> None:
-    model = net()
-    optimizer = adamw(model)
-    torch.manual_seed(2)
-    with trainer_of(model, optimizer, "50%", store="file", folder=tmp_path) as trainer:
-        for batch in batches()[:5]:
-            trainer.step(*batch)
-        trainer.save_checkpoint(tmp_path / "last.safetensors")
-    torch.manual_seed(3)
-    model = net()
-    optimizer = adamw(model)
-    with trainer_of(model, optimizer, "80%") as trainer:
-        trainer.resume(tmp_path / "last.safetensors")
-        assert trainer.steps == 5
-        losses = [trainer.step(*batch).item() for batch in batches()[5:]]
-    expected = eager(adamw)
-    assert_same((losses, tensors_of(model, optimizer)), (expected[0][5:], expected[1]))
-
-
-def test_a_damaged_checkpoint_and_another_model_s_are_refused(tmp_path: Path) -> None:
-    model, path = net(), tmp_path / "last.safetensors"
-    trainer_of(model, sgd(model)).save_checkpoint(path)
-    whole = path.read_bytes()
-    model = net()
-    with trainer_of(model, sgd(model)) as trainer:
-        for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[: len(whole) // 2], b""):
-            path.write_bytes(damaged)
-            with pytest.raises(FormatError, match=r"last\.safetensors: "):
-                read_checkpoint(path, trainer._state, trainer._buffers, trainer._device.random_state())
-        with pytest.raises(FormatError, match=r"last\.safetensors: "):
-            trainer.resume(path)
-        with pytest.raises(TrainingLost, match="make a new trainer"):
-            trainer.step(*batches(1)[0])
-        path.write_bytes(whole)
-    model = net()
-    with pytest.raises(FormatError, match=r"optimizer\..* is in the (step|checkpoint) only"):
-        trainer_of(model, adamw(model)).resume(path)
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, path = net(), tmp_path / "last.safetensors"
-    trainer = trainer_of(model, sgd(model))
-    trainer.save_checkpoint(path)
-    whole = path.read_bytes()
-    trainer.step(*batches(1)[0])
-
-    def full(file: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        trainer.save_checkpoint(path)
-    assert path.read_bytes() == whole
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_batch_of_another_form_is_refused() -> None:
@@ -687,93 +408,6 @@ def test_only_the_learning_rate_may_change() -> None:
     model = net()
     with pytest.raises(UnsupportedModel, match="lr of parameter group 0 is a tensor"):
         trainer_of(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1)))
-
-
-def test_an_optimizer_of_another_kind_goes_on_after_its_first_step() -> None:
-    def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = net()
-        optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3)
-        torch.manual_seed(2)
-        loss_of(model, *batches(1)[0]).backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = stepped()
-    losses = []
-    for batch in batches(3):
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    other, other_optimizer = stepped()
-    with trainer_of(other, other_optimizer) as trainer:
-        assert [trainer.step(*batch).item() for batch in batches(3)] == losses
-    assert all(map(torch.equal, tensors_of(other, other_optimizer), tensors_of(model, optimizer)))
-
-
-FORKS = multiprocessing.get_context("forkserver")
-"""Processes that begin with everything imported: of fifty, each would take seconds for that."""
-FORKS.set_forkserver_preload([__name__])
-
-
-def train_with_checkpoints(path: Path, losses: Connection) -> None:
-    """Go on from the checkpoint, if there is one, write one after every step, and say each step's loss; never end."""
-    torch.set_num_threads(1)
-    model = net()
-    trainer = trainer_of(model, sgd(model), "60%")
-    if path.exists():
-        trainer.resume(path)
-    else:
-        torch.manual_seed(2)
-    while True:
-        loss = trainer.step(*batches()[trainer.steps % 10])
-        losses.send((trainer.steps, loss.item()))
-        trainer.save_checkpoint(path)
-
-
-def losses_until_killed(path: Path, steps: int, after_s: float) -> Iterator[tuple[int, float]]:
-    """Losses of a process that is killed so long after so many steps."""
-    losses, sender = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=train_with_checkpoints, args=(path, sender), daemon=True)
-    process.start()
-    sender.close()
-    yield from [losses.recv() for _ in range(steps)]
-    time.sleep(after_s)
-    process.kill()
-    with suppress(EOFError, OSError):  # the end, also in the middle of a loss
-        while True:
-            yield losses.recv()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-
-
-def steps_of_killed_processes(path: Path, kills: int, rng: random.Random) -> dict[int, float]:
-    """Losses by step, of processes that train one after another and are killed at random moments."""
-    known: dict[int, float] = {}
-    for _ in range(kills):
-        # 50 ms reach into any moment of a step or a checkpoint
-        for step, loss in losses_until_killed(path, rng.randint(2, 6), rng.uniform(0, 0.05)):
-            assert known.setdefault(step, loss) == loss, f"step {step} was repeated with another loss"
-    return known
-
-
-def assert_losses_of_one_process(losses: dict[int, float], path: Path) -> None:
-    alone = dict(losses_until_killed(path, max(losses), 0.0))
-    assert losses == {step: alone[step] for step in losses}
-
-
-def test_a_kill_at_any_moment_leaves_a_checkpoint_that_training_goes_on_from(tmp_path: Path) -> None:
-    losses = steps_of_killed_processes(tmp_path / "last.safetensors", 3, random.Random(0))
-    assert len(losses) > 4
-    assert_losses_of_one_process(losses, tmp_path / "other.safetensors")
-
-
-@pytest.mark.slow
-def test_fifty_kills_leave_the_losses_of_one_process(tmp_path: Path) -> None:
-    losses = steps_of_killed_processes(tmp_path / "last.safetensors", 50, random.Random(1))
-    assert len(losses) >= 50
-    assert_losses_of_one_process(losses, tmp_path / "other.safetensors")
 
 
 _PEAK = """

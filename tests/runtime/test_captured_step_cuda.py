@@ -14,8 +14,7 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
-from tests.runtime.cuda_fake import FakeDriver, FakePool
-from tests.runtime.test_captured_step import (
+from tests.support.runtime.captured_steps import (
     adamw,
     assert_same,
     batches,
@@ -27,6 +26,7 @@ from tests.runtime.test_captured_step import (
     trained,
     trainer_of,
 )
+from tests.support.runtime.cuda_fake import FakeDriver, FakePool
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 

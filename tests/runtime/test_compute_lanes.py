@@ -21,10 +21,10 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.stores.host import LimitedStore, Links, RamStore, open_store
-from tests.runtime.backends import BACKENDS, ROOM_BYTES, Bench, cpu, opened
-from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import streaming_plan, with_room
 from tests.runtime.test_executor import FailingStore, evicting_plan
+from tests.support.runtime.backends import BACKENDS, ROOM_BYTES, Bench, cpu, opened
+from tests.support.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.plans import streaming_plan, with_room
 
 WORKSPACE_BYTES = 14 << 20
 PARTITIONS = (32 << 20, 48 << 20)

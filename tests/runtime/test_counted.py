@@ -19,12 +19,12 @@ from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
-from tests.planner.graphs import profile_of
-from tests.planner.searchers import SINGLE
-from tests.runtime import models
-from tests.runtime.backends import Bench, cpu, fake_cuda, fake_staged, opened, packed
-from tests.runtime.observing import addresses, note_held
-from tests.runtime.plans import partly_addressed_plan, recomputing_plan
+from tests.support.planner.graphs import profile_of
+from tests.support.planner.searchers import SINGLE
+from tests.support.runtime import models
+from tests.support.runtime.backends import Bench, cpu, fake_cuda, fake_staged, opened, packed
+from tests.support.runtime.observing import addresses, note_held
+from tests.support.runtime.plans import partly_addressed_plan, recomputing_plan
 
 
 class Convolutions(nn.Module):

@@ -11,10 +11,10 @@ from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
-from tests.runtime import models
-from tests.runtime.backends import BACKENDS
-from tests.runtime.plans import streaming_plan, with_room
 from tests.runtime.test_lowering import real_inputs
+from tests.support.runtime import models
+from tests.support.runtime.backends import BACKENDS
+from tests.support.runtime.plans import streaming_plan, with_room
 
 MIB = 1 << 20
 ROOM_BYTES = 64 * MIB

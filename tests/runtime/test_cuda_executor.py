@@ -18,11 +18,11 @@ from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from tests.runtime import models
-from tests.runtime.backends import Bench, fake_cuda, fake_streams, opened
-from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import streaming_plan
 from tests.runtime.test_executor import evicting_plan
+from tests.support.runtime import models
+from tests.support.runtime.backends import Bench, fake_cuda, fake_streams, opened
+from tests.support.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.plans import streaming_plan
 
 MIB = 1 << 20
 

@@ -13,10 +13,10 @@ from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
-from tests.runtime.backends import Bench, fake_cuda, opened
-from tests.runtime.cuda_fake import FakeDriver, pinned_array
-from tests.runtime.plans import streaming_plan
 from tests.runtime.test_executor import evicting_plan
+from tests.support.runtime.backends import Bench, fake_cuda, opened
+from tests.support.runtime.cuda_fake import FakeDriver, pinned_array
+from tests.support.runtime.plans import streaming_plan
 
 MIB = 1 << 20
 

@@ -21,9 +21,9 @@ from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.stores.pages import anonymous_memory
-from tests.runtime import models
-from tests.runtime.backends import has_gpu, real_cuda
-from tests.runtime.plans import streaming_plan, with_room
+from tests.support.runtime import models
+from tests.support.runtime.backends import has_gpu, real_cuda
+from tests.support.runtime.plans import streaming_plan, with_room
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no CUDA device")]
 
@@ -178,9 +178,9 @@ from cohabit.runtime.errors import DeviceError, DeviceLost
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.binding.program import Bases
-from tests.runtime import models
-from tests.runtime.backends import real_cuda
-from tests.runtime.plans import with_room
+from tests.support.runtime import models
+from tests.support.runtime.backends import real_cuda
+from tests.support.runtime.plans import with_room
 
 class Computed(torch.nn.Module):
     # Only the kernel that reads by an index that the program computes can tell that it is out of range.

@@ -24,9 +24,9 @@ from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.options import Options, Weights
 from cohabit.runtime.stores.host import open_store
-from tests.planner.graphs import PAGE, chain, profile_of
-from tests.runtime import models
-from tests.runtime.cuda_fake import FakeDriver
+from tests.support.planner.graphs import PAGE, chain, profile_of
+from tests.support.runtime import models
+from tests.support.runtime.cuda_fake import FakeDriver
 
 MIB = 1 << 20
 

@@ -19,10 +19,10 @@ from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, StagedStore
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.measure.profile import resident_plan
-from tests.planner.graphs import PAGE, chain
-from tests.runtime import models
-from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import with_room
+from tests.support.planner.graphs import PAGE, chain
+from tests.support.runtime import models
+from tests.support.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.plans import with_room
 
 MIB = 1 << 20
 

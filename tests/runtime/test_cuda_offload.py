@@ -20,12 +20,12 @@ from cohabit.runtime.cuda.commands import FORK
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.measure.profile import resident_plan
-from tests.planner.graphs import profile_of
-from tests.runtime import models
-from tests.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened
-from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import offloading_plan
 from tests.runtime.test_cuda_order import lowering, schedule_of, wait_count, without, wrong_runs
+from tests.support.planner.graphs import profile_of
+from tests.support.runtime import models
+from tests.support.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened
+from tests.support.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.plans import offloading_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -37,11 +37,11 @@ from cohabit.runtime.cuda.commands import (
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.lower import Lowered, lower
-from tests.planner.graphs import profile_of
-from tests.runtime import models
-from tests.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened
-from tests.runtime.plans import streaming_plan
 from tests.runtime.test_executor import evicting_plan, partition_plan
+from tests.support.planner.graphs import profile_of
+from tests.support.runtime import models
+from tests.support.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened
+from tests.support.runtime.plans import streaming_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,10 +27,10 @@ from cohabit.runtime.lowering.exported import from_program
 from cohabit.runtime.lowering.lower import MOST_BUCKETS, Lowered, _buckets, cached, lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import DEFAULTS, Options
-from tests.runtime.backends import cpu, fake_cuda, fake_streams, has_gpu, real_cuda
-from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.observing import addresses, note_held
-from tests.runtime.plans import offloading_plan, streaming_plan, with_room
+from tests.support.runtime.backends import cpu, fake_cuda, fake_streams, has_gpu, real_cuda
+from tests.support.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.observing import addresses, note_held
+from tests.support.runtime.plans import offloading_plan, streaming_plan, with_room
 
 MIB = 1 << 20
 BATCHES = (1, 3)

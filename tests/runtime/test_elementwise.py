@@ -13,10 +13,10 @@ from cohabit.runtime.lowering import fusion, packing
 from cohabit.runtime.lowering.rewrites import linear_forms
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from tests.runtime import models
-from tests.runtime.backends import cpu, opened
-from tests.runtime.mixing import Computed
-from tests.runtime.plans import streaming_plan
+from tests.support.runtime import models
+from tests.support.runtime.backends import cpu, opened
+from tests.support.runtime.mixing import Computed
+from tests.support.runtime.plans import streaming_plan
 
 pytestmark = pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
 Function = Callable[[torch.Tensor], torch.Tensor]

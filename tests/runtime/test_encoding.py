@@ -32,9 +32,9 @@ from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import StoreKind
 from cohabit.runtime.options import Options, Weights
 from cohabit.runtime.stores.host import open_store
-from tests.runtime import models
-from tests.runtime.backends import cpu, fake_cuda, fake_staged, fake_streams, has_gpu, opened, real_cuda
-from tests.runtime.plans import streaming_plan
+from tests.support.runtime import models
+from tests.support.runtime.backends import cpu, fake_cuda, fake_staged, fake_streams, has_gpu, opened, real_cuda
+from tests.support.runtime.plans import streaming_plan
 
 MIB = 1 << 20
 STORES: tuple[StoreKind, ...] = ("ram", "file")

@@ -24,12 +24,12 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.stores.host import RamStore
-from tests.planner.reference import live_bytes
-from tests.runtime import models
-from tests.runtime.backends import BACKENDS, Bench, cpu, opened
-from tests.runtime.late import LateStore
-from tests.runtime.observing import addresses, observed
-from tests.runtime.plans import streaming_plan
+from tests.support.planner.reference import live_bytes
+from tests.support.runtime import models
+from tests.support.runtime.backends import BACKENDS, Bench, cpu, opened
+from tests.support.runtime.late import LateStore
+from tests.support.runtime.observing import addresses, observed
+from tests.support.runtime.plans import streaming_plan
 
 
 @pytest.fixture(params=BACKENDS)

@@ -18,7 +18,7 @@ from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.lowering.rewrites.functional import is_change, write_once
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from tests.runtime.backends import cpu, opened
+from tests.support.runtime.backends import cpu, opened
 
 pytestmark = pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
 Forward = Callable[["Parts", torch.Tensor], Any]

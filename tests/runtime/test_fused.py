@@ -12,9 +12,9 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from tests.runtime import models
-from tests.runtime.backends import cpu, opened
-from tests.runtime.plans import streaming_plan
+from tests.support.runtime import models
+from tests.support.runtime.backends import cpu, opened
+from tests.support.runtime.plans import streaming_plan
 
 FUSED = Options(fused=True)
 

@@ -17,10 +17,10 @@ from cohabit.runtime.lowering import fused_ops as fused
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from tests.runtime import models
-from tests.runtime.backends import ROOM_BYTES, has_gpu, real_cuda
-from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import streaming_plan, with_room
+from tests.support.runtime import models
+from tests.support.runtime.backends import ROOM_BYTES, has_gpu, real_cuda
+from tests.support.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.plans import streaming_plan, with_room
 
 MIB = 1 << 20
 Kernel = Callable[..., torch.Tensor]

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from cohabit.runtime.lowering import fusion, packing
-from tests.runtime.generated import Skipped, Step, differences
+from tests.support.runtime.generated import Skipped, Step, differences
 
 EXAMPLES = 12
 NUMBER = st.integers(0, 999)

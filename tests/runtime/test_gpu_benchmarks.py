@@ -24,8 +24,8 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.lowering import lower as lower_module
 from cohabit.runtime.options import CUDA_DEFAULTS, DEFAULTS, Options
-from tests.runtime import gpu_dry_run
-from tests.runtime.cuda_fake import FakeDriver, pinned_array
+from tests.support.runtime import gpu_dry_run
+from tests.support.runtime.cuda_fake import FakeDriver, pinned_array
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]

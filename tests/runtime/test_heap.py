@@ -40,8 +40,8 @@ import torch
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.measure.profile import resident_plan
-from tests.runtime.backends import cpu, opened
-from tests.runtime.models import export
+from tests.support.runtime.backends import cpu, opened
+from tests.support.runtime.models import export
 
 class Large(torch.nn.Module):
     def forward(self, x):

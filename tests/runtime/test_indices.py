@@ -9,9 +9,9 @@ from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
-from tests.runtime import models
-from tests.runtime.backends import cpu, fake_cuda, opened
-from tests.runtime.cuda_fake import FakeDriver
+from tests.support.runtime import models
+from tests.support.runtime.backends import cpu, fake_cuda, opened
+from tests.support.runtime.cuda_fake import FakeDriver
 
 WIDTH = 8
 

@@ -12,8 +12,8 @@ from cohabit.runtime.lowering import interaction
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.model import FxModel
 from cohabit.runtime.options import Dtype, Options
-from tests.runtime import models
-from tests.runtime.mixing import Computed, Experts, Lookup
+from tests.support.runtime import models
+from tests.support.runtime.mixing import Computed, Experts, Lookup
 
 FLOATS = torch.zeros(3, 16)
 TOKENS = torch.zeros(3, 5, dtype=torch.int64)

@@ -20,8 +20,8 @@ from cohabit.runtime.lowering.lower import Lowered, NotCached, cached, lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
 from cohabit.runtime.stores.host import StoreKind, open_store
-from tests.runtime import models
-from tests.runtime.plans import streaming_plan
+from tests.support.runtime import models
+from tests.support.runtime.plans import streaming_plan
 
 
 def real_inputs(examples: dict[str, torch.Tensor], batch: int, seed: int = 1) -> dict[str, torch.Tensor]:

@@ -27,10 +27,10 @@ from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import SpillBuffer, StoreKind
 from cohabit.runtime.recording import Recording
 from cohabit.runtime.stores.host import LimitedStore, RamStore, open_store
-from tests.planner.reference import live_bytes
-from tests.runtime.backends import Bench, cpu, opened
-from tests.runtime.observing import addresses, note_held
-from tests.runtime.plans import offloading_plan
+from tests.support.planner.reference import live_bytes
+from tests.support.runtime.backends import Bench, cpu, opened
+from tests.support.runtime.observing import addresses, note_held
+from tests.support.runtime.plans import offloading_plan
 
 SPILLING = [
     "in_place",

@@ -15,9 +15,9 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import CUDA_DEFAULTS, Dtype, Options, Tf32
-from tests.runtime import models
-from tests.runtime.backends import cpu, has_gpu, real_cuda
-from tests.runtime.plans import with_room
+from tests.support.runtime import models
+from tests.support.runtime.backends import cpu, has_gpu, real_cuda
+from tests.support.runtime.plans import with_room
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no CUDA device")]
 OPTIONS = [

@@ -16,9 +16,9 @@ from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.rewrites import slicing
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from tests.runtime import models
-from tests.runtime.backends import cpu, opened
-from tests.runtime.plans import streaming_plan
+from tests.support.runtime import models
+from tests.support.runtime.backends import cpu, opened
+from tests.support.runtime.plans import streaming_plan
 
 pytestmark = pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
 

@@ -17,7 +17,7 @@ from cohabit.runtime.lowering import fusion, packing, weights
 from cohabit.runtime.lowering.lower import Lowered, cached, lower
 from cohabit.runtime.lowering.model import LEAST_FILE_BYTES
 from cohabit.runtime.options import Options
-from tests.runtime import models
+from tests.support.runtime import models
 
 PACKED = Options(packed=True)
 
@@ -178,7 +178,7 @@ from cohabit.runtime.lowering import fusion
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.options import Options
 from cohabit.runtime.measure.profile import resident_plan
-from tests.runtime.backends import cpu, opened
+from tests.support.runtime.backends import cpu, opened
 
 fusion.LEAST_MULTIPLICATIONS = 0
 fusion.fastest = lambda *shape, **about: "packed"

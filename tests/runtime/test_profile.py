@@ -26,9 +26,9 @@ from cohabit.runtime.measure.stopwatch import ColdCaches, StepTimes, measure_ops
 from cohabit.runtime.memory import StoreKind
 from cohabit.server.deploy.notices import warn_of_noise, warn_of_random_ops
 from cohabit.server.ipc.model import ModelKey
-from tests.runtime import models
-from tests.runtime.backends import Bench, cpu, opened
-from tests.runtime.mixing import Computed
+from tests.support.runtime import models
+from tests.support.runtime.backends import Bench, cpu, opened
+from tests.support.runtime.mixing import Computed
 
 aten = torch.ops.aten
 

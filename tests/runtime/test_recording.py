@@ -17,11 +17,11 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.recording import LaneSpan, Recording
 from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
-from tests.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_streams, opened
-from tests.runtime.gated import WAIT_S, GatedStore
-from tests.runtime.observing import observed
-from tests.runtime.plans import streaming_plan
 from tests.runtime.test_executor import evicting_plan
+from tests.support.runtime.backends import ARENA_BYTES, Bench, cpu, fake_cuda, fake_streams, opened
+from tests.support.runtime.gated import WAIT_S, GatedStore
+from tests.support.runtime.observing import observed
+from tests.support.runtime.plans import streaming_plan
 
 
 @pytest.fixture

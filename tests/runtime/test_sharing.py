@@ -16,10 +16,10 @@ from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.shared_region.sharing import SHARINGS, SharedRegion
 from cohabit.runtime.stores.host import RamStore
-from tests.runtime import models
-from tests.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
-from tests.runtime.plans import streaming_plan, with_room
 from tests.runtime.test_executor import FailingStore
+from tests.support.runtime import models
+from tests.support.runtime.backends import BACKENDS, ROOM_BYTES, cpu, fake_cuda
+from tests.support.runtime.plans import streaming_plan, with_room
 
 WORKSPACE_BYTES = ROOM_BYTES + (1 << 20)
 FEW = 2.5

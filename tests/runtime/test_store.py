@@ -21,8 +21,8 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import description_path
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.stores.host import FileStore, LimitedStore, StoreKind, open_store
-from tests.runtime import models
-from tests.runtime.plans import streaming_plan
+from tests.support.runtime import models
+from tests.support.runtime.plans import streaming_plan
 
 
 def with_own_weights(lowered: Lowered, folder: Path) -> Lowered:

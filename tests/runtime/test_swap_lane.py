@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import structs
-from server_fakes import eventually
 from torch import nn
 
 from cohabit.planner.memory import Memory
@@ -17,9 +16,10 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cpu.swap_lane import Counter
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
-from tests.runtime import models
-from tests.runtime.backends import ROOM_BYTES, cpu, opened
-from tests.runtime.plans import streaming_plan, with_room
+from tests.support.runtime import models
+from tests.support.runtime.backends import ROOM_BYTES, cpu, opened
+from tests.support.runtime.plans import streaming_plan, with_room
+from tests.support.server.server_fakes import eventually
 
 
 def test_a_thread_is_woken_when_its_value_is_reached_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.runtime import models
+from tests.support.runtime import models
 
 _PROGRAM = """
 import os, sys, threading
@@ -18,7 +18,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.measure.profile import resident_plan
-from tests.runtime.backends import cpu, opened
+from tests.support.runtime.backends import cpu, opened
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])

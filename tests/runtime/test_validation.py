@@ -17,8 +17,8 @@ from cohabit.runtime.lowering.model import FxModel
 from cohabit.runtime.lowering.rewrites import in_place
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
-from tests.runtime import models
-from tests.runtime.backends import cpu, opened
+from tests.support.runtime import models
+from tests.support.runtime.backends import cpu, opened
 
 pytestmark = pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
 aten = torch.ops.aten

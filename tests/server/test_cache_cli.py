@@ -27,7 +27,7 @@ from cohabit.runtime.stores.host import FileStore
 from cohabit.runtime.stores.pages import anonymous_memory
 from cohabit.server.cli import main
 from cohabit.server.format import make_table, print_table
-from tests.runtime import models
+from tests.support.runtime import models
 
 
 def make_repository(folder: Path) -> Path:

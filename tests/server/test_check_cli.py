@@ -15,7 +15,7 @@ from cohabit.runtime.lowering import rewrite
 from cohabit.runtime.lowering.lower import lower
 from cohabit.server.cli import main
 from cohabit.server.engine.servable import describe
-from tests.runtime import models
+from tests.support.runtime import models
 
 CONFIG = """
 max_batch_size: 4

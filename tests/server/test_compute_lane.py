@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from server_fakes import FakeServable, Gate, identity, refused
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.engine.compute_lane import ComputeLane
@@ -24,6 +23,7 @@ from cohabit.server.ipc.model import Array, ModelKey
 from cohabit.server.ipc.request import MARK_BYTES, Answer, Request
 from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.scheduling.scheduler import Scheduler
+from tests.support.server.server_fakes import FakeServable, Gate, identity, refused
 
 FASTER = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2}
 """Predicted seconds of a model for which batches pay."""

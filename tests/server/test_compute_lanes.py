@@ -9,9 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import pytest
-from server_fakes import FakeLoaded, FakeServable, Gate, config, identity, refused, running
-from server_http import infer, x
-from test_compute_lane import entered, gated, request
 
 from cohabit.server.deploy.load import assign_lanes
 from cohabit.server.deploy.prepare import threads_of
@@ -21,6 +18,9 @@ from cohabit.server.ipc.request import Answer
 from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.observe.spans import header_events
 from cohabit.server.process.engine import Engine
+from tests.server.test_compute_lane import entered, gated, request
+from tests.support.server.server_fakes import FakeLoaded, FakeServable, Gate, config, identity, refused, running
+from tests.support.server.server_http import infer, x
 
 
 def meeting(*names: str) -> list[FakeServable]:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from clients import PROTOCOLS, Client, connect
-from server_fakes import Running, identity, running, serving
-from server_http import ask
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.errors import LoadFailed, Refused
+from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.server_fakes import Running, identity, running, serving
+from tests.support.server.server_http import ask
 
 
 class Orders:

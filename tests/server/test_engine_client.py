@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
-from server_fakes import refused
 
 from cohabit.server.errors import ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
 from cohabit.server.ipc.catalog import ModelState
 from cohabit.server.ipc.messages import AskReport, ToEngine
 from cohabit.server.ipc.model import ModelInfo, ModelKey
 from cohabit.server.process.engine_connection import EngineConnection
-from tests.server import fake_engine, frontends
-from tests.server.frontends import FrontEnd, rows, until_entered
+from tests.support.server import fake_engine, frontends
+from tests.support.server.frontends import FrontEnd, rows, until_entered
+from tests.support.server.server_fakes import refused
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_fakes import Running, running, serving
-from server_http import infer
 
 from cohabit.planner.plan import Compute, SwapIn
 from cohabit.planner.shapes import Bucket
@@ -18,9 +16,11 @@ from cohabit.runtime.binding.program import Program
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.server.engine.servable import ProgramServable, describe
 from cohabit.server.observe.spans import COMPUTE, SWAP_IN
-from tests.runtime.backends import Bench, cpu, opened
-from tests.runtime.gated import WAIT_S, GatedStore
 from tests.runtime.test_executor import evicting_plan, partition_plan
+from tests.support.runtime.backends import Bench, cpu, opened
+from tests.support.runtime.gated import WAIT_S, GatedStore
+from tests.support.server.server_fakes import Running, running, serving
+from tests.support.server.server_http import infer
 
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 384], "data": [0.5] * 768}]}
 

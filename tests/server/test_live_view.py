@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_fakes import FakeLoaded, Running, adder, config, eventually, identity, running, serving
-from server_http import ask, infer, x
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import ServeConfig
@@ -26,6 +24,17 @@ from cohabit.server.observe.settings import TraceSettings
 from cohabit.server.observe.trace_file import TraceFile
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.view.live import LiveFeed
+from tests.support.server.server_fakes import (
+    FakeLoaded,
+    Running,
+    adder,
+    config,
+    eventually,
+    identity,
+    running,
+    serving,
+)
+from tests.support.server.server_http import ask, infer, x
 
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 A, B = ModelKey("a", 1), ModelKey("b", 1)

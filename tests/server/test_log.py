@@ -14,12 +14,12 @@ from datetime import datetime, timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_fakes import broken, identity, running, serving
-from server_http import infer, x
 
 from cohabit.server.config.config import LogFormat
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.log import FloodFilter, configure_logging
+from tests.support.server.server_fakes import broken, identity, running, serving
+from tests.support.server.server_http import infer, x
 
 DANGEROUS = st.characters(categories=["Cc", "Cf", "Zl", "Zp", "Cs"]) | st.sampled_from('=" {}\\ä%')
 TEXTS = (

@@ -10,10 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from metrics_client import FakeNvml, MetricsPort, Samples, machine_samples, parsed, scrape
 from msgspec import structs
-from server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
-from server_http import ask, infer, x
 from tritonclient.grpc import service_pb2 as pb
 
 from cohabit.runtime.recording import OnRecording
@@ -22,6 +19,9 @@ from cohabit.server.ipc.request import Answer
 from cohabit.server.ipc.statistics import REQUEST_SECONDS, SECONDS, Histogram
 from cohabit.server.observe.gpus import Gpu
 from cohabit.server.observe.prometheus import Family, written
+from tests.support.server.metrics_client import FakeNvml, MetricsPort, Samples, machine_samples, parsed, scrape
+from tests.support.server.server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
+from tests.support.server.server_http import ask, infer, x
 
 TRITONS = {
     "nv_inference_request_success",

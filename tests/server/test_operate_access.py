@@ -12,11 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-from clients import PROTOCOLS, Client, connect
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from metrics_client import MetricsPort
-from server_fakes import Running, config, identity, refused, running, serving
-from server_http import ask
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
@@ -24,6 +20,10 @@ from cohabit.server.errors import ConfigError, Unauthenticated
 from cohabit.server.frontend.access import OPEN, Permission, open_access
 from cohabit.server.http.endpoints import endpoints
 from cohabit.server.serve import Server
+from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.metrics_client import MetricsPort
+from tests.support.server.server_fakes import Running, config, identity, refused, running, serving
+from tests.support.server.server_http import ask
 
 INFER, CONTROL, WRONG = "infer-token-0123456789", "control-token-0123456789", "nobodys-token-0123456789"
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from metrics_client import FakeNvml, Samples, machine_samples, scrape
-from server_fakes import Running
 
 from cohabit.server.commands import EXIT_USAGE
 from cohabit.server.config.config import cache_of
@@ -18,6 +16,8 @@ from cohabit.server.config.setting import PREFIX
 from cohabit.server.config.sources import add_flags, read_settings
 from cohabit.server.ipc.model import DeviceUse
 from cohabit.server.observe.gpus import Gpu
+from tests.support.server.metrics_client import FakeNvml, Samples, machine_samples, scrape
+from tests.support.server.server_fakes import Running
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDES = [

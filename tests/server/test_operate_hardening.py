@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from server_fakes import identity, running, serving
-from server_http import ask
 
 from cohabit.runtime.errors import ArchiveError
 from cohabit.runtime.lowering.archive import read
 from cohabit.runtime.lowering.archive_file import ArchiveFile
 from cohabit.server.repository.scan import scan, versions_of
 from cohabit.server.repository.sources import ModelSource, Unloadable
+from tests.support.server.server_fakes import identity, running, serving
+from tests.support.server.server_http import ask
 
 NAMES_THAT_LEAVE = ["..", ".", "../other", "/etc", "a/b", "a\\b", "", "-x", ".hidden", "a\x00b", "a\n", "x" * 256]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from server_fakes import identity, running, serving
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
@@ -18,6 +17,7 @@ from cohabit.server.config.config import SETTINGS, ServeConfig, decode_config, e
 from cohabit.server.config.sizes import FixedSize, ShareOfWeights
 from cohabit.server.config.sources import ResolvedConfig, add_flags, as_toml, read_settings
 from cohabit.server.errors import ConfigError
+from tests.support.server.server_fakes import identity, running, serving
 
 NEEDED = ("models", "--memory", "1GiB")
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from server_fakes import Running, config, identity, running, serving
-from server_http import ask
 
 from cohabit.server.errors import Unauthenticated
 from cohabit.server.frontend.access import Permission, TokenFiles, open_access
+from tests.support.server.server_fakes import Running, config, identity, running, serving
+from tests.support.server.server_http import ask
 
 OLD, NEW, CONTROL = "the-old-token-0123456789", "the-new-token-0123456789", "control-token-0123456789"
 

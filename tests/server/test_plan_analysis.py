@@ -38,7 +38,7 @@ from cohabit.planner.search.driver import search
 from cohabit.server.view.analysis import LANES, PlanAnalysis, analyze, bytes_in_use
 from cohabit.server.view.plan_document import plan_document
 from cohabit.server.view.terminal import draw
-from tests.planner.graphs import (
+from tests.support.planner.graphs import (
     PAGE,
     chain,
     hand_written_plan,

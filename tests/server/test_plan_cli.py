@@ -28,8 +28,8 @@ from cohabit.server.commands.tile import SEARCH_NAMES
 from cohabit.server.errors import RepositoryError
 from cohabit.server.format import gap, milliseconds, nice_ticks, percent, round_time, shortened
 from cohabit.server.repository.scan import find
-from tests.planner.graphs import PAGE, chain, profile_of
-from tests.runtime import models
+from tests.support.planner.graphs import PAGE, chain, profile_of
+from tests.support.runtime import models
 
 GRAPH = chain([PAGE, 2 * PAGE, PAGE, 3 * PAGE])
 PROFILE = profile_of(GRAPH, op_s=1e-3, bandwidth=PAGE / 1e-3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cohabit.server.cli import main
-from tests.runtime import models
+from tests.support.runtime import models
 
 
 def test_profile_shows_a_model_s_times_and_the_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

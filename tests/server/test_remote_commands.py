@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from server_fakes import FakeLoaded, Running, adder, identity, running, serving
-from server_http import infer, x
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.cli import main
 from cohabit.server.commands.remote import tables
 from cohabit.server.ipc.model import ModelFootprint, ModelKey
+from tests.support.server.server_fakes import FakeLoaded, Running, adder, identity, running, serving
+from tests.support.server.server_http import infer, x
 
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 

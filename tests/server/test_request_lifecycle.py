@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
-from server_http import HEADER_LENGTH, Answer, ask, infer, x
 
 from cohabit.server.ipc.statistics import ModelStatistics
+from tests.support.server.server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
+from tests.support.server.server_http import HEADER_LENGTH, Answer, ask, infer, x
 
 
 @dataclass

@@ -33,7 +33,7 @@ from cohabit.server.deploy.prepare import TimeLeft, open_backend
 from cohabit.server.errors import ConfigError
 from cohabit.server.file_state import FileState
 from cohabit.server.repository.sources import ModelSource
-from tests.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.cuda_fake import FakeDriver
 
 MACHINE = 64
 

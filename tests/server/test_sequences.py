@@ -20,7 +20,7 @@ from cohabit.server.scheduling.scheduler import Scheduler
 from cohabit.server.triton.config_fields import refuse_fields
 from cohabit.server.triton.model_config import ModelConfig
 from cohabit.server.triton.sequences import rules_of, with_sequences
-from tests.server.server_fakes import FakeServable
+from tests.support.server.server_fakes import FakeServable
 
 KEY = ModelKey("m", 1)
 STATE = "state { input_name: 'before' output_name: 'after' }"

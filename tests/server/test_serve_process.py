@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from server_fakes import config, eventually, identity, running, serving
-from server_http import ask, infer, x
 
 from cohabit.server.cli import EXIT_FAILED, main
 from cohabit.server.commands.serve import serve_until_stopped
 from cohabit.server.serve import Server
+from tests.support.server.server_fakes import config, eventually, identity, running, serving
+from tests.support.server.server_http import ask, infer, x
 
-PROGRAM = Path(__file__).with_name("drain_program.py")
+PROGRAM = "tests.support.server.drain_program"
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,7 +28,7 @@ PORTS = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "0")
 
 @dataclass
 class Process:
-    """`drain_program.py`, whose model `gated` waits for the file `go`."""
+    """`drain_program`, whose model `gated` waits for the file `go`."""
 
     popen: subprocess.Popen[str]
     folder: Path
@@ -52,9 +52,9 @@ def process(folder: Path, waits: str, *token_files: Path) -> Iterator[Process]:
     version = folder / "models" / "gated" / "1"
     version.mkdir(parents=True)
     (version / "model.pt2").touch()
-    command = [sys.executable, "-W", "error", str(PROGRAM), str(folder / "models"), str(folder), waits]
+    command = [sys.executable, "-W", "error", "-m", PROGRAM, str(folder / "models"), str(folder), waits]
     command += map(str, token_files)
-    environment = {"PYTHONPATH": f"{ROOT}:{PROGRAM.parent}", "PATH": "/usr/bin"}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as popen:
         try:
             assert popen.stdout is not None

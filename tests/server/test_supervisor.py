@@ -21,9 +21,9 @@ from cohabit.server.ipc.model import Array, ModelKey
 from cohabit.server.ipc.shared_memory import HEARTBEAT
 from cohabit.server.process import supervisor
 from cohabit.server.process.engine_connection import EngineConnection
-from tests.server import fake_engine, frontends
-from tests.server.frontends import FrontEnd, rows, until_entered
-from tests.server.server_fakes import identity, refused
+from tests.support.server import fake_engine, frontends
+from tests.support.server.frontends import FrontEnd, rows, until_entered
+from tests.support.server.server_fakes import identity, refused
 
 
 @pytest.fixture(autouse=True)

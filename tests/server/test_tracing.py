@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
-from server_fakes import FakeServable, Running, broken, eventually, identity, running, serving
-from server_http import ask, infer, x
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
@@ -26,6 +24,8 @@ from cohabit.server.errors import ConfigError
 from cohabit.server.log import configure_logging
 from cohabit.server.observe.request_trace import CURRENT, new_context
 from cohabit.server.observe.trace_file import TraceFile
+from tests.support.server.server_fakes import FakeServable, Running, broken, eventually, identity, running, serving
+from tests.support.server.server_http import ask, infer, x
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = f"00-{TRACE}-{PARENT}-01"

@@ -9,11 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from clients import PROTOCOLS, Client, connect
-from metrics_client import scrape
 from msgspec.structs import replace
-from server_fakes import FakeLoaded, FakeServable, Running, identity, refused, running, serving
-from transport_fakes import FakeEngine, FakeModel
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.commands.remote import tables
@@ -30,6 +26,10 @@ from cohabit.server.process.engine import Engine
 from cohabit.server.protocol.shared_memory import Regions
 from cohabit.server.repository.sources import ModelSource, Unloadable
 from cohabit.server.triton.model_config import ModelConfig
+from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.metrics_client import scrape
+from tests.support.server.server_fakes import FakeLoaded, FakeServable, Running, identity, refused, running, serving
+from tests.support.server.transport_fakes import FakeEngine, FakeModel
 
 VERSIONS = (1, 2, 10)
 X = np.array([[1, 2, 3, 4]], np.float32)

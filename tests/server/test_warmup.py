@@ -8,8 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from google.protobuf import text_format
-from server_fakes import FakeServable, tensors
-from test_compute_lane import lane_of
 
 from cohabit.server.deploy.lifecycle import warm_up
 from cohabit.server.errors import InvalidRequest, RepositoryError
@@ -18,6 +16,8 @@ from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import ModelSource, Unloadable
 from cohabit.server.triton.model_config import ModelConfig
+from tests.server.test_compute_lane import lane_of
+from tests.support.server.server_fakes import FakeServable, tensors
 
 INPUTS = (("x", "FP32", (2,)), ("ids", "INT64", (3,)))
 

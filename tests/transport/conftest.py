@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from transport_fakes import Ports, running, standard_models
+
+from tests.support.server.transport_fakes import Ports, running, standard_models
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_http import HEADER_LENGTH, Answer, ask, binary_x, infer, infer_binary, x
-from transport_fakes import Ports
+
+from tests.support.server.server_http import HEADER_LENGTH, Answer, ask, binary_x, infer, infer_binary, x
+from tests.support.server.transport_fakes import Ports
 
 MIB = 1 << 20
 

@@ -13,10 +13,11 @@ import tritonclient.grpc.aio as triton_grpc_aio
 import tritonclient.http as triton_http
 import tritonclient.http.aio as triton_http_aio
 import tritonclient.utils.shared_memory as shm
-from clients import PROTOCOLS, Client, connect
-from transport_fakes import Ports
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
+
+from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.transport_fakes import Ports
 
 A = np.arange(4, dtype=np.float32)[None]
 B = np.full((1, 4), -1, np.float32)

@@ -5,15 +5,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from clients import PROTOCOLS, connect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from server_http import infer, x
-from transport_fakes import Ports
 
 from cohabit.server.ipc.model import TensorSpec
 from cohabit.server.protocol.classification import classify
+from tests.support.server.clients import PROTOCOLS, connect
+from tests.support.server.server_http import infer, x
+from tests.support.server.transport_fakes import Ports
 
 
 def texts(array: np.ndarray[Any, Any]) -> list[str]:

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_http import Answer, ask
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transport_fakes import FakeModel, Ports, identity, running, tensors
 
 from cohabit.planner.shapes import Dimension, DynamicShape
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.triton.model_config import ModelConfig
+from tests.support.server.server_http import Answer, ask
+from tests.support.server.transport_fakes import FakeModel, Ports, identity, running, tensors
 
 WIDTH, MOST, MOST_ROWS = 3, 8, 4
 WORDS = {"[PAD]": 0, "[CLS]": 1, "a": 2, "cat": 3, "sleeps": 4, "[UNK]": 5}

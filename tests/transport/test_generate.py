@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from server_http import Answer, ask
-from transport_fakes import Ports
+
+from tests.support.server.server_http import Answer, ask
+from tests.support.server.transport_fakes import Ports
 
 
 def generate(server: Ports, model: str, body: Any, stream: bool = False) -> Answer:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc import service_pb2 as pb
 
 from cohabit.server.frontend.access import Access, Permission
 from cohabit.server.grpc import handlers
+from tests.support.server.transport_fakes import Gate, Ports, identity, running
 
 SERVICE = "/inference.GRPCInferenceService"
 INFER, STREAM = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"

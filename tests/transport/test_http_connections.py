@@ -6,14 +6,14 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from server_http import ask, infer, x
-from transport_fakes import Gate, Ports, identity, running
 
 from cohabit.server.errors import ConfigError
 from cohabit.server.frontend import dataplane, listening
 from cohabit.server.http import body as body_module
 from cohabit.server.http.app import make_metrics_app
 from cohabit.server.http.server import HttpServer
+from tests.support.server.server_http import ask, infer, x
+from tests.support.server.transport_fakes import Gate, Ports, identity, running
 
 KIB, MIB = 1 << 10, 1 << 20
 INFER = json.dumps({"inputs": [x()]}).encode()

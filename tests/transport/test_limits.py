@@ -17,8 +17,6 @@ from typing import Any, get_args
 import grpc
 import numpy as np
 import pytest
-from server_http import Answer, ask, infer, x
-from transport_fakes import Gate, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ServerLiveResponse
 
 from cohabit.server.config.config import ServeConfig
@@ -45,6 +43,8 @@ from cohabit.server.grpc.server import GrpcServer
 from cohabit.server.http.codec import decode_request
 from cohabit.server.ipc.model import Array
 from cohabit.server.protocol.shared_memory import RegionUse
+from tests.support.server.server_http import Answer, ask, infer, x
+from tests.support.server.transport_fakes import Gate, Ports, identity, running
 
 MIB = 1 << 20
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from transport_fakes import Ports, identity, running
 from tritonclient.grpc.service_pb2 import ServerLiveResponse
 
 from cohabit.server.errors import ConfigError
 from cohabit.server.frontend.listening import TlsFiles, address_of, without_covered
 from cohabit.server.grpc.server import credentials_of
+from tests.support.server.transport_fakes import Ports, identity, running
 
 LIVE = ServerLiveResponse(live=True).SerializeToString()
 

@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from server_http import HEADER_LENGTH, ask, infer
-from transport_fakes import Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from cohabit.server.errors import RepositoryError
 from cohabit.server.triton.model_config import read_config
+from tests.support.server.server_http import HEADER_LENGTH, ask, infer
+from tests.support.server.transport_fakes import Ports, identity, running
 
 ROUNDS = 400
 FORESEEN = {

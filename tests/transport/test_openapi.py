@@ -12,8 +12,6 @@ from aiohttp.web import Application
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from server_http import ask
-from transport_fakes import Ports, identity, running
 
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
@@ -21,6 +19,8 @@ from cohabit.server.http import app
 from cohabit.server.http.app import make_app
 from cohabit.server.protocol.datatypes import BYTES, DTYPES
 from cohabit.server.view.live import LiveFeed
+from tests.support.server.server_http import ask
+from tests.support.server.transport_fakes import Ports, identity, running
 
 DOCUMENT = app._described()
 OPERATIONS = [

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.utils.shared_memory as shm
-from clients import PROTOCOLS, Client, connect
-from server_fakes import refused
-from server_http import ask, infer, x
-from transport_fakes import Gate, Ports, identity, running
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.protocol.shared_memory import Regions, SystemRequest, open_region
+from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.server_fakes import refused
+from tests.support.server.server_http import ask, infer, x
+from tests.support.server.transport_fakes import Gate, Ports, identity, running
 
 A = np.arange(4, dtype=np.float32).reshape(1, 4)
 B = np.full((1, 4), 0.5, np.float32)

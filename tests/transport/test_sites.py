@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from server_http import ask
-from transport_fakes import Ports, identity, running
 
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.frontend.sites import ANY_NAME, Sites
+from tests.support.server.server_http import ask
+from tests.support.server.transport_fakes import Ports, identity, running
 
 CHANGES = [
     "/v2/repository/models/one/load",

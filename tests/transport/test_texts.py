@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_http import ask
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transport_fakes import FakeModel, Gate, Ports, running, tensors
 
 from cohabit.planner.shapes import Dimension, DynamicShape
 from cohabit.server.errors import ExecutionFailed, Overloaded, RequestError, SequenceLost
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
-from tests.server.server_fakes import eventually
+from tests.support.server.server_fakes import eventually
+from tests.support.server.server_http import ask
+from tests.support.server.transport_fakes import FakeModel, Gate, Ports, running, tensors
 
 VOCABULARY, MOST, CONTEXT = 50, 4, 40
 PROMPT = [7, 3, 9, 8, 1, 2, 5, 4, 6, 10]

@@ -12,9 +12,10 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.grpc.aio as triton_grpc_aio
 import tritonclient.http as triton_http
 import tritonclient.http.aio as triton_http_aio
-from clients import PROTOCOLS, Client, connect
-from transport_fakes import Gate, Ports, identity, running
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
+
+from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.transport_fakes import Gate, Ports, identity, running
 
 A = np.arange(8, dtype=np.float32).reshape(2, 4)
 B = np.full((2, 4), 0.5, np.float32)

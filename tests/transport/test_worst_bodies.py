@@ -8,15 +8,15 @@ import grpc
 import msgspec
 import numpy as np
 import pytest
-from server_http import ask
-from test_embeddings import make_tokenizer, text_model
-from transport_fakes import MIB, Ports, identity, running
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from cohabit.server.frontend import tokenizers
 from cohabit.server.grpc import api as grpc_api
 from cohabit.server.http import api, generate, openai
 from cohabit.server.protocol import embedding, json_body, tensors
+from tests.support.server.server_http import ask
+from tests.support.server.transport_fakes import MIB, Ports, identity, running
+from tests.transport.test_embeddings import make_tokenizer, text_model
 
 QUICK_BYTES = 64 << 10
 PIECE_BYTES = 2 * QUICK_BYTES

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     if not arguments:
         parts = [run.TESTS, *(step.name for step in CELLS)]
-        command = [sys.executable, "-X", "faulthandler", "-m", "tests.runtime.gpu_dry_run"]
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.support.runtime.gpu_dry_run"]
         failed = [part for part in parts if subprocess.run([*command, part], check=False).returncode != 0]
         print(f"did not hold: {', '.join(failed)}" if failed else "everything held", file=sys.stderr)
         return 1 if failed else 0

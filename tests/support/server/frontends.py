@@ -20,10 +20,10 @@ from cohabit.server.ipc.request import Answer, Request, RequestedOutput
 from cohabit.server.process.engine_connection import EngineConnection
 from cohabit.server.process.in_process import InProcessEngine
 from cohabit.server.process.supervisor import Supervisor
-from tests.server import fake_engine
-from tests.server.server_fakes import adder, config, identity, serving, write_repository
+from tests.support.server import fake_engine
+from tests.support.server.server_fakes import adder, config, identity, serving, write_repository
 
-COMMAND = (sys.executable, "-m", "tests.server.fake_engine")
+COMMAND = (sys.executable, "-m", "tests.support.server.fake_engine")
 EMPTY = identity("empty", "FP32", (0,))
 MODELS = serving(identity("double", "FP32"), identity("slow", "FP32"), EMPTY, adder(version=2), adder())
 

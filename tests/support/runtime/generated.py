@@ -23,8 +23,8 @@ from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
 from cohabit.runtime.stores.host import StoreKind
-from tests.runtime.backends import opened
-from tests.runtime.plans import streaming_plan
+from tests.support.runtime.backends import opened
+from tests.support.runtime.plans import streaming_plan
 
 Tensor = torch.Tensor
 Step = tuple[int, int, int, int]

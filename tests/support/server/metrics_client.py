@@ -4,13 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from server_fakes import Running
-from server_http import ask
 
 from cohabit.server.ipc.model import DeviceUse
 from cohabit.server.observe.gpus import Gpu
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.prometheus import written
+from tests.support.server.server_fakes import Running
+from tests.support.server.server_http import ask
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -18,8 +18,8 @@ from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
 from cohabit.loadgen.zoo.exporting import save_model
-from tests.e2e.serving import Process, Running, infer, serving
-from tests.runtime.models import locked
+from tests.support.e2e.serving import Process, Running, infer, serving
+from tests.support.runtime.models import locked
 
 WIDTH, LAYERS = 512, 4
 PAUSE_S = 0.05

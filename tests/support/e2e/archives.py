@@ -15,7 +15,7 @@ from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.archive_file import fingerprint
 from cohabit.runtime.lowering.lower import cached
 from cohabit.runtime.options import Options
-from tests.runtime.models import locked
+from tests.support.runtime.models import locked
 
 Arrays = dict[str, NDArray[Any]]
 

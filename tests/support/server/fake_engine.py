@@ -1,4 +1,6 @@
-"""An engine whose models are numpy functions, as a process of its own: `python -m tests.server.fake_engine SOCKETS`.
+"""An engine whose models are numpy functions, as a process of its own.
+
+Started by `python -m tests.support.server.fake_engine SOCKETS`.
 
 Tests talk to it through files in the folder that `FAKE_ENGINE` names, because it lives in another process.
 """
@@ -20,7 +22,7 @@ from cohabit.server.ipc.model import Array
 from cohabit.server.process.engine import Engine
 from cohabit.server.process.engine_process import main
 from cohabit.server.repository.sources import ModelSource
-from tests.server.server_fakes import adder, identity, serving
+from tests.support.server.server_fakes import adder, identity, serving
 
 REFUSED, FAILS, HELD = 7.0, 8.0, 9.0
 """Values of `x` that `double` cannot take, on which its kernel fails, and with which it waits for the gate."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from server_fakes import FakeServable, config, identity, serving
 
 from cohabit.server import serve
 from cohabit.server.commands.serve import serve_until_stopped
@@ -22,6 +21,7 @@ from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.frontend.access import TokenFiles
 from cohabit.server.ipc.model import Array
 from cohabit.server.repository.sources import ModelSource
+from tests.support.server.server_fakes import FakeServable, config, identity, serving
 
 REPOSITORY, FOLDER, WAITS, *TOKEN_FILES = sys.argv[1:]
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from server_http import Listening
+
+from tests.support.server.server_http import Listening
 
 PROTOCOLS = ("http", "grpc")
 

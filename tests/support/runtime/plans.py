@@ -22,7 +22,7 @@ from cohabit.planner.schedule.table import (
     scheduled,
 )
 from cohabit.planner.schedule.write import write
-from tests.planner.graphs import profile_of
+from tests.support.planner.graphs import profile_of
 
 
 def _up(value: int, multiple: int) -> int:

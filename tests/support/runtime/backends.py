@@ -23,8 +23,8 @@ from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
 from cohabit.runtime.options import Options
 from cohabit.runtime.stores.host import open_store
-from tests.runtime.cuda_fake import FakeDriver
-from tests.runtime.plans import with_room
+from tests.support.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.plans import with_room
 
 ARENA_BYTES = 64 << 20
 ROOM_BYTES = 6 << 20

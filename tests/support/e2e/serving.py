@@ -36,7 +36,7 @@ from cohabit.server.process.engine import Engine
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 READY_S = 120.0
 QUICK_SEARCH = "streaming"
 """The searcher of servers whose tests do not depend on how good plans are; activations have to fit."""
