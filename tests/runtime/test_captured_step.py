@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.captured.trainer import Trainer, TrainingLost, memory_bytes
 from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.memory import single_budget
 from cohabit.planner.plan import Compute, Drop, Plan, Provenance, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.gaps import Choice, Gaps
