@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.planner.ablated import survival
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import single_budget
@@ -14,7 +15,6 @@ from cohabit.planner.papers.swapadvisor.allocations import (
     raised,
     shrink,
 )
-from cohabit.planner.papers.swapadvisor.evolution import survival
 from cohabit.planner.papers.swapadvisor.genetic import THRESHOLD
 from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
 from cohabit.planner.papers.swapadvisor.pools import MemoryPool, TensorSizes, object_bytes, pool_of, uses_of

@@ -1,7 +1,7 @@
 """SwapAdvisor's operators on memory allocations (section 5.3): creation, crossover, mutation and repair.
 
 CLS maps each tensor size, in ascending order, to a size class; CNT is the number of objects of each class. Classes are
-numbered from 1, as in Figure 5. In the restricted space, CLS starts at 1 and rises in steps of 0 or 1.
+numbered from 1, as in Figure 5. CLS starts at 1 and rises in steps of 0 or 1: the paper's restricted space.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,6 @@ class AllocationSpace:
 
     sizes: TensorSizes
     memory_bytes: int
-    restricted: bool = True
 
     def least(self, classes: Ints) -> Ints:
         """Return the objects of each class that some op needs at once: with fewer, no plan exists."""
@@ -51,7 +50,7 @@ class AllocationSpace:
 
     @cached_property
     def leanest(self) -> Ints:
-        """Restricted CLS with the least memory need of any op."""
+        """CLS with the least memory need of any op."""
         sizes = len(self.sizes.nbytes)
         before = np.zeros((len(self.sizes.at_once), sizes + 1), np.int64)
         np.cumsum(self.sizes.at_once, axis=1, out=before[:, 1:])
@@ -85,10 +84,7 @@ class AllocationSpace:
 
     def random_classes(self, rng: np.random.Generator) -> Ints:
         """Return a random CLS of the space."""
-        sizes = len(self.sizes.nbytes)
-        if self.restricted:
-            return np.cumsum(np.concatenate([[1], rng.integers(0, 2, sizes - 1)]))
-        return compact(rng.integers(1, sizes + 1, sizes))
+        return np.cumsum(np.concatenate([[1], rng.integers(0, 2, len(self.sizes.nbytes) - 1)]))
 
     def cross(self, first: Allocation, second: Allocation, cut: int) -> tuple[Allocation, Allocation]:
         """Return two children; C1 begins like the second parent, C2 like the first (Figure 5)."""
@@ -96,23 +92,25 @@ class AllocationSpace:
 
     def _child(self, head: Allocation, tail: Allocation, cut: int) -> Allocation:
         joined = np.concatenate([head.classes[:cut], tail.classes[cut:]])
-        classes = raised(joined) if self.restricted else compact(joined)
+        classes = self.repaired_classes(joined)
         extended = np.concatenate([extend(head)[:cut], extend(tail)[cut:]])
         return self.repaired(classes, average(classes, extended))
 
     def mutated(self, allocation: Allocation, probability: float, rng: np.random.Generator) -> Allocation:
         """Change each element of CLS, and then of CNT, with this probability."""
-        classes = self._mutated_classes(allocation.classes, probability, rng)
+        classes = self.mutated_classes(allocation.classes, probability, rng)
         counts = average(classes, extend(allocation))
         hit = rng.random(len(counts)) < probability
         drawn = np.rint(rng.normal(counts, np.maximum(SPREAD * counts, 1.0))).astype(np.int64)
         return self.repaired(classes, np.where(hit, drawn, counts))
 
-    def _mutated_classes(self, classes: Ints, probability: float, rng: np.random.Generator) -> Ints:
-        """Toggle steps between 0 and 1, which shifts all later elements; if unrestricted, draw any class instead."""
+    def repaired_classes(self, joined: Ints) -> Ints:
+        """Return the CLS of the space that two parents' parts become."""
+        return raised(joined)
+
+    def mutated_classes(self, classes: Ints, probability: float, rng: np.random.Generator) -> Ints:
+        """Toggle steps between 0 and 1, which shifts all later elements."""
         hit = rng.random(len(classes)) < probability
-        if not self.restricted:
-            return compact(np.where(hit, rng.integers(1, len(classes) + 1, len(classes)), classes))
         steps = np.diff(classes, prepend=classes[0] - 1)
         hit[0] = False
         return np.cumsum(np.where(hit, 1 - steps, steps))
@@ -123,12 +121,6 @@ def raised(classes: Ints) -> Ints:
     index = np.arange(len(classes))
     from_right = np.maximum.accumulate((classes - index)[::-1])[::-1] + index
     return np.maximum(np.maximum.accumulate(classes), from_right)
-
-
-def compact(classes: Ints) -> Ints:
-    """Renumber the occurring classes 1, 2, ... in the same order."""
-    occurring: Ints = np.unique(classes, return_inverse=True)[1].astype(np.int64) + 1
-    return occurring
 
 
 def extend(allocation: Allocation) -> Ints:

@@ -105,7 +105,7 @@ class ServingGenetic(Evolution[ServingChromosome]):
     is_compiled = True
 
     def __init__(self, problem: Problem, seed: int, *, population: int = POPULATION) -> None:
-        super().__init__(seed, population, "elitist", GENERATIONS)
+        super().__init__(seed, population, GENERATIONS)
         self.problem = problem
         self._orders = OpOrders(problem)
         self._first = self._orders[0]
