@@ -57,6 +57,8 @@ COMMANDS = {
     " yolox_nano conformer_ctc_small ecapa_tdnn patchtst qwen3_prefill --record",
     "sessions": "sessions --seconds 600 --layouts resident 'partitioned, 50%' 'lru, 60%' --record",
     "budget": "budget --record",
+    "budget-cgroup": "budget_cgroup --record",
+    "budget-jobs": "budget_jobs --record",
     "training": "training --seconds 3 --record",
     "training-batch": "training_batch --record",
     "training-candidates": "training_candidates --record",
