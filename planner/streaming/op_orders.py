@@ -53,7 +53,7 @@ def require_served(problem: Problem, searcher: str) -> None:
     ):
         raise UnsupportedProblem(
             f"{problem.graph.name}: {searcher} minimises the latency in a partition and a workspace, of a graph that"
-            " changes no parameters; ask another searcher for anything else"
+            " changes no parameters; for anything else, plan a single budget, or ask another searcher"
         )
 
 

@@ -103,13 +103,13 @@ def test_all_batches_are_planned_where_memory_is_enough(repository: Path, tmp_pa
 
 @pytest.fixture
 def divisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """Whether each division was rough, and whether it was made later."""
+    """Whether each division was rough, and whether it was made at low priority."""
     made: list[tuple[bool, bool]] = []
     original: Callable[..., Division] = Planner.division
 
-    def division(self: Planner, *arguments: Any, later: bool = False, rough: bool = False) -> Division:
-        made.append((rough, later))
-        return original(self, *arguments, later=later, rough=rough)
+    def division(self: Planner, *arguments: Any, low_priority: bool = False, rough: bool = False) -> Division:
+        made.append((rough, low_priority))
+        return original(self, *arguments, low_priority=low_priority, rough=rough)
 
     monkeypatch.setattr(Planner, "division", division)
     return made

@@ -93,7 +93,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
             written = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
             (source / "tokenizer_config.json").write_text(json.dumps(written))
         subject = from_folder(source, (), Lengths())
-        assert subject.generation is not None, subject.notes
+        assert subject.decoding is not None, subject.notes
         write_entry(subject, EntryPlace(folder / "models", name), max(BATCHES), config, lambda stage: None)
     return folder / "models"
 
@@ -236,7 +236,7 @@ def test_steps_that_differ_from_whole_texts_are_not_served(tmp_path: Path) -> No
             parameter.data.mul_(5)
     model.save_pretrained(tmp_path / "mpt")
     subject = from_folder(tmp_path / "mpt")
-    assert subject.generation is None
+    assert subject.decoding is None
     assert "steps with a cache differ from whole texts by" in subject.notes[0]
 
 

@@ -62,7 +62,7 @@ def test_the_objective_decides_between_latency_and_period(seed: int) -> None:
 def test_served_memory_is_planned_for_its_latency_only() -> None:
     graph = chain([PAGE] * 3)
     problem = Problem(graph, profile_of(graph), Memory(4 * PAGE, PAGE), objective="period")
-    with pytest.raises(UnsupportedProblem, match="give one counted budget"):
+    with pytest.raises(UnsupportedProblem, match="plan a single budget"):
         search(problem)
 
 

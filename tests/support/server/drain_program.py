@@ -46,7 +46,7 @@ def load(sources: Sequence[ModelSource], config: ServeConfig, lanes: Sequence[Co
 if __name__ == "__main__":
     lifecycle.open_placement = load
     serve._ANSWERS_WRITTEN_S = 60.0  # a busy machine may take longer than two seconds to write an answer
-    TokenFiles.follow.__defaults__ = (3600.0,)  # only SIGHUP has the token files read again
+    TokenFiles.watch.__defaults__ = (3600.0,)  # only SIGHUP has the token files read again
     settings = config(
         repository=Path(REPOSITORY),
         engine="in-process",
