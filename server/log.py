@@ -20,7 +20,7 @@ from cohabit.server.observe.settings import LogSettings
 _ROOT = "cohabit"
 _MOST_PER_SECOND = 10
 _KIND_CHARACTERS = 80
-"""Records of a kind have the same logger, level and message template, whose first characters are compared."""
+"""Two records are of one kind if logger, level and this many first characters of the message template are equal."""
 
 _UNSAFE = (
     *(*range(0x20), *range(0x7F, 0xA0)),  # control characters

@@ -76,7 +76,7 @@ class MemoryOverTime(msgspec.Struct, frozen=True):
     regions: list[MemoryRegion]
     marks: list[Mark]
     use: list[tuple[float, list[int]]]
-    """From each time on, the bytes in use of each of the marks."""
+    """Pairs of a time and the bytes in use from then on, one number per entry of `marks`."""
     boxes: list[Box]
     summary: Phrase
 
@@ -113,7 +113,7 @@ class ChartAxis(msgspec.Struct, frozen=True):
 
 class Line(msgspec.Struct, frozen=True):
     series: int
-    """Index into the chart's series; it has their colour."""
+    """Index into the chart's `series`, which determines the line's colour."""
     points: list[tuple[float, float | None]]
     """None interrupts the line."""
     style: Literal["solid", "dashed", "steps"] = "solid"

@@ -1,8 +1,8 @@
-"""Schedules from one choice per gap between uses.
+"""Builds a schedule from one choice (such as keep, swap or recompute) for each gap between two uses of a tensor.
 
 Beaumont et al. (2020), Proposition 1: for given offloads in a given order, it is optimal to do everything as early as
-memory allows. Here transfers are in the order of the uses that need them. Starting from the as-late-as-possible
-sequence (`planner.schedule.alap`), swap-ins move ahead into the memory that it leaves free, and drops wait for
+memory allows. Here copies are in the order of the uses that need them. Starting from the as-late-as-possible
+sequence (`planner.schedule.alap`), swap-ins move to earlier positions where memory is free, and drops wait for
 swap-outs."""
 
 from collections import deque
@@ -23,7 +23,7 @@ from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Act
 
 
 class ActionSequence(NamedTuple):
-    """Actions in order, and the residents at the start and end of an inference. Everything is counted."""
+    """Actions in order, and the residents at the start and end of an inference. No tensor has an address."""
 
     verb: Ints
     what: Ints
@@ -70,7 +70,7 @@ def schedule_of_choices(
 def with_earliest_swap_ins(made: AlapSequence, nbytes: Ints, memory_bytes: int) -> Ints:
     """Return the indices of the actions in a new order: swap-ins as early as memory allows, in the same order.
 
-    Each stays after the tensor's last drop, and after the last op if it was there.
+    Each swap-in stays after its tensor's previous drop. Swap-ins after the last op stay where they are.
     """
     count = len(made.verb)
     held = made.held.copy()

@@ -4,13 +4,15 @@ Members are asked in one order; those that do not plan the problem are skipped. 
 partition and a workspace; `offloading` follows if activations do not fit, or if they leave parameters little room and
 `streaming` is far from the bound. `streaming` uses the remaining time.
 
-For a single budget, each member first gets a small share of its own effort, and the one with
-the best plan continues (one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm
-Identification and Hyperparameter Optimization", AISTATS 2016). After its effort, each of the others gets the rest of
-its own, in order of the best latency so far, so that the portfolio is never worse than a member at that effort. The
-best member with candidates left then continues. Ops that share weights, such as the time steps of a recurrent network,
-can also run grouped by weights: `on_demand`, the quickest member, plans both orders, and all others take its better
-one. Graphs that change state, such as training steps, are also planned as chains, which takes a few candidates.
+A member's effort is the number of candidates that it evaluates when it runs alone. For a single budget (one memory,
+not a partition and a workspace), each of SAMPLED first gets a small fraction of its effort (one round of successive
+halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS
+2016). Then the members spend the rest of their effort, the one with the best latency so far first. So the portfolio
+is never worse than one of its members at that effort. The best member with candidates left uses the remaining time.
+
+Ops that share weights, such as the time steps of a recurrent network, can also run grouped by weights. `on_demand`,
+the quickest member, plans both orders; SAMPLED plan the better one. Graphs that change state, such as training
+steps, are also planned as chains, which takes a few candidates.
 """
 
 import math
@@ -43,7 +45,7 @@ AT_BOUND: Final = 1e-4
 WORTH_OFFLOADING: Final = 0.05
 """Relative gap to the bound above which offloading is tried even if activations fit."""
 NARROW: Final = 2
-"""Window in units of the largest op's parameters; in a wider one, copies overlap with ops without offloading."""
+"""Largest narrow window, in units of the largest op's parameters. In a wider one, copies overlap ops anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,14 @@ class _Member:
 
 
 _Turn = Generator[Sequence[MemberCandidate], None, _Member | None]
-"""Candidates of a member, which is returned; None if it had no turn."""
+"""Yields the candidates of one member, then returns the member; None if the member had no turn."""
 
 
 class Best(Searcher[MemberCandidate]):
     """Asks one member after the other; stops when the bound is reached.
 
-    The first `ask` raises UnsupportedProblem if no member plans the problem, or the InfeasibleBudget that needs least.
+    If no member plans the problem, the first `ask` raises the InfeasibleBudget with the fewest `least_bytes`, or
+    UnsupportedProblem if there is none.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -204,7 +207,7 @@ class Best(Searcher[MemberCandidate]):
     def _is_within(self, gap: float) -> bool:
         """Whether the best latency so far is within a relative gap of the bound."""
         least_s = min((member.least_s for member in self._members), default=math.inf)
-        # The bound takes time to compute: not before there is a plan.
+        # Computing the bound takes time, so a first plan comes before it.
         return least_s < math.inf and least_s <= self.problem.bound_s * (1 + gap)
 
 

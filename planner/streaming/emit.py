@@ -27,7 +27,10 @@ def emit(work: Workload, resident_at: Ints, swaps: Swaps) -> Schedule:
 
 
 class ParameterRows:
-    """Rows of the same copies and drops, taken in order. Op positions are those of execution."""
+    """The copies and drops of parameters that `emit` writes, for callers that take them one by one, in order.
+
+    Op numbers are positions in the order of execution.
+    """
 
     def __init__(self, work: Workload, resident_at: Ints, swaps: Swaps) -> None:
         made = _by_address(schedule_of(work.arrays, work.numbering, resident_at, swaps))
@@ -58,13 +61,13 @@ class ParameterRows:
 
 
 def _by_address(made: Schedule) -> Schedule:
-    """Sort the residents by address; empty ones share one."""
+    """Sort the residents by address, then by tensor: empty residents share an address."""
     order = np.lexsort((made.residents, made.resident_at))
     return made._replace(residents=made.residents[order], resident_at=made.resident_at[order])
 
 
 def _activation_drops(graph: Graph) -> dict[int, list[int]]:
-    """Return the inputs and activations to drop after each op, their last user."""
+    """Return, for each op, the inputs and activations to drop after it because it uses them last."""
     last_touch = dict.fromkeys(graph.inputs, 0)
     for k, op in enumerate(graph.ops):
         last_touch |= dict.fromkeys((*op.reads, *op.writes), k)

@@ -1,8 +1,9 @@
 """Predicts a loop's next ops from the last time it ran the same sequence of ops.
 
-A loop repeats itself from step to step, and within a step from layer to layer. A pointer follows the recorded ops where
-the current sequence occurred before. A storage's next use is predicted as far away as its counterpart's was there.
-Predictions may be wrong: that costs only a copy.
+A loop repeats itself from step to step, and within a step from layer to layer. A pointer follows the earlier
+occurrence of the current sequence in the record. A storage's counterpart is the storage that the matching recorded
+op used in the same place. The storage's next use is predicted as many ops away as its counterpart's was. A wrong
+prediction costs only a copy.
 """
 
 import itertools
@@ -46,12 +47,12 @@ class History:
         # Per op, from position `_first` on.
         self._first = 0
         self._numbers: list[int] = []
-        """Of its signature."""
+        """Number of its signature."""
         self._before_bytes: list[int] = []
         """Bytes made minus bytes freed by all earlier ops."""
         self._made_bytes: list[int] = []
         self._first_uses: list[int] = []
-        """Id of its first use. It first uses the storages that it reads or writes, then new ones."""
+        """Id of its first use. An op's uses are those of existing storages, then those of its new results."""
 
         # Per use, from id `_first_use` on.
         self._first_use = 0
@@ -71,7 +72,7 @@ class History:
         self._next_number = itertools.count()
         self._recent: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
-        """Last position of each sequence of `_MATCHED` ops, by hash: that of its last op."""
+        """By hash of a sequence of `_MATCHED` ops: position of the last op of its latest occurrence."""
         self._made_by: dict[int, int] = {}
         """Bytes of the results, by number."""
         self._scratch_by: dict[int, int] = {}
@@ -191,7 +192,7 @@ class History:
         shift = self.position - 1 - here
         for use in self._uses_at(place):
             last = self._last_uses[use - self._first_use]
-            # The op makes it, or an op before it that is still to come uses it first.
+            # Skip new results, and storages that an earlier op of the window already uses.
             if last < self._first_use or (earlier := self._positions[last - self._first_use]) > here:
                 continue
             uses = self._uses_at(earlier + shift)

@@ -1,7 +1,7 @@
 """Tracks which storages are in memory, evicts them and swaps them in.
 
-At every moment a storage marked as out has all of its bytes in its slot, and any other storage has them in memory. So
-an interrupt between two lines loses nothing, and `bring_all_in` restores everything.
+Invariant: a storage with `is_out` has all of its bytes in its spill slot; any other storage has them in memory. An
+interrupt between two lines therefore loses nothing, and `bring_all_in` restores all storages.
 """
 
 import math
@@ -20,7 +20,7 @@ from cohabit.runtime.training.spill import SpillSlot, SpillStore
 LEAST_BYTES: Final = 16 << 10
 """Smaller storages stay: evicting them gains nothing, and torch's generators read theirs without an op."""
 NEVER: Final = 1 << 62
-"""Position of an unknown next use; also "no limit" in bytes."""
+"""`next_use` of a storage whose next use is unknown. As a number of bytes: no limit."""
 _SMOOTHING: Final = 64
 """Ops over which a loop's pace is averaged."""
 _MOST_COPIES: Final = 16
@@ -89,7 +89,7 @@ class Tracked:
         self.uses = 0
         """Number of uses by running ops."""
         self.pace: Pace | None = None
-        """Of the loop that used it last."""
+        """Pace of the loop that used it last."""
         self.next_use = NEVER
         """Predicted position in that loop's ops."""
         self.last_use = -1
@@ -119,7 +119,7 @@ class Residency:
         self.limit_bytes = NEVER if limit_bytes is None else limit_bytes
         self.used_bytes = self.peak_bytes = 0
         self.headroom_bytes = NEVER
-        """Bytes that may be allocated before the process's memory must be measured, where the budget is its total."""
+        """Bytes that may be allocated before the process's memory is measured, if the budget is its total."""
         self.reserved_bytes = 0
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
@@ -179,7 +179,7 @@ class Residency:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def changed(self, tracked: Tracked) -> None:
-        """Mark the bytes in memory as different from the slot's, now or soon."""
+        """Mark the bytes in memory as newer than the slot's. May be called just before they are written."""
         tracked.is_clean = False
         tracked.writes += 1
 
@@ -212,7 +212,7 @@ class Residency:
 
     @property
     def arriving_bytes(self) -> int:
-        """Bytes of pending copies in: they count as used, and may not be in memory yet."""
+        """Bytes of pending prefetches. `used_bytes` includes them, although they may not be in memory yet."""
         return sum(copy.tracked.nbytes for copy in self._copies if copy.is_load)
 
     # Synchronous copies
@@ -374,7 +374,7 @@ class Residency:
         return True
 
     def write_ahead(self, needed_bytes: int, after_s: float) -> None:
-        """Start saving storages first used in more than `after_s`, so that `needed_bytes` become available in time."""
+        """Start saving storages whose next use is over `after_s` seconds away, to free `needed_bytes` in time."""
         leaving = sum(copy.tracked.nbytes for copy in self._copies if not copy.is_load)
         needed_bytes += self.reserved_bytes
         while self.used_bytes - leaving + needed_bytes > self.limit_bytes:

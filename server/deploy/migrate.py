@@ -81,7 +81,7 @@ class Migrator:
             await self._displace(decision.displaced)
 
     async def resize(self, resizing: Resizing, displaced: Model | None = None) -> None:
-        """Pack partitions of new sizes; some models get new plans, and `displaced` releases its partition."""
+        """Give partitions new sizes, without gaps. Some models get new plans; `displaced` loses its partition."""
         memory, partitions, models = self._memory, self._memory.partitions, resizing.models
         workspace = resizing.workspace_bytes
         held = {load_id: partitions.held[load_id] for load_id in models}

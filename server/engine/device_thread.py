@@ -38,8 +38,8 @@ _OUT_OF_RANGE = re.compile(
 Outcome = Answer | RequestError
 
 BackgroundWork = Callable[[], bool]
-"""Does one piece of work on the device, which should take less time than an execution: a request waits for one piece at
-most. Returns True after the last piece. Lane's thread."""
+"""Does one piece of work on the device. Returns True after the last piece. Called on the lane's thread. A request
+waits for at most one piece, so a piece should take less time than an execution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class LoadedServable:
 
 
 class DeviceThread:
-    """`changed` guards the scheduler, `background` and `stopped`; after a change, the caller notifies it."""
+    """Thread of one lane. `changed` guards the scheduler, `background` and `stopped`; notify it of changes."""
 
     def __init__(self, scheduler: Scheduler, owner: "ComputeLane", lane: int) -> None:
         """`owner` is called on the event loop's thread."""

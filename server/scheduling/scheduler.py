@@ -26,8 +26,8 @@ PATIENCE_S = 1.0
 _OVERLOADED_S = 1.0
 """After shedding, throughput takes precedence over the earliest deadline for this long."""
 _DELAYS = 4.0
-"""Number of event-loop hops outside the scheduler, each allowed one `_answer_delay`. These are the front end's on
-arrival, the engine's and the front end's on answering, and the client's."""
+"""Event-loop delays, in units of `_answer_delay`, that a request meets outside the scheduler: one in the front end
+on arrival, then one each in the engine, the front end and the client on the way back."""
 
 
 class Scheduler:
@@ -259,7 +259,10 @@ class Scheduler:
         return math.inf if ticket.late_s is None else ticket.late_s
 
     def _needed_s(self, ticket: Ticket, now_s: float) -> float:
-        """Return the time to allow for an execution: an upper estimate, or at most the mean if the device was idle."""
+        """Return the time to allow for an execution: an upper estimate.
+
+        If the device was idle when the request arrived, the mean estimate if that is smaller.
+        """
         estimate, rows = self._models[ticket.request.model].estimate_of(ticket), ticket.request.batch
         upper_s = estimate.upper_estimate_s(rows, now_s)
         return min(estimate.seconds(rows), upper_s) if ticket.alone else upper_s
