@@ -80,6 +80,10 @@ WAYS = (
     EAGER,
 )
 BY_NAME = {way.name: way for way in WAYS}
+ABOUT_COMPILED = (
+    " *activation budget*: `torch.compile` with `activation_memory_budget=0.5` and the backend"
+    " `aot_eager_decomp_partition`."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f" peak of resident memory: medians of {options.steps} steps, one thread; {WARM_STEPS} steps come before."
         " Behind it, the peak of resident memory, sampled every 10 ms, over the limit. *=*: all losses are eager's, bit"
         " for bit; *other*: they are not. The nets were written for this record, by somebody who had not seen the code;"
-        " totals were then made faster with the first four. *activation budget*: `torch.compile` with"
-        " `activation_memory_budget=0.5` and the backend `aot_eager_decomp_partition`."
+        " totals were then made faster with the first four."
+        f"{ABOUT_COMPILED if BY_NAME['activation budget 0.5'] in ways else ''}"
         f"\n\n`cohabit.budget`: {mean:.2f} in the geometric mean.\n"
     )
     if options.record:

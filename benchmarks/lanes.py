@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = markdown_table([*header, "answered"], rows)
     intro = (
         f"{MODELS} models ({' and '.join(ENTRIES)} in turn) in {SHARE_OF_WEIGHTS:.0%} of their weights, the second"
-        f" workspace included; *resident* is what stays of that which is copied at all. Two servers take turns,"
+        f" workspace included; *resident* is the part of the swappable weights that stays. Two servers take turns,"
         f" {TURNS} of {options.turn:g} s each: saturation with"
         f" {AT_ONCE} requests under way, then p50 and p99 with {rate:.0f} requests/s arriving at random"
         f" ({BUSY:.0%} of the lower saturation). Servers and load generator share the CPUs. Two processes that"

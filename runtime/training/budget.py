@@ -9,17 +9,16 @@ section 4.2).
 
 import logging
 import os
-import signal
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -31,11 +30,12 @@ from cohabit.planner.memory import parse_share, parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.training.history import History
+from cohabit.runtime.training.interrupts import Interrupts
 from cohabit.runtime.training.outside import Pins, watching
 from cohabit.runtime.training.owners import Owner, distinct_storages, flat, rehome, storages_of, tensors_of
 from cohabit.runtime.training.process_limit import ProcessLimit
 from cohabit.runtime.training.residency import NEVER, Residency, Tracked, used_by
-from cohabit.runtime.training.schema import OpSchema, schema_of
+from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
 from cohabit.runtime.training.spill import FileSpill, RamSpill
 
 _log = logging.getLogger("cohabit.training")
@@ -144,8 +144,7 @@ class Budget:
         self._pins = Pins(self._residency)
         self._context = ExitStack()
         self._is_active = False
-        self._interrupt: tuple[int, FrameType | None] | None = None
-        self._handler: Callable[[int, FrameType | None], Any] = signal.default_int_handler
+        self._interrupts = Interrupts()
 
     @property
     def limit_bytes(self) -> int | None:
@@ -186,9 +185,9 @@ class Budget:
                         "budget: a context is entered already, and a process has one at a time; loops of several models"
                         " share one: name all their owners, and start their threads inside it"
                     )
+                context.callback(_active.discard, self)
                 _active.add(self)
-            context.callback(_active.discard, self)
-            context.enter_context(self._interrupts_held())
+            context.enter_context(self._interrupts.held())
             self._residency.start()
             context.callback(self._residency.stop)
             context.callback(self._restore)  # before the copy thread ends, which may have copies under way
@@ -235,8 +234,8 @@ class Budget:
             run = self._run_view if schema.is_view else self._run_in_parts if schema.takes_lists else self._run
             return run(history, op, schema, args, kwargs)
         finally:
-            if self._interrupt is not None:
-                self._deliver()
+            if self._interrupts.pending is not None:
+                self._interrupts.deliver()
 
     def _run_view(
         self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -281,11 +280,13 @@ class Budget:
         number = history.begin((op, *sizes))
         expected = history.made_bytes(number)
         self._require(schema, used_by(used) + (expected or 0))
-        if expected is None:
-            expected = self._expected_bytes(op, schema, args, kwargs, used)
-        process, scratch = self._process, 0
-        is_measured = False
-        if process is not None and (op_bytes := used_by(used) + expected) > _LEAST_SCRATCHED:
+        if expected is None and schema.makes_results and residency.limit_bytes != NEVER:
+            expected = result_bytes(op, args, kwargs)
+            if expected is None:  # data-dependent, or without a meta kernel: assume its largest argument's size
+                expected = max((tracked.nbytes for tracked in used), default=0)
+        expected = expected or 0
+        scratch, is_measured = 0, False
+        if self._process is not None and (op_bytes := used_by(used) + expected) > _LEAST_SCRATCHED:
             known = history.scratch_bytes(number)
             is_measured = known is None
             scratch = op_bytes if known is None else known  # unknown scratch is rarely larger
@@ -296,6 +297,7 @@ class Budget:
             self._changed.wait()
         if not self._is_active:
             return None
+        process = self._process
         self._running.append(running)
         for tracked, is_written in used.items():
             tracked.uses += 1
@@ -304,7 +306,7 @@ class Budget:
         try:
             allocated = residency.incoming_bytes(used) + running.reserved_bytes
             residency.make_room(allocated)
-            if process is not None and allocated > residency.headroom_bytes:
+            if process is not None and allocated + residency.reserved_bytes > residency.headroom_bytes:
                 self._measure(process, allocated)
             for tracked in used:
                 residency.use(tracked)
@@ -379,8 +381,8 @@ class Budget:
             def part(value: Any, start: int = start, end: int = end) -> Any:
                 return value[start:end] if isinstance(value, list | tuple) and len(value) == length else value
 
-            parts = tuple(map(part, args)), {k: part(v) for k, v in kwargs.items()}
-            result = self._run(history, op, schema, *parts)
+            some_kwargs = {name: part(value) for name, value in kwargs.items()}
+            result = self._run(history, op, schema, tuple(map(part, args)), some_kwargs)
             if isinstance(result, list | tuple):
                 results.extend(result)
             start = end
@@ -427,37 +429,6 @@ class Budget:
                         tracked.uses += 1
         return list(made)
 
-    def _expected_bytes(
-        self,
-        op: OpOverload,
-        schema: OpSchema,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        used: Iterable[Tracked],
-    ) -> int:
-        """Return the bytes of a new op's results, by running it on meta tensors."""
-        if not schema.makes_results or self._residency.limit_bytes == NEVER:
-            return 0
-        given: set[int] = set()
-
-        def without_data(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-                given.add(empty.untyped_storage()._cdata)
-                return empty
-            if isinstance(value, list | tuple):
-                return type(value)(map(without_data, value))
-            return torch.device("meta") if isinstance(value, torch.device) else value
-
-        try:
-            result = op(*map(without_data, args), **{key: without_data(value) for key, value in kwargs.items()})
-            results = result if isinstance(result, list | tuple) else [result]
-            made = [tensor.untyped_storage() for tensor in results if isinstance(tensor, torch.Tensor)]
-        except Exception:  # data-dependent, or without a meta kernel: assume its largest argument's size
-            return max((tracked.nbytes for tracked in used), default=0)
-        sizes = {storage._cdata: storage.nbytes() for storage in made}
-        return sum(nbytes for storage, nbytes in sizes.items() if storage not in given)
-
     @contextmanager
     def _sized(self, used: Iterable[Tracked]) -> Iterator[None]:
         """Give evicted storages their size inside the block: views check the size, and read no bytes."""
@@ -487,14 +458,14 @@ class Budget:
             )
 
     def _measure(self, process: ProcessLimit, nbytes: int) -> None:
-        """Make sure that `nbytes` may be allocated without exceeding the total.
+        """Make sure that `nbytes` may be allocated, beside what running ops may, without exceeding the total.
 
         Freed memory that the C library keeps counts as the process's, but is mostly used again, without page faults. So
         it is returned to the system only if it is in the way.
         """
         residency = self._residency
         residency.headroom_bytes = process.headroom_bytes(residency.arriving_bytes)
-        if residency.headroom_bytes < nbytes:
+        if residency.headroom_bytes < nbytes + residency.reserved_bytes:
             self._divide(process, nbytes)
 
     def _divide(self, process: ProcessLimit, nbytes: int = 0) -> None:
@@ -575,37 +546,6 @@ class Budget:
             for handle in handles:
                 handle.remove()
 
-    @contextmanager
-    def _interrupts_held(self) -> Iterator[None]:
-        """Inside the block, postpone an interrupt that arrives during an op or a copy until that has ended."""
-        handler = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or not callable(handler):
-            yield
-            return
-
-        def hold(number: int, frame: FrameType | None) -> None:
-            at = frame
-            while at is not None:
-                if at.f_code.co_filename.startswith(_PACKAGE):
-                    self._interrupt = number, frame
-                    return
-                at = at.f_back
-            handler(number, frame)
-
-        self._handler = handler
-        signal.signal(signal.SIGINT, hold)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, handler)
-            if self._interrupt is not None:
-                self._deliver()
-
-    def _deliver(self) -> None:
-        if threading.current_thread() is threading.main_thread() and self._interrupt is not None:
-            interrupt, self._interrupt = self._interrupt, None
-            self._handler(*interrupt)
-
     def _after_fork(self) -> None:
         """Continue in a forked process, which has no copy thread: swapped-in storages then stay in memory."""
         self._lock = threading.RLock()
@@ -628,7 +568,6 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run(func, types, args, kwargs or {})
 
 
-_PACKAGE = str(Path(__file__).parent)
 _active: "weakref.WeakSet[Budget]" = weakref.WeakSet()
 """The entered context, if any."""
 _entering = threading.Lock()

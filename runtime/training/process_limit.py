@@ -72,7 +72,7 @@ class ProcessLimit:
         """Return the error for tensors that get too little; `what` says which."""
         return MemoryExceeded(
             f"{what}the process takes {format_bytes(self._rest_bytes)} beside the tensors, and a sixteenth"
-            f" of {format_bytes(self.total_bytes)} is kept for kernels; raise the total, or train with smaller batches"
+            f" of {format_bytes(self.total_bytes)} is kept free; raise the total, or train with smaller batches"
         )
 
     def _resident_bytes(self) -> int:

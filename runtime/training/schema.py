@@ -1,7 +1,9 @@
-"""Facts from an op's schema that swapping needs: views, new results, written arguments."""
+"""Facts about an op that swapping needs: views, new results and their bytes, written arguments."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -49,3 +51,26 @@ def schema_of(op: OpOverload) -> OpSchema:
         is_trusted=schema.name.startswith("aten::"),
         takes_lists=schema.name.startswith(_LIST_OPS),
     )
+
+
+def result_bytes(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the bytes of an op's new results, by running it on meta tensors; None if it does not run on these."""
+    given: set[int] = set()
+
+    def without_data(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            given.add(empty.untyped_storage()._cdata)
+            return empty
+        if isinstance(value, list | tuple):
+            return type(value)(map(without_data, value))
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    try:
+        result = op(*map(without_data, args), **{key: without_data(value) for key, value in kwargs.items()})
+        results = result if isinstance(result, list | tuple) else [result]
+        made = [tensor.untyped_storage() for tensor in results if isinstance(tensor, torch.Tensor)]
+    except Exception:
+        return None
+    sizes = {storage._cdata: storage.nbytes() for storage in made}
+    return sum(nbytes for storage, nbytes in sizes.items() if storage not in given)

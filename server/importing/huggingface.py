@@ -216,7 +216,7 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str |
             output_loading_info=True,
         )
     except Exception as error:
-        what = "" if safe else " (a pickle, of which tensors only are read)"
+        what = "" if safe else " (a pickle; only its tensors are read)"
         raise ImportFailed(f"{folder}{what}: {reason_of(error)}") from error
     # Missing weights would be random.
     if missing := sorted(info["missing_keys"]):

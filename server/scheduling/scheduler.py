@@ -248,9 +248,18 @@ class Scheduler:
                 deadline_s = end_s
                 estimate = scheduled.estimates.of(request.sizes)
                 due_s = min(due_s, deadline_s - estimate.upper_estimate_s(request.batch, now_s))
-        number, times_s = self._arrivals + 1, (arrived_s, deadline_s, timeout_s, late_s, due_s)
-        alone = not self._tickets and self._busy_until_s == -math.inf
-        return Ticket(request, number, scheduled.load_number, *times_s, level, alone)
+        return Ticket(
+            request,
+            number=self._arrivals + 1,
+            load_number=scheduled.load_number,
+            arrived_s=arrived_s,
+            deadline_s=deadline_s,
+            timeout_s=timeout_s,
+            late_s=late_s,
+            due_s=due_s,
+            level=level,
+            alone=not self._tickets and self._busy_until_s == -math.inf,
+        )
 
     def _latest_start_s(self, ticket: Ticket, now_s: float) -> float:
         """Return when a request must start, or, under a DELAY policy, counts as late."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import cohabit
+from cohabit.runtime.training.process_limit import ProcessLimit
 
 PATIENCE_S = 60.0
 KIB = 1 << 10
@@ -114,6 +115,31 @@ def test_the_storages_of_a_loop_that_has_ended_make_way() -> None:
         before = limits.moved_bytes
         sums(running, 50)
         assert limits.moved_bytes == before
+
+
+def test_what_running_ops_may_still_allocate_counts_towards_a_total(
+    gated: tuple[Gate, Callable[[torch.Tensor], torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 KiB are free of the total: enough for one op's result of 256 KiB, and not for that of a second beside it."""
+    gate, wait = gated
+    weights = [torch.zeros(64 * KIB) for _ in range(2)]
+    divisions: list[int] = []
+    tensor_bytes = ProcessLimit.tensor_bytes
+
+    def counted(limit: ProcessLimit, arrived_bytes: int) -> int:
+        divisions.append(arrived_bytes)
+        return tensor_bytes(limit, arrived_bytes)
+
+    monkeypatch.setattr(ProcessLimit, "headroom_bytes", lambda limit, arriving_bytes: 400 * KIB)
+    monkeypatch.setattr(ProcessLimit, "tensor_bytes", counted)
+    with cohabit.budget("64GiB total", *weights, store="file"):
+        blocked, _ = in_thread(lambda: wait(weights[0]))
+        assert gate.entered.acquire(timeout=PATIENCE_S)
+        assert len(divisions) == 1, "on entering"
+        joined(in_thread(lambda: weights[1] + 1)[0])
+        assert len(divisions) == 2
+        gate.open.set()
+        joined(blocked)
 
 
 def test_a_process_has_one_budget_at_a_time() -> None:

@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_imported_says_why(refused: Any) -> None:
     (Path("bert") / "model.safetensors").unlink()
     assert "bert has no weights: there is no *.safetensors in it" in refused("bert")
     torch.save({"embeddings": Code()}, "bert/pytorch_model.bin")
-    assert "(a pickle, of which tensors only are read)" in refused("bert", "--sequence-length", "4")
+    assert "(a pickle; only its tensors are read)" in refused("bert", "--sequence-length", "4")
     save("t5", "T5Model", vocab_size=20, d_model=8, d_ff=8, num_layers=1, num_heads=1)
     said = refused("t5")
     assert "T5Model is an encoder with a decoder, which is not supported; its encoder alone" in said
