@@ -19,18 +19,25 @@ class Gate:
 
     def __init__(self) -> None:
         self.entered, self.open = threading.Semaphore(0), threading.Event()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._running = self.most_running = 0
 
     def wait(self, x: torch.Tensor) -> torch.Tensor:
-        with self._lock:
+        with self._changed:
             self._running += 1
             self.most_running = max(self.most_running, self._running)
         self.entered.release()
         assert self.open.wait(PATIENCE_S)
-        with self._lock:
+        with self._changed:
             self._running -= 1
+            self._changed.notify()
         return x + 1
+
+    def finish(self) -> None:
+        """Let all ops end, and wait for that."""
+        self.open.set()
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._running, PATIENCE_S)
 
 
 @pytest.fixture
@@ -40,8 +47,10 @@ def gated() -> Iterator[tuple[Gate, Callable[[torch.Tensor], torch.Tensor]]]:
         library.define("wait(Tensor x) -> Tensor")
         library.impl("wait", gate.wait, "CPU")
         library.impl("wait", torch.empty_like, "Meta")
-        yield gate, torch.ops.budget_threads.wait
-    gate.open.set()
+        try:
+            yield gate, torch.ops.budget_threads.wait
+        finally:
+            gate.finish()  # before the op is unregistered
 
 
 def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
