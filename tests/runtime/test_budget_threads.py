@@ -12,6 +12,8 @@ from cohabit.runtime.training.process_limit import ProcessLimit
 
 PATIENCE_S = 60.0
 KIB = 1 << 10
+LOOP = "loop"
+"""Name of threads with a loop."""
 
 
 class Gate:
@@ -19,25 +21,18 @@ class Gate:
 
     def __init__(self) -> None:
         self.entered, self.open = threading.Semaphore(0), threading.Event()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._running = self.most_running = 0
 
     def wait(self, x: torch.Tensor) -> torch.Tensor:
-        with self._changed:
+        with self._lock:
             self._running += 1
             self.most_running = max(self.most_running, self._running)
         self.entered.release()
         assert self.open.wait(PATIENCE_S)
-        with self._changed:
+        with self._lock:
             self._running -= 1
-            self._changed.notify()
         return x + 1
-
-    def finish(self) -> None:
-        """Let all ops end, and wait for that."""
-        self.open.set()
-        with self._changed:
-            assert self._changed.wait_for(lambda: not self._running, PATIENCE_S)
 
 
 @pytest.fixture
@@ -50,12 +45,15 @@ def gated() -> Iterator[tuple[Gate, Callable[[torch.Tensor], torch.Tensor]]]:
         try:
             yield gate, torch.ops.budget_threads.wait
         finally:
-            gate.finish()  # before the op is unregistered
+            gate.open.set()
+            for thread in threading.enumerate():
+                if thread.name == LOOP:
+                    joined(thread)  # before the op is unregistered
 
 
 def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
     results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread = threading.Thread(target=lambda: results.append(work()), name=LOOP, daemon=True)
     thread.start()
     return thread, results
 
