@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,11 @@ def fixed_plans(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Pat
     repository, cache = folder / "models", folder / "cache"
     for seed, name in enumerate("abcd"):
         stacks.put(repository, name, seed)
-    with serving(repository, "20MiB", cache, batch_sizes=(1, 2)):
-        pass  # the models are lowered and measured now
+    # The models are lowered and measured now, as every test serves them: forms of layers, and so profiles, depend on
+    # a lane's threads and on the batches.
+    for lanes, batches in product((1, 2), ((1,), (1, 2))):
+        with serving(repository, "20MiB", cache, batch_sizes=batches, compute_lanes=lanes):
+            pass
     for path in (cache / "profiles").glob("*.json"):
         profile = profile_format.decode(cache_file.read(path))
         seconds, link = (100e-6,) * len(profile.op_seconds), Link(5e-6, 5e9)
