@@ -27,6 +27,7 @@ GPU_TESTS = tuple(
     f"tests/runtime/test_{name}.py"
     for name in (
         *(
+            "budget_gpu",
             "compute_lanes",
             "cuda_constructs",
             "cuda_gpu",

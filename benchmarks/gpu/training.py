@@ -1,26 +1,29 @@
-"""Training steps on this GPU in 60 % of their memory, beside eager PyTorch and checkpoints per block."""
+"""Training steps on this GPU in 60 % of their memory: `cohabit.budget` and captured plans, eager, checkpoints."""
 
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+import cohabit
 from benchmarks.captured.trainer import MEASURED_FIRST, Trainer
 from benchmarks.gpu import steps
 from benchmarks.record import markdown_table
 from benchmarks.training_nets import NETS, Gpt, Net, WideResNet, eager_step, loss
+from cohabit.runtime.training.budget import Budget
 
 NETS_OF_A_GPU = {
     "wide_resnet": Net(lambda: WideResNet(8, 4), NETS["wide_resnet"].inputs, 512),
     "gpt": Net(lambda: Gpt(768, 12, 128, 1000), NETS["gpt"].inputs, 128),
 }
 """As on the CPU, but larger: steps of some hundred milliseconds."""
-EAGER, CHECKPOINT, OURS = "eager", "checkpoint per block", "best"
-WAYS = (EAGER, CHECKPOINT, OURS)
+EAGER, CHECKPOINT, BUDGET, OURS = "eager", "checkpoint per block", "cohabit.budget", "best"
+WAYS = (EAGER, CHECKPOINT, BUDGET, OURS)
 SHARE = 0.6
 SEARCH_S = 20.0
 STEPS, WARM_UP = 10, MEASURED_FIRST + 2
@@ -36,7 +39,7 @@ class Row:
     seconds: float
     """Of a step, its loss on the host: the median."""
     memory_bytes: int
-    """For torch's own ways, the most that its allocator gave out; else the budget."""
+    """For the captured plan, its budget; else the most that torch's allocator gave out after the warm-up."""
     first_loss: float
     last_loss: float
     predicted_s: float | None = None
@@ -59,8 +62,11 @@ def measure(cell: str) -> Iterator[Row | str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if way != OURS:
         model.is_checkpointed = way == CHECKPOINT
-        seconds, losses = _timed(lambda: eager_step(model, optimizer, loss, batch))
-        yield Row(net, way, seconds, _most_bytes(), losses[0], losses[-1])
+        limits = cohabit.budget(f"{SHARE:.0%}", model, optimizer) if way == BUDGET else nullcontext()
+        with limits:
+            seconds, losses = _timed(lambda: eager_step(model, optimizer, loss, batch))
+            moved_bytes = limits.moved_bytes // (WARM_UP + STEPS) if isinstance(limits, Budget) else None
+        yield Row(net, way, seconds, _most_bytes(), losses[0], losses[-1], swapped_bytes=moved_bytes)
         return
     with Trainer(
         model, optimizer, loss, batch, f"{SHARE:.0%}", device="cuda", search_seconds=SEARCH_S, on_progress=_note
@@ -86,7 +92,9 @@ def measure(cell: str) -> Iterator[Row | str]:
 def _timed(step: Callable[[], Tensor]) -> tuple[float, list[float]]:
     """Return the seconds of the median step, and all losses."""
     seconds, losses = [], []
-    for _ in range(WARM_UP + STEPS):
+    for n in range(WARM_UP + STEPS):
+        if n == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
         start_s = time.perf_counter()
         losses.append(step().item())
         seconds.append(time.perf_counter() - start_s)
@@ -124,8 +132,9 @@ def _sections(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
     )  # fmt: skip
     return [
         f"Medians of {STEPS} steps, each with its loss on the host; float32, TF32 off, SGD with momentum. Memory is the"
-        f" most that torch's allocator gave out; for plans it is the budget, {SHARE:.0%} of what a step takes if"
-        " nothing leaves memory.\n",
+        f" most that torch's allocator gave out in them; for captured plans it is the budget, {SHARE:.0%} of what a"
+        f" step takes if nothing leaves memory. `cohabit.budget` has {SHARE:.0%} of the first step's peak for tensors;"
+        " the scratch of kernels comes on top.\n",
         markdown_table(header, table),
         *(f"{note}\n" for note in notes),
     ]

@@ -29,14 +29,17 @@ from cohabit.planner.errors import format_bytes
 from cohabit.planner.memory import parse_share, parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
+from cohabit.runtime.training.copying import CopyThread
 from cohabit.runtime.training.history import History
 from cohabit.runtime.training.interrupts import Interrupts
 from cohabit.runtime.training.outside import Pins, watching
 from cohabit.runtime.training.owners import Owner, distinct_storages, flat, rehome, storages_of, tensors_of
 from cohabit.runtime.training.process_limit import ProcessLimit
-from cohabit.runtime.training.residency import NEVER, Residency, Tracked, used_by
+from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
-from cohabit.runtime.training.spill import FileSpill, RamSpill
+from cohabit.runtime.training.spill import FileSpill, PinnedSpill, RamSpill
+from cohabit.runtime.training.streams import CopyStreams, DeviceCopyThread
+from cohabit.runtime.training.tracked import NEVER, Tracked, used_by
 
 _log = logging.getLogger("cohabit.training")
 
@@ -72,13 +75,14 @@ def budget(
 
     `memory` is in bytes, a size such as "2GiB", or a share such as "60%" of the peak of the loop's first step, which
     runs without a limit. "3GiB total" limits the whole process: tensors may take what the rest of it leaves, measured
-    every few ops; the store must be "file". Several loops share a budget in threads started inside the context; a
+    every few ops; the store must be "file". With owners on a GPU, the budget limits that GPU's memory, and tensors in the
+    CPU's memory are not counted. Several loops share a budget in threads started inside the context; a
     process has one budget at a time. `owners` are the modules, optimizers and tensors whose memory counts, in
-    addition to all tensors made by ops inside the context. Evicted bytes go to RAM, or to an unnamed file in `folder`
-    (default: the system's temporary folder). Leaving the context swaps everything back in, also after an error.
+    addition to all tensors made by ops inside the context. Evicted bytes go to RAM (pinned, for a GPU), or to an unnamed
+    file in `folder` (default: the system's temporary folder). Leaving the context swaps everything back in, also after an error.
 
-    Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for tensors on a device other
-    than the CPU; MemoryExceeded for a total that the process exceeds without tensors. Inside the context, an op that
+    Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for owners on several GPUs, or on
+    a device that is neither CUDA's nor the CPU; MemoryExceeded for a total that the process exceeds without tensors. Inside the context, an op that
     needs more than a given size raises MemoryExceeded. An op that needs more than a share runs, with a warning.
     """
     return Budget(memory, owners, store, folder)
@@ -135,8 +139,13 @@ class Budget:
         self._limit_bytes = limit_bytes
         self._process: ProcessLimit | None = None
         self._warned_bytes = 0
-        spill = RamSpill() if store == "ram" else FileSpill(Path(folder or tempfile.gettempdir()))
-        self._residency = Residency(spill)
+        self._device = _device_of(tensors_of(self._owners))
+        if self._is_total and self._device.type != "cpu":
+            raise ValueError(
+                f"memory '{memory}' is of the process's resident memory, and the owners are on {self._device}: give a"
+                " size, or a share of the first step's peak"
+            )
+        self._residency = _residency(self._device, store, Path(folder or tempfile.gettempdir()))
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         """Notified when an op has ended, and when the context is left."""
@@ -171,13 +180,11 @@ class Budget:
 
     def __enter__(self) -> Self:
         tensors = list(tensors_of(self._owners))
-        for tensor in tensors:
-            if tensor.device.type != "cpu":
-                raise UnsupportedModel(
-                    f"budget: a tensor of the owners is on {tensor.device}, and the budget is of the CPU's memory; on a"
-                    " GPU, use torch.utils.checkpoint or torch.autograd.graph.save_on_cpu"
-                )
-        rehome(tensors)
+        if (device := _device_of(tensors)) != self._device:
+            raise UnsupportedModel(
+                f"budget: the owners have moved from {self._device} to {device}; make the budget after that"
+            )
+        rehome(tensor for tensor in tensors if tensor.device == device)
         with ExitStack() as context:
             with _entering:
                 if _active:
@@ -193,7 +200,7 @@ class Budget:
             context.callback(self._restore)  # before the copy thread ends, which may have copies under way
             self._is_active = True
             for storage in distinct_storages(tensors):
-                self._residency.track(storage)
+                self._residency.adopt(storage)
             self._pins = context.enter_context(watching(self._residency, self._lock, partial(_Mode, self)))
             self._residency.peak_bytes = self._residency.used_bytes
             if self._limit_bytes is not None and self._is_total:
@@ -244,6 +251,7 @@ class Budget:
         with self._lock:
             used, sizes = self._used(history, schema, args, kwargs)
             number = history.begin((op, *sizes))
+            self._residency.enter_stream()
             with self._sized(used):
                 result = op(*args, **kwargs)
             self._record(history, number, list(used), [])
@@ -298,6 +306,7 @@ class Budget:
         if not self._is_active:
             return None
         process = self._process
+        residency.enter_stream()
         self._running.append(running)
         for tracked, is_written in used.items():
             tracked.uses += 1
@@ -310,6 +319,8 @@ class Budget:
                 self._measure(process, allocated)
             for tracked in used:
                 residency.use(tracked)
+                if schema.outlives_call:
+                    residency.pin(tracked)
         except BaseException:
             running.reserved_bytes = 0
             self._end(running)
@@ -326,6 +337,7 @@ class Budget:
     def _complete(self, running: _Running, result: Any) -> None:
         """Track an op's results, and plan ahead."""
         residency, schema = self._residency, running.schema
+        residency.enter_stream()
         residency.reserved_bytes -= running.reserved_bytes
         running.reserved_bytes = 0
         if schema.makes_results:
@@ -393,7 +405,7 @@ class Budget:
     ) -> tuple[dict[Tracked, bool], list[Hashable]]:
         """Return the distinct tracked storages of an op's arguments, with whether it may write them, and all sizes."""
         self._pins.collect()
-        history.died(self._residency.bury())
+        history.died(self._residency.collect_dead())
         used: dict[Tracked, bool] = {}
         sizes: list[Hashable] = []
         for key, value in (*enumerate(args), *kwargs.items()):
@@ -520,7 +532,7 @@ class Budget:
             with self._lock:
                 if not left:  # the hooks stay registered until the end: other hooks may be running meanwhile
                     return
-                residency.bury()
+                residency.collect_dead()
                 before[id(optimizer)] = residency.used_bytes
                 peak_bytes = max(peak_bytes, residency.peak_bytes)
                 residency.peak_bytes = residency.used_bytes
@@ -531,7 +543,7 @@ class Budget:
                 if id(optimizer) not in left:
                     return
                 left.discard(id(optimizer))
-                residency.bury()
+                residency.collect_dead()
                 updating_bytes = max(updating_bytes, residency.peak_bytes)
                 state_bytes += max(residency.used_bytes - before[id(optimizer)], 0)
                 if not left:
@@ -579,6 +591,32 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device whose memory the budget limits. Beside a GPU's tensors, those in the CPU's memory are free.
+
+    Raises UnsupportedModel for several GPUs, and for devices that are neither a GPU of CUDA's nor the CPU.
+    """
+    cpu = torch.device("cpu")
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor.device != cpu))
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"budget: the owners are on {devices[0]} and {devices[1]}, and a budget is of one device's memory; name"
+            " the owners on one of them"
+        )
+    device = devices[0] if devices else cpu
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedModel(f"budget: the owners are on {device}; supported are 'cpu' and 'cuda'")
+    return device
+
+
+def _residency(device: torch.device, store: Literal["ram", "file"], folder: Path) -> Residency:
+    if device.type == "cpu":
+        return Residency(device, RamSpill() if store == "ram" else FileSpill(folder), CopyThread())
+    if store == "ram":
+        return Residency(device, PinnedSpill(), CopyStreams(device))
+    return Residency(device, FileSpill(folder), DeviceCopyThread(device))
 
 
 @cache

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cohabit.runtime.training.residency import NEVER, Pace, Tracked, used_by
+from cohabit.runtime.training.tracked import NEVER, Pace, Tracked, used_by
 
 Signature = tuple[Hashable, ...]
 """An op, and the sizes and integers among its arguments."""

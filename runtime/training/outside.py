@@ -17,7 +17,9 @@ from typing import Any, Final
 import torch
 from torch._C import StorageBase
 
-from cohabit.runtime.training.residency import Residency, Tracked
+from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.training.residency import Residency
+from cohabit.runtime.training.tracked import Tracked
 
 _VIEWED: Final = ("numpy", "__array__")
 """Tensor methods that return an array over the same bytes: pinned until the array and its views are gone."""
@@ -178,7 +180,7 @@ def watching(
 
         return method
 
-    # Wrappers that pin nothing: sizes of evicted storages, calls that save, and threads
+    # Wrappers that pin nothing: sizes of evicted storages, calls that save, threads, and what is refused
 
     def sized(real: Any) -> Any:
         @wraps(real)
@@ -210,6 +212,18 @@ def watching(
 
         return start
 
+    def refused(real: Any) -> Any:
+        @wraps(real)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if residency.device.type == "cuda":
+                raise UnsupportedModel(
+                    "budget: a CUDA graph reads memory at fixed addresses, where evicted tensors are not; run the loop"
+                    " without graphs, or without the budget"
+                )
+            return real(*args, **kwargs)
+
+        return method
+
     # The stack restores all originals, also if a replacement fails.
     with ExitStack() as stack:
         for owner, names, wrap in (
@@ -223,6 +237,7 @@ def watching(
             (torch, ("save",), saving),
             (sys.modules.get("safetensors.torch"), ("save", "save_file", "save_model"), saving),
             (threading.Thread, ("start",), started),
+            (torch.cuda.CUDAGraph, ("capture_begin", "replay"), refused),
         ):
             for name in names:
                 if hasattr(owner, name):

@@ -25,12 +25,12 @@ def rehome(tensors: Iterable[torch.Tensor]) -> None:
         if storage.resizable():
             continue
         if id(storage) not in moved:
-            copied = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+            copied = torch.UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
             copied.copy_(storage, False)
             moved[id(storage)] = storage, copied  # the reference to the old storage keeps its id from being reused
         _, copied = moved[id(storage)]
         with torch.no_grad():
-            empty = torch.empty(0, dtype=tensor.dtype)
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor.data = empty.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 

@@ -5,118 +5,34 @@ interrupt between two lines therefore loses nothing, and `bring_all_in` restores
 """
 
 import math
-import queue
-import threading
 import time
-import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, Final, cast
+from collections.abc import Iterable
+from typing import Any, Final
 
-from torch._C import StorageBase
+import torch
 
-from cohabit.runtime.training.spill import SpillSlot, SpillStore
+from cohabit.runtime.training.copying import Copier
+from cohabit.runtime.training.spill import SpillStore
+from cohabit.runtime.training.tracked import (
+    LEAST_BYTES,
+    NEVER,
+    StorageCopy,
+    StorageRef,
+    Tracked,
+    resize_storage,
+    storage_nbytes,
+)
 
-LEAST_BYTES: Final = 16 << 10
-"""Smaller storages stay: evicting them gains nothing, and torch's generators read theirs without an op."""
-NEVER: Final = 1 << 62
-"""`next_use` of a storage whose next use is unknown. As a number of bytes: no limit."""
-_SMOOTHING: Final = 64
-"""Ops over which a loop's pace is averaged."""
 _MOST_COPIES: Final = 16
 """Maximum pending copies in each direction."""
-
-_nbytes: Callable[[Any], int] = StorageBase.nbytes  # type: ignore[attr-defined]
-_address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
-_resize: Callable[[Any, int], Any] = StorageBase.resize_  # type: ignore[attr-defined]
-"""Torch's originals: `outside.py` replaces these methods of `UntypedStorage`."""
-
-
-class StorageRef(weakref.ref[Any]):
-    """A weak reference whose callback is a C function: an interrupt in a Python callback would be swallowed."""
-
-    __slots__ = ("tracked",)
-    tracked: "Tracked"
-
-
-class Pace:
-    """Speed of one thread's loop: converts positions in its sequence of ops to times, comparable across threads."""
-
-    __slots__ = ("last_s", "op_s", "position")
-
-    def __init__(self) -> None:
-        self.position = 0
-        """Position of the running op. Next uses predicted at earlier positions did not happen."""
-        self.op_s = 1e-6
-        self.last_s = time.perf_counter()
-        """Time at which the running op began."""
-
-    def advance(self, position: int) -> None:
-        """Begin the op at a position."""
-        now_s = time.perf_counter()
-        self.op_s += (now_s - self.last_s - self.op_s) / _SMOOTHING
-        self.position, self.last_s = position, now_s
-
-    def wait_s(self, position: int, now_s: float) -> float:
-        """Return the expected time until an op: that of the ops before it, plus the time this loop has been idle.
-
-        An idle loop, waiting or finished, is expected to stay idle for as long again.
-        """
-        return (position - self.position) * self.op_s + now_s - self.last_s
-
-
-class Tracked:
-    """A storage counted by the budget, in memory or out."""
-
-    __slots__ = (
-        "copy", "is_clean", "is_dead", "is_out", "is_pinned", "key", "last_use", "nbytes", "next_use", "pace", "ref",
-        "slot", "uses", "writes",
-    )  # fmt: skip
-
-    def __init__(self, storage: Any, deaths: deque[StorageRef]) -> None:
-        self.key = id(storage)
-        self.nbytes = _nbytes(storage)
-        self.ref = StorageRef(storage, deaths.append)
-        self.ref.tracked = self
-        self.slot: SpillSlot | None = None
-        self.is_out = self.is_dead = False
-        self.is_clean = False
-        """The slot's bytes equal those in memory."""
-        self.is_pinned = not storage.resizable()
-        """The bytes may be read without an op: they stay in memory."""
-        self.copy: StorageCopy | None = None
-        self.writes = 0
-        self.uses = 0
-        """Number of uses by running ops."""
-        self.pace: Pace | None = None
-        """Pace of the loop that used it last."""
-        self.next_use = NEVER
-        """Predicted position in that loop's ops."""
-        self.last_use = -1
-        """Id of its last use in that loop; -1 if there is none."""
-
-    @property
-    def storage(self) -> Any | None:
-        return self.ref()
-
-
-class StorageCopy:
-    """A copy made by the copy thread. Its reference keeps the storage alive meanwhile."""
-
-    __slots__ = ("done", "error", "is_load", "storage", "tracked", "writes")
-
-    def __init__(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
-        self.tracked, self.storage, self.is_load = tracked, storage, is_load
-        self.writes = tracked.writes
-        self.done = threading.Event()
-        self.error: BaseException | None = None
 
 
 class Residency:
     """Keeps the bytes of tracked storages within a limit. The caller holds a lock around every call."""
 
-    def __init__(self, spill: SpillStore, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = NEVER if limit_bytes is None else limit_bytes
+    def __init__(self, device: torch.device, spill: SpillStore, copier: Copier) -> None:
+        self.limit_bytes = NEVER
         self.used_bytes = self.peak_bytes = 0
         self.headroom_bytes = NEVER
         """Bytes that may be allocated before the process's memory is measured, if the budget is its total."""
@@ -124,14 +40,16 @@ class Residency:
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
         """Bytes copied in and out so far."""
+        self.device = device
         self._spill = spill
+        self._copier = copier
+        self._stream = 0
+        """Stream of the op that is about to run, or has just run."""
         self._tracked: dict[int, Tracked] = {}
-        self._here: OrderedDict[Tracked, None] = OrderedDict()
+        self._evictable: OrderedDict[Tracked, None] = OrderedDict()
         """Evictable storages, least recently used first."""
         self._deaths: deque[StorageRef] = deque()
         self._copies: deque[StorageCopy] = deque()
-        self._waiting: queue.SimpleQueue[StorageCopy | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     # Tracking
 
@@ -143,15 +61,20 @@ class Residency:
     def track(self, storage: Any) -> Tracked | None:
         """Count a storage from now on. Returns None if it is too small, or on another device."""
         found = self.find(storage)
-        if found is None and _nbytes(storage) >= LEAST_BYTES and storage.device.type == "cpu":
-            found = Tracked(storage, self._deaths)
+        if found is None and storage_nbytes(storage) >= LEAST_BYTES and storage.device == self.device:
+            found = Tracked(storage, self._deaths, self._stream)
             self._tracked[found.key] = found
             self._allocated(found.nbytes)
             if not found.is_pinned:
-                self._here[found] = None
+                self._evictable[found] = None
         return found
 
-    def bury(self) -> int:
+    def adopt(self, storage: Any) -> None:
+        """Count a storage that was allocated earlier, on an unknown stream."""
+        if self.track(storage) is not None:
+            self._copier.share(storage)
+
+    def collect_dead(self) -> int:
         """Forget dead storages, and complete copies that have ended. Returns the bytes of memory freed."""
         before = self.used_bytes
         while self._deaths:
@@ -159,12 +82,12 @@ class Residency:
             tracked.is_dead = True
             if self._tracked.get(tracked.key) is tracked:
                 del self._tracked[tracked.key]
-            self._here.pop(tracked, None)
+            self._evictable.pop(tracked, None)
             if not tracked.is_out:
                 self.used_bytes -= tracked.nbytes
             self._release_slot(tracked)
         freed_bytes = before - self.used_bytes
-        while self._copies and self._copies[0].done.is_set():
+        while self._copies and self._copies[0].end.is_set():
             self._complete(self._copies.popleft())
         return freed_bytes
 
@@ -172,8 +95,10 @@ class Residency:
         """Swap in a storage that an op reads, as `bring_in` does, and make it the most recently used."""
         if tracked.is_out or tracked.copy is not None:
             self.bring_in(tracked)
-        if tracked in self._here:
-            self._here.move_to_end(tracked)
+        if tracked.stream != self._stream:
+            self._copier.share(tracked.storage)
+        if tracked in self._evictable:
+            self._evictable.move_to_end(tracked)
 
     def note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -186,7 +111,7 @@ class Residency:
     def resized(self, tracked: Tracked) -> None:
         """Update the counts for a storage that an op has resized."""
         storage = tracked.storage
-        if storage is not None and not tracked.is_out and (now := _nbytes(storage)) != tracked.nbytes:
+        if storage is not None and not tracked.is_out and (now := storage_nbytes(storage)) != tracked.nbytes:
             self._wait(tracked)
             self._release_slot(tracked)
             self._allocated(now - tracked.nbytes)
@@ -194,28 +119,30 @@ class Residency:
             self.changed(tracked)
             if now < LEAST_BYTES:
                 tracked.is_pinned = True
-                self._here.pop(tracked, None)
+                self._evictable.pop(tracked, None)
 
     def pin(self, tracked: Tracked) -> None:
         """Swap in bytes that will be read or written without an op, and keep them in memory."""
+        self.enter_stream()
         self.bring_in(tracked)
+        self._copier.settle()
         tracked.is_pinned = True
         self.changed(tracked)
-        self._here.pop(tracked, None)
+        self._evictable.pop(tracked, None)
 
     def unpin(self, tracked: Tracked) -> None:
         storage = tracked.storage
         if storage is not None and tracked.is_pinned and storage.resizable():
             tracked.is_pinned = False
             self.changed(tracked)
-            self._here[tracked] = None
+            self._evictable[tracked] = None
 
     @property
     def arriving_bytes(self) -> int:
         """Bytes of pending prefetches. `used_bytes` includes them, although they may not be in memory yet."""
         return sum(copy.tracked.nbytes for copy in self._copies if copy.is_load)
 
-    # Synchronous copies
+    # Copies between two ops
 
     def incoming_bytes(self, trackeds: Iterable[Tracked]) -> int:
         """Return the bytes that `use` would allocate for these storages."""
@@ -230,10 +157,12 @@ class Residency:
         tracked.uses += 1  # it must not be evicted to make room for itself
         try:
             self.make_room(tracked.nbytes)
-            _resize(storage, tracked.nbytes)
-            assert tracked.slot is not None
-            tracked.slot.load(_address(storage))
-            self._allocated(tracked.nbytes)
+            self._allocate(tracked, storage)
+            try:
+                self._copier.make(StorageCopy(tracked, storage, is_load=True))
+            except BaseException:
+                self._deallocate(tracked, storage)
+                raise
             self._arrived(tracked)
         finally:
             tracked.uses -= 1
@@ -242,13 +171,13 @@ class Residency:
         """Evict storages until `nbytes` more fit into the limit. Returns whether they do."""
         nbytes += self.reserved_bytes
         while self.used_bytes + nbytes > self.limit_bytes:
-            self.bury()
+            self.collect_dead()
             if self.used_bytes + nbytes <= self.limit_bytes:
                 break
             chosen = self._choose()
             if chosen is None and self._copies:
                 copy = self._copies.popleft()
-                copy.done.wait()
+                copy.end.wait()
                 self._complete(copy)
                 continue
             if chosen is None:
@@ -257,27 +186,29 @@ class Residency:
         return True
 
     def give_size(self, tracked: Tracked) -> None:
-        """Give an evicted storage its size, without its bytes."""
+        """Give an evicted storage its size, without its bytes where that takes no memory."""
         storage = tracked.storage
-        if storage is not None and tracked.is_out:
-            _resize(storage, tracked.nbytes)
+        if self._copier.takes_memory_at_once:
+            self.bring_in(tracked)
+        elif storage is not None and tracked.is_out:
+            resize_storage(storage, tracked.nbytes)
 
     def take_size(self, tracked: Tracked) -> None:
         storage = tracked.storage
         if storage is not None and tracked.is_out and tracked.copy is None:
-            _resize(storage, 0)
+            resize_storage(storage, 0)
 
     def bring_all_in(self) -> None:
         """Swap in every storage, ignoring the limit, and stop tracking."""
         self.limit_bytes = self.headroom_bytes = NEVER
-        self.bury()
+        self.collect_dead()
         for tracked in list(self._tracked.values()):
             self.bring_in(tracked)
-        self.bury()
+        self.collect_dead()
         for tracked in self._tracked.values():
             self._release_slot(tracked)
         self._tracked.clear()
-        self._here.clear()
+        self._evictable.clear()
         self.used_bytes = 0
 
     def _choose(self, after_s: float = -math.inf, *, idle: bool = False) -> Tracked | None:
@@ -287,7 +218,7 @@ class Residency:
         """
         chosen, farthest_s = None, after_s
         now_s = time.perf_counter()
-        for tracked in self._here:
+        for tracked in self._evictable:
             if tracked.uses or (tracked.copy is not None and (idle or tracked.copy.is_load)):
                 continue
             pace = tracked.pace
@@ -306,22 +237,31 @@ class Residency:
         if not tracked.is_out and not tracked.is_clean:
             if tracked.slot is None:
                 tracked.slot = self._spill.take(tracked.nbytes)
-            tracked.slot.save(_address(storage))
+            self._copier.make(StorageCopy(tracked, storage, is_load=False))
             self.moved_bytes += tracked.nbytes
             tracked.is_clean = True
         self._leave(tracked, storage)
 
     def _leave(self, tracked: Tracked, storage: Any) -> None:
         tracked.is_out = True
-        _resize(storage, 0)
-        if tracked in self._here:
-            del self._here[tracked]
+        resize_storage(storage, 0)
+        if tracked in self._evictable:
+            del self._evictable[tracked]
             self.used_bytes -= tracked.nbytes
+
+    def _allocate(self, tracked: Tracked, storage: Any) -> None:
+        resize_storage(storage, tracked.nbytes)
+        tracked.stream = self._stream
+        self._allocated(tracked.nbytes)
+
+    def _deallocate(self, tracked: Tracked, storage: Any) -> None:
+        resize_storage(storage, 0)
+        self.used_bytes -= tracked.nbytes
 
     def _arrived(self, tracked: Tracked) -> None:
         tracked.is_out = False
         if not tracked.is_pinned:
-            self._here[tracked] = None
+            self._evictable[tracked] = None
         self.moved_bytes += tracked.nbytes
 
     def _allocated(self, nbytes: int) -> None:
@@ -334,29 +274,30 @@ class Residency:
         if slot is not None:
             self._spill.give_back(slot, tracked.nbytes)
 
-    # Asynchronous copies, while ops run
+    # Copies while ops run
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._copy_all, name="cohabit-budget", daemon=True)
-        self._thread.start()
+        self._copier.start()
+        self.enter_stream()
 
     def after_fork(self) -> None:
         """Continue without the copy thread, which a forked process lacks."""
         self.limit_bytes = self.headroom_bytes = NEVER
-        self._thread = None
         while self._copies:
             copy = self._copies.popleft()
-            if not copy.done.is_set():
+            if not copy.end.is_set():
                 copy.error = InterruptedError()
             self._complete(copy)
 
     def stop(self) -> None:
-        """Stop the copy thread once it has made the pending copies, then complete them."""
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join()
+        """Make the pending copies, and complete them."""
+        self._copier.close()
         while self._copies:
             self._complete(self._copies.popleft())
+
+    def enter_stream(self) -> None:
+        """Let the next op run on the calling thread's current stream."""
+        self._stream = self._copier.current_stream()
 
     def prefetch(self, tracked: Tracked) -> bool:
         """Start swapping a storage in, if it fits. Returns whether more prefetches may follow."""
@@ -368,8 +309,7 @@ class Residency:
         storage = tracked.storage
         if storage is None or not tracked.is_out or tracked.copy is not None:
             return True
-        _resize(storage, tracked.nbytes)
-        self._allocated(tracked.nbytes)
+        self._allocate(tracked, storage)
         self._begin(tracked, storage, is_load=True)
         return True
 
@@ -396,25 +336,14 @@ class Residency:
         return sum(copy.is_load == is_load for copy in self._copies)
 
     def _begin(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
-        copy = StorageCopy(tracked, storage, is_load)
-        tracked.copy = copy
+        copy = tracked.copy = StorageCopy(tracked, storage, is_load)
         self._copies.append(copy)
-        self._waiting.put(copy)
-
-    def _copy_all(self) -> None:
-        while (copy := self._waiting.get()) is not None:
-            slot = cast(SpillSlot, copy.tracked.slot)
-            try:
-                (slot.load if copy.is_load else slot.save)(_address(copy.storage))
-            except BaseException as error:
-                copy.error = error
-            copy.done.set()
-            del copy
+        self._copier.begin(copy)
 
     def _wait(self, tracked: Tracked) -> None:
         copy = tracked.copy
         if copy is not None:
-            copy.done.wait()
+            copy.end.wait()
             self._complete(copy)
 
     def _complete(self, copy: StorageCopy) -> None:
@@ -426,8 +355,7 @@ class Residency:
         tracked.copy = None
         if copy.is_load:
             if copy.error is not None:  # the op that needs the bytes reads them again, and raises
-                _resize(storage, 0)
-                self.used_bytes -= tracked.nbytes
+                self._deallocate(tracked, storage)
                 return
             self._arrived(tracked)
             return
@@ -438,7 +366,3 @@ class Residency:
             tracked.is_clean = True
             if not tracked.uses:
                 self._leave(tracked, storage)
-
-
-def used_by(trackeds: Collection[Tracked]) -> int:
-    return sum(tracked.nbytes for tracked in trackeds)

@@ -10,6 +10,8 @@ from torch._ops import OpOverload
 
 _LIST_OPS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 """Ops that compute list elements independently: a call on the lists equals calls on parts of them."""
+_COMMUNICATION = "c10d::"
+"""Operations of torch.distributed, which other threads carry out."""
 _UNDECLARED_WRITES = ("running_mean", "running_var")
 """Batch norm's statistics, written although its schema does not say so."""
 
@@ -27,6 +29,8 @@ class OpSchema:
     is_trusted: bool
     """The schema is torch's. Other libraries' ops may write any argument."""
     takes_lists: bool
+    outlives_call: bool
+    """It goes on using its arguments' memory after it has returned."""
 
 
 @cache
@@ -50,6 +54,7 @@ def schema_of(op: OpOverload) -> OpSchema:
         written=written,
         is_trusted=schema.name.startswith("aten::"),
         takes_lists=schema.name.startswith(_LIST_OPS),
+        outlives_call=schema.name.startswith(_COMMUNICATION),
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._C import StorageBase
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import cohabit
 from cohabit.planner.memory import parse_size
 from cohabit.runtime.errors import MemoryExceeded
-from cohabit.runtime.training.residency import LEAST_BYTES
+from cohabit.runtime.training.tracked import LEAST_BYTES
 
 WIDTH, ROWS, STEPS = 96, 64, 4
 Loop = Callable[[nn.Module, torch.optim.Optimizer], list[float]]
@@ -350,6 +351,22 @@ def test_arrays_and_pointers_stay_where_they_are_read() -> None:
         plain(net, optimizer)
         assert weight.data_ptr() == address
         assert np.array_equal(view, expected.numpy()[1:])
+
+
+def test_what_a_collective_reads_after_its_call_stays(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        sent, others = torch.ones(100_000), [torch.ones(100_000) for _ in range(4)]
+        with cohabit.budget("800KB", sent, others):
+            work = torch.distributed.all_reduce(sent, async_op=True)
+            for other in others:
+                other.mul_(2)
+            assert StorageBase.nbytes(sent.untyped_storage()) == sent.nbytes
+            assert StorageBase.nbytes(others[0].untyped_storage()) == 0
+            work.wait()
+            assert sent.sum().item() == len(sent)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_an_op_that_needs_more_is_refused_by_name_and_nothing_is_lost() -> None:

@@ -1,0 +1,85 @@
+"""Copies of evicted bytes, made while ops run."""
+
+import queue
+import threading
+from typing import Any, Protocol, cast
+
+from cohabit.runtime.training.tracked import StorageCopy
+
+
+class Copier(Protocol):
+    """Makes copies to slots and back. The caller holds a lock around every call."""
+
+    takes_memory_at_once: bool
+    """Allocating takes memory from the device, even if nothing is written to it."""
+
+    def start(self) -> None: ...
+
+    def begin(self, copy: StorageCopy) -> None:
+        """Start a copy. It runs after all earlier ops, and after earlier copies of its slot."""
+        ...
+
+    def make(self, copy: StorageCopy) -> None:
+        """Make a copy between all earlier and all later ops. Raises OSError for errors of a file."""
+        ...
+
+    def current_stream(self) -> int:
+        """Return the stream of the calling thread's ops. From now on, copies are ordered with its work."""
+        ...
+
+    def share(self, storage: Any) -> None:
+        """Keep a storage's memory from being reused before the current stream's work so far and its next op end."""
+        ...
+
+    def settle(self) -> None:
+        """Block until no op has to wait for a copy: then anything may use the bytes in memory."""
+        ...
+
+    def close(self) -> None:
+        """Block until all copies have ended, and stop."""
+        ...
+
+
+class CopyThread:
+    """Copies within the CPU's memory, or to a file. Ops end before they return: there are no streams."""
+
+    takes_memory_at_once = False
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[StorageCopy | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._make_all, name="cohabit-budget", daemon=True)
+        self._thread.start()
+
+    def begin(self, copy: StorageCopy) -> None:
+        copy.end = threading.Event()
+        self._waiting.put(copy)
+
+    def make(self, copy: StorageCopy) -> None:
+        self._make_here(copy)
+
+    def current_stream(self) -> int:
+        return 0
+
+    def share(self, storage: Any) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _make_all(self) -> None:
+        while (copy := self._waiting.get()) is not None:
+            try:
+                self._make_here(copy)
+            except BaseException as error:
+                copy.error = error
+            cast(threading.Event, copy.end).set()
+            del copy
+
+    def _make_here(self, copy: StorageCopy) -> None:
+        copy.make()
