@@ -35,6 +35,7 @@ from cohabit.runtime.training.interrupts import Interrupts
 from cohabit.runtime.training.outside import Pins, watching
 from cohabit.runtime.training.owners import Owner, distinct_storages, flat, rehome, storages_of, tensors_of
 from cohabit.runtime.training.process_limit import ProcessLimit
+from cohabit.runtime.training.recomputing import recipe_for
 from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
 from cohabit.runtime.training.spill import FileSpill, PinnedSpill, RamSpill
@@ -75,15 +76,17 @@ def budget(
 
     `memory` is in bytes, a size such as "2GiB", or a share such as "60%" of the peak of the loop's first step, which
     runs without a limit. "3GiB total" limits the whole process: tensors may take what the rest of it leaves, measured
-    every few ops; the store must be "file". With owners on a GPU, the budget limits that GPU's memory, and tensors in the
-    CPU's memory are not counted. Several loops share a budget in threads started inside the context; a
-    process has one budget at a time. `owners` are the modules, optimizers and tensors whose memory counts, in
-    addition to all tensors made by ops inside the context. Evicted bytes go to RAM (pinned, for a GPU), or to an unnamed
-    file in `folder` (default: the system's temporary folder). Leaving the context swaps everything back in, also after an error.
+    every few ops; the store must be "file". With owners on a GPU, the budget limits that GPU's memory, and tensors in
+    the CPU's memory are not counted. Several loops share a budget in threads started inside the context; a process has
+    one budget at a time. `owners` are the modules, optimizers and tensors whose memory counts, in addition to all
+    tensors made by ops inside the context. Evicted bytes go to RAM (pinned, for a GPU), or to an unnamed file in
+    `folder` (default: the system's temporary folder). Leaving the context swaps everything back in, also after an
+    error.
 
-    Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for owners on several GPUs, or on
-    a device that is neither CUDA's nor the CPU; MemoryExceeded for a total that the process exceeds without tensors. Inside the context, an op that
-    needs more than a given size raises MemoryExceeded. An op that needs more than a share runs, with a warning.
+    Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for owners on several GPUs, or
+    on a device that is neither CUDA's nor the CPU; MemoryExceeded for a total that the process exceeds without tensors.
+    Inside the context, an op that needs more than a given size raises MemoryExceeded. An op that needs more than a
+    share runs, with a warning.
     """
     return Budget(memory, owners, store, folder)
 
@@ -175,6 +178,11 @@ class Budget:
         """Bytes copied out and in so far."""
         return self._residency.moved_bytes
 
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes of tensors that were dropped and computed again so far, instead of being copied out and in."""
+        return self._residency.recomputed_bytes
+
     def reset_peak(self) -> None:
         self._residency.peak_bytes = self._residency.used_bytes
 
@@ -265,16 +273,19 @@ class Budget:
             running = self._begin(history, op, schema, args, kwargs)
         if running is None:
             return op(*args, **kwargs)
+        start_s = time.perf_counter()
         try:
             result = op(*args, **kwargs)
         except BaseException:
             with self._lock:
                 self._end(running)
             raise
+        seconds = time.perf_counter() - start_s
         with self._lock:
             try:
                 if self._is_active:
                     self._complete(running, result)
+                    self._note_recipes(running, op, args, kwargs, result, seconds)
             finally:
                 self._end(running)
         return result
@@ -305,6 +316,11 @@ class Budget:
             self._changed.wait()
         if not self._is_active:
             return None
+        for tracked, is_written in used.items():
+            if tracked.is_dropped:
+                residency.bring_in(tracked)
+            if is_written and tracked.dependents:
+                residency.compute_dependents(tracked)
         process = self._process
         residency.enter_stream()
         self._running.append(running)
@@ -352,6 +368,23 @@ class Budget:
         if not residency.make_room(0):
             self._require(schema, used_by(running.used) + used_by(running.made))
         self._record(running.history, running.number, running.used, running.made)
+
+    def _note_recipes(
+        self,
+        running: _Running,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        seconds: float,
+    ) -> None:
+        """Note how to make an op's results again, once storages have been evicted."""
+        residency = self._residency
+        if not residency.moved_bytes or running.schema.written:
+            return
+        for tracked in running.made:
+            if residency.pays_to_recompute(tracked, seconds):
+                tracked.recipe = recipe_for(tracked, op, args, kwargs, result, residency.find, seconds)
 
     def _end(self, running: _Running) -> None:
         self._residency.reserved_bytes -= running.reserved_bytes

@@ -2,9 +2,13 @@
 
 import queue
 import threading
-from typing import Any, Protocol, cast
+import time
+from typing import Any, Final, Protocol, cast
 
 from cohabit.runtime.training.tracked import StorageCopy
+
+_SMOOTHING: Final = 16
+"""Copies over which their speed is averaged."""
 
 
 class Copier(Protocol):
@@ -31,6 +35,14 @@ class Copier(Protocol):
         """Keep a storage's memory from being reused before the current stream's work so far and its next op end."""
         ...
 
+    def publish(self) -> None:
+        """Make all later ops run after what was issued to the current stream."""
+        ...
+
+    def copy_s(self, nbytes: int) -> float:
+        """Return about how long a copy takes, in seconds."""
+        ...
+
     def settle(self) -> None:
         """Block until no op has to wait for a copy: then anything may use the bytes in memory."""
         ...
@@ -48,6 +60,8 @@ class CopyThread:
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[StorageCopy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._byte_s = 0.0
+        """Seconds that a byte takes, of late; 0 before the first copy."""
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._make_all, name="cohabit-budget", daemon=True)
@@ -64,6 +78,11 @@ class CopyThread:
         return 0
 
     def share(self, storage: Any) -> None: ...
+
+    def publish(self) -> None: ...
+
+    def copy_s(self, nbytes: int) -> float:
+        return nbytes * self._byte_s
 
     def settle(self) -> None: ...
 
@@ -82,4 +101,7 @@ class CopyThread:
             del copy
 
     def _make_here(self, copy: StorageCopy) -> None:
+        start_s = time.perf_counter()
         copy.make()
+        byte_s = (time.perf_counter() - start_s) / copy.tracked.nbytes
+        self._byte_s += (byte_s - self._byte_s) / (_SMOOTHING if self._byte_s else 1)

@@ -7,7 +7,7 @@ interrupt between two lines therefore loses nothing, and `bring_all_in` restores
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -40,6 +40,8 @@ class Residency:
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
         """Bytes copied in and out so far."""
+        self.recomputed_bytes = 0
+        """Bytes computed again so far."""
         self.device = device
         self._spill = spill
         self._copier = copier
@@ -86,6 +88,7 @@ class Residency:
             if not tracked.is_out:
                 self.used_bytes -= tracked.nbytes
             self._release_slot(tracked)
+            self._release_recipe(tracked)
         freed_bytes = before - self.used_bytes
         while self._copies and self._copies[0].end.is_set():
             self._complete(self._copies.popleft())
@@ -105,6 +108,7 @@ class Residency:
 
     def changed(self, tracked: Tracked) -> None:
         """Mark the bytes in memory as newer than the slot's. May be called just before they are written."""
+        self.compute_dependents(tracked)
         tracked.is_clean = False
         tracked.writes += 1
 
@@ -114,6 +118,7 @@ class Residency:
         if storage is not None and not tracked.is_out and (now := storage_nbytes(storage)) != tracked.nbytes:
             self._wait(tracked)
             self._release_slot(tracked)
+            tracked.recipe = None
             self._allocated(now - tracked.nbytes)
             tracked.nbytes = now
             self.changed(tracked)
@@ -154,6 +159,9 @@ class Residency:
         storage = tracked.storage
         if not tracked.is_out or storage is None:
             return
+        if tracked.is_dropped:
+            self._compute_again(tracked, storage)
+            return
         tracked.uses += 1  # it must not be evicted to make room for itself
         try:
             self.make_room(tracked.nbytes)
@@ -164,8 +172,14 @@ class Residency:
                 self._deallocate(tracked, storage)
                 raise
             self._arrived(tracked)
+            self.moved_bytes += tracked.nbytes
         finally:
             tracked.uses -= 1
+
+    def compute_dependents(self, tracked: Tracked) -> None:
+        """Make again what was dropped and is computed from these bytes, which are about to change."""
+        while tracked.dependents:
+            self.bring_in(next(iter(tracked.dependents)))
 
     def make_room(self, nbytes: int) -> bool:
         """Evict storages until `nbytes` more fit into the limit. Returns whether they do."""
@@ -182,7 +196,11 @@ class Residency:
                 continue
             if chosen is None:
                 return False
-            self._evict(chosen)
+            # The op waits now. What costs less to compute again than to copy is dropped at once.
+            if not chosen.is_clean and (dropped := self._choose_dropped(chosen)) is not None:
+                self._drop(dropped)
+            else:
+                self._evict(chosen)
         return True
 
     def give_size(self, tracked: Tracked) -> None:
@@ -207,11 +225,14 @@ class Residency:
         self.collect_dead()
         for tracked in self._tracked.values():
             self._release_slot(tracked)
+            tracked.recipe = None
         self._tracked.clear()
         self._evictable.clear()
         self.used_bytes = 0
 
-    def _choose(self, after_s: float = -math.inf, *, idle: bool = False) -> Tracked | None:
+    def _choose(
+        self, after_s: float = -math.inf, *, idle: bool = False, is_wanted: Callable[[Tracked], bool] | None = None
+    ) -> Tracked | None:
         """Return the storage whose next use is farthest away, and farther than `after_s` seconds.
 
         Unknown uses are farthest, least recently used first. `idle`: only storages without a copy in progress.
@@ -221,6 +242,8 @@ class Residency:
         for tracked in self._evictable:
             if tracked.uses or (tracked.copy is not None and (idle or tracked.copy.is_load)):
                 continue
+            if is_wanted is not None and not is_wanted(tracked):
+                continue
             pace = tracked.pace
             if pace is None or tracked.next_use == NEVER or tracked.next_use < pace.position:
                 return tracked
@@ -228,6 +251,74 @@ class Residency:
             if wait_s > farthest_s:
                 chosen, farthest_s = tracked, wait_s
         return chosen
+
+    def _choose_dropped(self, copied: Tracked) -> Tracked | None:
+        """Return a storage to drop instead of copying another; None if copying is cheaper."""
+        return self._choose(self._copier.copy_s(copied.nbytes), idle=True, is_wanted=self._can_drop)
+
+    def _can_drop(self, tracked: Tracked) -> bool:
+        recipe = tracked.recipe
+        return (
+            recipe is not None
+            and not tracked.is_clean
+            and not tracked.dependents
+            and self.pays_to_recompute(tracked, recipe.seconds)
+            and recipe.is_valid(tracked)
+        )
+
+    def pays_to_recompute(self, tracked: Tracked, seconds: float) -> bool:
+        """Whether computing again takes less time than copying out and in."""
+        return seconds < self._copier.copy_s(2 * tracked.nbytes)
+
+    def _drop(self, tracked: Tracked) -> None:
+        """Evict a storage without a copy. Its recipe's inputs stay alive."""
+        storage, recipe = tracked.storage, tracked.recipe
+        if storage is None or recipe is None:
+            return
+        held = [given.tracked.storage for given in recipe.inputs]
+        if any(storage is None for storage in held):
+            tracked.recipe = None  # an input has just died
+            return
+        recipe.held = held
+        for given in recipe.inputs:
+            given.tracked.dependents = given.tracked.dependents | {tracked}
+        tracked.is_dropped = True
+        self._leave(tracked, storage)
+
+    def _compute_again(self, tracked: Tracked, storage: Any) -> None:
+        recipe = tracked.recipe
+        assert recipe is not None
+        inputs = {given.tracked for given in recipe.inputs}
+        needed = [tracked]
+        tracked.uses += 1
+        try:
+            for given in inputs:
+                self.use(given)
+                given.uses += 1  # all of them are in memory at the same time
+                needed.append(given)
+            self.make_room(tracked.nbytes)
+            self._allocate(tracked, storage)
+            try:
+                recipe.run(storage)
+            except BaseException:
+                self._deallocate(tracked, storage)
+                raise
+            self._copier.publish()
+            self._release_recipe(tracked)
+            self._arrived(tracked)
+            self.recomputed_bytes += tracked.nbytes
+        finally:
+            for used in needed:
+                used.uses -= 1
+
+    def _release_recipe(self, tracked: Tracked) -> None:
+        """Let the inputs of a dropped storage go."""
+        recipe = tracked.recipe
+        if tracked.is_dropped and recipe is not None:
+            tracked.is_dropped = False
+            for given in recipe.inputs:
+                given.tracked.dependents = given.tracked.dependents - {tracked}
+            recipe.held.clear()
 
     def _evict(self, tracked: Tracked) -> None:
         self._wait(tracked)
@@ -262,7 +353,6 @@ class Residency:
         tracked.is_out = False
         if not tracked.is_pinned:
             self._evictable[tracked] = None
-        self.moved_bytes += tracked.nbytes
 
     def _allocated(self, nbytes: int) -> None:
         self.used_bytes += nbytes
@@ -309,6 +399,8 @@ class Residency:
         storage = tracked.storage
         if storage is None or not tracked.is_out or tracked.copy is not None:
             return True
+        if tracked.is_dropped and tracked.recipe is not None:
+            return all(self.prefetch(given.tracked) for given in tracked.recipe.inputs)
         self._allocate(tracked, storage)
         self._begin(tracked, storage, is_load=True)
         return True
@@ -358,6 +450,7 @@ class Residency:
                 self._deallocate(tracked, storage)
                 return
             self._arrived(tracked)
+            self.moved_bytes += tracked.nbytes
             return
         if copy.error is not None or tracked.is_dead:
             return

@@ -14,6 +14,9 @@ from cohabit.runtime.training.copying import CopyThread
 from cohabit.runtime.training.spill import bytes_of
 from cohabit.runtime.training.tracked import StorageCopy
 
+_LINK_BYTES_PER_S = 25e9
+"""Taken for the speed of every link, as that of PCIe 4 with 16 lanes: the host does not see how long copies take."""
+
 
 class OpStreams:
     """The streams on which counted ops have run, by their number. `cuda` has the interface of `torch.cuda`."""
@@ -40,6 +43,13 @@ class OpStreams:
         """Make all later ops wait for an event."""
         for stream in self._streams.values():
             stream.wait_event(event)
+
+    def publish(self) -> None:
+        """Make all later ops wait for what was issued to the current stream."""
+        event = self._cuda.current_stream(self._device).record_event()
+        for copies in self._copy_streams:
+            copies.wait_event(event)
+        self.follow(event)
 
     def share(self, storage: Any) -> None:
         with torch._C._DisableTorchDispatch():
@@ -99,6 +109,12 @@ class CopyStreams:
     def share(self, storage: Any) -> None:
         self._ops.share(storage)
 
+    def publish(self) -> None:
+        self._ops.publish()
+
+    def copy_s(self, nbytes: int) -> float:
+        return nbytes / _LINK_BYTES_PER_S
+
     def settle(self) -> None:
         self._saves.synchronize()
         self._loads.synchronize()
@@ -133,10 +149,13 @@ class DeviceCopyThread(CopyThread):
     def share(self, storage: Any) -> None:
         self._ops.share(storage)
 
+    def publish(self) -> None:
+        self._ops.publish()
+
     def close(self) -> None:
         super().close()
         self._ops.close()
 
     def _make_here(self, copy: StorageCopy) -> None:
         with self._cuda.stream(self._copies):
-            copy.make()  # returns when the device has made it
+            super()._make_here(copy)  # returns when the device has made it

@@ -4,11 +4,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from torch._C import StorageBase
 
 from cohabit.runtime.training.spill import SpillSlot
+
+if TYPE_CHECKING:
+    from cohabit.runtime.training.recomputing import Recipe
 
 LEAST_BYTES: Final = 16 << 10
 """Smaller storages stay: evicting them gains nothing, and torch's generators read theirs without an op."""
@@ -59,8 +62,8 @@ class Tracked:
     """A storage counted by the budget, in memory or out."""
 
     __slots__ = (
-        "copy", "is_clean", "is_dead", "is_out", "is_pinned", "key", "last_use", "nbytes", "next_use", "pace", "ref",
-        "slot", "stream", "uses", "writes",
+        "copy", "dependents", "is_clean", "is_dead", "is_dropped", "is_out", "is_pinned", "key", "last_use", "nbytes",
+        "next_use", "pace", "recipe", "ref", "slot", "stream", "uses", "writes",
     )  # fmt: skip
 
     def __init__(self, storage: Any, deaths: deque[StorageRef], stream: int) -> None:
@@ -70,6 +73,11 @@ class Tracked:
         self.ref.tracked = self
         self.slot: SpillSlot | None = None
         self.is_out = self.is_dead = False
+        self.is_dropped = False
+        """It is out without a copy: its recipe makes it again."""
+        self.recipe: Recipe | None = None
+        self.dependents: frozenset[Tracked] = frozenset()
+        """Dropped storages whose recipes read this one."""
         self.is_clean = False
         """The slot's bytes equal those in memory."""
         self.is_pinned = not storage.resizable()

@@ -16,6 +16,7 @@ import cohabit
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.training import budget, residency, spill, streams
 from cohabit.runtime.training.copying import Copier
+from cohabit.runtime.training.recomputing import Recipe
 from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.spill import FileSpill, PinnedSpill
 from cohabit.runtime.training.streams import CopyStreams, DeviceCopyThread, OpStreams
@@ -24,6 +25,7 @@ from tests.support.runtime.stream_order import (
     FakeCuda,
     SharedBytes,
     checked_copy,
+    checked_recipe,
     checked_resize,
 )
 
@@ -49,6 +51,7 @@ def on_device(cuda: FakeCuda, store: str, folder: Path) -> Iterator[None]:
         for slot, blocks in ((spill._PinnedSlot, False), (spill._FileSlot, True)):
             patch.setattr(slot, "save", checked_copy(cuda, slot.save, is_load=False, blocks=blocks))
             patch.setattr(slot, "load", checked_copy(cuda, slot.load, is_load=True, blocks=blocks))
+        patch.setattr(Recipe, "run", checked_recipe(cuda, Recipe.run))
         with CheckedOps(cuda):
             yield
 
@@ -139,6 +142,30 @@ def late_stream(cuda: FakeCuda) -> list[float]:
     return sums
 
 
+def dropped(cuda: FakeCuda) -> list[float]:
+    """Streams read results that another one computes again."""
+    main, side, late = cuda.current_stream(), cuda.Stream(), cuda.Stream()
+    sums = []
+    with cohabit.budget("200KiB", torch.zeros(9)) as limits:
+        for n in range(8):
+            x = torch.full((96, 96), 0.1 * n)
+            y = x.exp()
+            side.wait_stream(main)
+            late.wait_stream(main)
+            others = [torch.zeros(96, 96) for _ in range(5)]
+            sums.append(y.sum().item())
+            with cuda.stream(side):
+                sums.append(y.sum().item())
+            if n == 7:
+                with cuda.stream(late):
+                    sums.append(y.sum().item())
+            main.wait_stream(side)
+            main.wait_stream(late)
+            del others
+        assert limits.recomputed_bytes > 0
+    return sums
+
+
 def past_ops(cuda: FakeCuda) -> list[float]:
     """Reads a tensor by its address, on a stream that no op has used."""
     weights = [torch.full((96, 96), 0.01 * n) for n in range(1, 7)]
@@ -154,7 +181,12 @@ def past_ops(cuda: FakeCuda) -> list[float]:
     return sums
 
 
-PROGRAMS: dict[str, Program] = {"across streams": across_streams, "late stream": late_stream, "past ops": past_ops}
+PROGRAMS: dict[str, Program] = {
+    "across streams": across_streams,
+    "late stream": late_stream,
+    "dropped": dropped,
+    "past ops": past_ops,
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -165,7 +197,7 @@ def test_a_loop_on_several_streams_races_with_no_copy(name: str, speed: float, t
         cuda = FakeCuda(seed, speed)
         with on_device(cuda, "ram", tmp_path):
             sums.add(tuple(PROGRAMS[name](cuda)))
-        assert cuda.copies > 5
+        assert cuda.copies > 0
         assert not cuda.races, cuda.races[:3]
     assert len(sums) == 1
 
@@ -189,6 +221,10 @@ def without_joining(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OpStreams, "current", current)
 
 
+def without_publishing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OpStreams, "publish", lambda ops: None)
+
+
 def without_sharing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OpStreams, "share", lambda ops, storage: None)
 
@@ -206,6 +242,7 @@ def without_settling(patch: pytest.MonkeyPatch) -> None:
         ("across streams", without_following),
         ("late stream", without_joining),
         ("across streams", without_sharing),
+        ("dropped", without_publishing),
         ("past ops", without_settling),
     ],
 )

@@ -201,6 +201,18 @@ def checked_copy(
     return copy
 
 
+def checked_recipe(cuda: FakeCuda, real: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Return a recipe's `run` that notes what it reads and writes."""
+
+    def run(recipe: Any, storage: Any) -> None:
+        for given in recipe.inputs:
+            cuda.access(given.tracked.storage, is_write=False, what="a recipe")
+        cuda.access(storage, is_write=True, what="a recipe")
+        real(recipe, storage)
+
+    return run
+
+
 def checked_resize(cuda: FakeCuda, real: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
     """Return `resize_storage` that notes allocations and releases."""
 

@@ -1,0 +1,208 @@
+"""Recipes: how to compute an op's result again, so that evicting it needs no copy.
+
+Capuchin (ASPLOS 2020, section 4.4) and HOME (section 4.3) recompute where that is cheaper than swapping. Here a recipe
+is an op that ran, with its arguments. It is valid as long as its inputs exist and have not been written since, which a
+count of writes tells. While a result is dropped, its recipe keeps the inputs alive, and they are neither written nor
+dropped themselves. So a dropped result can always be computed again, whatever the loop does.
+
+Only ops whose results do not depend on how work is divided among threads qualify: elementwise ones, and a few more.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+
+from cohabit.runtime.training.tracked import LEAST_BYTES, Tracked
+
+_BY_ROW: Final = ("aten::_softmax", "aten::_log_softmax", "aten::cat", "aten::native_layer_norm")
+"""Ops that qualify although they are not elementwise: one thread computes a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A tensor over a storage that may be out."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "_Layout":
+        return _Layout(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def over(self, storage: Any) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    tracked: Tracked
+    writes: int
+    """Its count when the op ran."""
+    layout: _Layout
+
+
+@dataclass(slots=True, eq=False)
+class Recipe:
+    """An op whose result is dropped and made again."""
+
+    op: OpOverload
+    """The form of the op that writes its results to given tensors."""
+    args: tuple[Any, ...]
+    """With an `_Input` for each tensor of a tracked storage."""
+    kwargs: Mapping[str, Any]
+    inputs: list[_Input]
+    name: str
+    """Of the result, as the op's parameter."""
+    layout: _Layout
+    others: Mapping[str, torch.dtype]
+    """Results that are made with it, and forgotten."""
+    writes: int
+    """The result's count when it was made."""
+    threads: int
+    """Of the op: where the loop over elements is divided, vector instructions end, and last bits may differ."""
+    seconds: float
+    held: list[Any] = field(default_factory=list)
+    """The inputs' storages, while the result is dropped."""
+
+    def is_valid(self, result: Tracked) -> bool:
+        """Whether the op would give the bytes that the result's storage has now."""
+        return result.writes == self.writes and all(
+            given.tracked.writes == given.writes
+            and not given.tracked.is_dead
+            and not given.tracked.is_pinned
+            and not given.tracked.is_dropped
+            for given in self.inputs
+        )
+
+    def run(self, storage: Any) -> None:
+        """Write the result to its storage. The inputs are in memory."""
+        with _undisturbed(self.threads):
+            results = {
+                name: torch.empty(0, dtype=dtype, device=storage.device) for name, dtype in self.others.items()
+            }
+            results[self.name] = self.layout.over(storage)
+            args = [_mapped(value, _tensor_of) for value in self.args]
+            kwargs = {name: _mapped(value, _tensor_of) for name, value in self.kwargs.items()}
+            self.op(*args, **kwargs, **results)
+
+
+def recipe_for(
+    tracked: Tracked,
+    op: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    find: Callable[[Any], Tracked | None],
+    seconds: float,
+) -> Recipe | None:
+    """Return how to make `tracked`, which an op that has just run has made; None if it cannot be made again.
+
+    Tensors below 16 KiB among the arguments are not tracked, and copied.
+    """
+    form = _form_with_results(op)
+    if form is None:
+        return None
+    results = result if isinstance(result, tuple) else (result,)
+    wanted = [n for n, tensor in enumerate(results) if find(tensor.untyped_storage()) is tracked]
+    if len(wanted) != 1 or not _fills(results[wanted[0]], tracked.nbytes):
+        return None
+    tensors = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor)]
+    # Without floating-point tensors, numbers take the default dtype, which the loop may change.
+    if not any(tensor.dim() > 0 and tensor.dtype.is_floating_point for tensor in tensors):
+        return None
+    inputs: list[_Input] = []
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        given = find(value.untyped_storage())
+        if given is None:
+            return value.clone()
+        inputs.append(_Input(given, given.writes, _Layout.of(value)))
+        return inputs[-1]
+
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            return None
+        if tensor.untyped_storage().nbytes() >= LEAST_BYTES and find(tensor.untyped_storage()) is None:
+            return None  # its writes are not counted
+    overload, names = form
+    return Recipe(
+        op=overload,
+        args=tuple(_mapped(value, kept) for value in args),
+        kwargs={name: _mapped(value, kept) for name, value in kwargs.items()},
+        inputs=inputs,
+        name=names[wanted[0]],
+        layout=_Layout.of(results[wanted[0]]),
+        others={names[n]: tensor.dtype for n, tensor in enumerate(results) if n != wanted[0]},
+        writes=tracked.writes,
+        threads=torch.get_num_threads(),
+        seconds=seconds,
+    )
+
+
+@cache
+def _form_with_results(op: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
+    """Return the form of an op that takes tensors for its results, and these parameters' names.
+
+    None if the op does not qualify, or has no such form.
+    """
+    schema = op._schema
+    is_qualified = torch.Tag.pointwise in op.tags or schema.name in _BY_ROW
+    if not is_qualified or torch.Tag.nondeterministic_seeded in op.tags or schema.is_mutable:
+        return None
+    if any(returned.alias_info is not None for returned in schema.returns):
+        return None
+    wanted = [(argument.name, str(argument.type)) for argument in schema.arguments]
+    for name in op.overloadpacket.overloads():
+        form: OpOverload = getattr(op.overloadpacket, name)
+        given = [a for a in form._schema.arguments if a.alias_info is None]
+        results = [a for a in form._schema.arguments if a.alias_info is not None]
+        if [(a.name, str(a.type)) for a in given] == wanted and len(results) == len(schema.returns):
+            return form, tuple(a.name for a in results)
+    return None
+
+
+def _fills(tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether a tensor has each byte of its storage, once."""
+    if tensor.layout is not torch.strided or tensor.storage_offset() or tensor.nbytes != nbytes:
+        return False
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    return type(value)(map(change, value)) if isinstance(value, list | tuple) else change(value)
+
+
+def _tensor_of(value: Any) -> Any:
+    return value.layout.over(value.tracked.storage) if isinstance(value, _Input) else value
+
+
+@contextmanager
+def _undisturbed(threads: int) -> Iterator[None]:
+    """Run ops below autograd, autocast and dispatch modes, with this number of threads."""
+    before = torch.get_num_threads()
+    with ExitStack() as stack:
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(torch._C._DisableTorchDispatch())
+        if threads != before:
+            torch.set_num_threads(threads)
+            stack.callback(torch.set_num_threads, before)
+        yield
