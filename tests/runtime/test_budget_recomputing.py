@@ -193,6 +193,19 @@ def test_a_dropped_result_keeps_its_input_alive_and_lets_it_go() -> None:
         assert limits.used_bytes == 0
 
 
+def test_what_is_computed_again_reads_nothing_that_is_itself_dropped() -> None:
+    with cohabit.budget(9 * SIZE, torch.zeros(9)) as limits:
+        press()
+        x = tensor(0.5)
+        y = x.exp()
+        z = y.sin()
+        press()
+        assert torch.equal(z, tensor(0.5).exp().sin())
+        assert limits.recomputed_bytes == 0, "it was copied, since its input was dropped first"
+        assert torch.equal(y, tensor(0.5).exp())
+        assert limits.recomputed_bytes == SIZE
+
+
 def test_results_still_dropped_at_the_end_are_whole() -> None:
     with cohabit.budget(9 * SIZE, torch.zeros(9)):
         press()
