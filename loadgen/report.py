@@ -216,7 +216,7 @@ def read_reports(path: Path) -> list[Report]:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Report | list[Report])
     except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{path} is no report of this version of loadgen: {error}") from error
+        raise UsageError(f"{path} is not a report of this version of loadgen: {error}") from error
     reports = found if isinstance(found, list) else [found]
     if not reports:
         raise UsageError(f"{path} has no runs")

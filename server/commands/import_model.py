@@ -220,11 +220,11 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
         if not _FACTORY.fullmatch(options.factory):
             raise ConfigError(f"--factory: '{options.factory}' is not MODULE:FUNCTION")
         if not path.is_file():
-            raise ConfigError(f"{path} is no checkpoint file, which is what --factory's module would load")
+            raise ConfigError(f"{path} is not a checkpoint file, which --factory needs")
         return from_factory(options.factory, options.inputs, path, options.key, lengths.most)
     if path.is_dir():
         if not is_folder(path):
-            raise ConfigError(f"{path} is no Hugging Face model directory: it has no config.json")
+            raise ConfigError(f"{path} is not a Hugging Face model directory: it has no config.json")
         return from_folder(path, options.inputs, lengths, options.architecture, options.outputs)
     if path.is_file():  # refused: name what it is, and how to import or serve it
         with suppress(OSError, zipfile.BadZipFile):

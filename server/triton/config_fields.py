@@ -265,7 +265,7 @@ def _number(name: str, text: str) -> float:
             return number
     except ValueError:
         pass
-    raise RepositoryError(f"config.pbtxt: parameter {_DEFAULT}{name}: '{text[:40]}' is no number")
+    raise RepositoryError(f"config.pbtxt: parameter {_DEFAULT}{name}: '{text[:40]}' is not a number")
 
 
 def ignored_fields(config: ModelConfig, device: str) -> dict[str, str]:

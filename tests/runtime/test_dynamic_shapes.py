@@ -422,7 +422,7 @@ def test_three_dynamic_dimensions_have_as_many_buckets_as_the_limit_allows(
     _buckets(model, [1, 2], ShapeBuckets((), (("x.2", (8, 24)),)))
     assert model.dynamic.dimensions[1].buckets == (1, 8, 24), "the others are thinned"
     with pytest.raises(
-        UnsupportedModel, match=r"names x\.0, which is no dynamic dimension .* has x\.1, x\.2, x\.3"
+        UnsupportedModel, match=r"names x\.0, which is not a dynamic dimension .* has x\.1, x\.2, x\.3"
     ):
         _buckets(model, [1, 2], ShapeBuckets((), (("x.0", (8,)),)))
 
